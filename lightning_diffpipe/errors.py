@@ -1,0 +1,61 @@
+"""Every exception this package raises on purpose, as one tree.
+
+    DiffPipeError
+    ├── ConfigurationError     (ValueError)    an argument, config value or batch that cannot work
+    ├── ProfileError           (ValueError)    a profile file or measurement that is malformed
+    ├── PartitionError         (ValueError)    layers that cannot be cut as asked
+    ├── ScheduleError          (ValueError)    programs that break a law: deadlock, missing message
+    ├── PlanError              (ValueError)    a plan that is malformed or made for something else
+    ├── GraphError             (ValueError)    a callable that cannot be cut into layers
+    │   └── ForeignLayerError                  a layer of another stage was called outside a step
+    ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
+    ├── BoundaryError                          a value crossing a stage boundary is not finite
+    └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
+
+User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
+with the numbers, then the remedy. `assert` is kept for our own invariants.
+"""
+
+
+class DiffPipeError(Exception):
+    """Base class of every exception raised on purpose by this package."""
+
+
+class ConfigurationError(DiffPipeError, ValueError):
+    """An argument, a config value, a trainer option or a batch cannot work with pipelines."""
+
+
+class ProfileError(DiffPipeError, ValueError):
+    """A profile is malformed, or its measurements make no sense."""
+
+
+class PartitionError(DiffPipeError, ValueError):
+    """The layers cannot be cut into stages as asked."""
+
+
+class ScheduleError(DiffPipeError, ValueError):
+    """The programs of the ranks break a law every schedule obeys."""
+
+
+class PlanError(DiffPipeError, ValueError):
+    """A plan is malformed, or was made for another model, batch or number of ranks."""
+
+
+class GraphError(DiffPipeError, ValueError):
+    """A callable cannot be cut at its layers, or behaved differently from its probe."""
+
+
+class ForeignLayerError(GraphError):
+    """A layer whose parameters live on another rank was called outside a pipeline step."""
+
+
+class CheckpointError(DiffPipeError, ValueError):
+    """A checkpoint cannot be read, or does not fit the module."""
+
+
+class BoundaryError(DiffPipeError):
+    """A value that crosses a stage boundary is not finite."""
+
+
+class PipelineTimeoutError(DiffPipeError, TimeoutError):
+    """A message did not arrive within the strategy's `timeout_s`."""
