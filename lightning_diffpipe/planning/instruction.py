@@ -1,0 +1,285 @@
+"""The instruction set: everything a rank can be told to do, and how it is written down.
+
+A rank runs a *program*, a tuple of instructions. Every instruction has a short text form that
+parses back to the same instruction, so that programs can be read in logs, kept in plans and typed
+in tests:
+
+    2F0      stage 2 forwards microbatch 0        2a0>3   send what stage 2 reads to rank 3
+    2B0      ... and backpropagates it            2a0<1   post its receive from rank 1
+    2I0 2W0  ... in two parts                     2a0?1   wait until it is here
+    2P0      forwards it without gradients        2g0 2f0 2p0: also for a gradient, for feedback,
+    2U0      steps the optimizer of stage 2               and for a no-grad activation
+    E3       encodes frozen part 3                X R     exchange frozen parts; reduce gradients
+
+On a rank that holds one stage only, the number of that stage may be left out: `F0 B0`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_diffpipe.errors import ScheduleError
+
+Kind = Literal["activation", "gradient", "feedback", "no_grad_activation"]
+
+LETTER_OF_KIND: dict[Kind, str] = {
+    "activation": "a",
+    "gradient": "g",
+    "feedback": "f",
+    "no_grad_activation": "p",
+}
+_KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in LETTER_OF_KIND.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Forwards one microbatch through one stage. Text form: `2F0`.
+
+    Roughly: `stash["output", s, m] = stage(stash["activation", s, m])`
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Backpropagates one microbatch through one stage. Text form: `2B0`.
+
+    Roughly: `stash["gradient", s - 1, m] = autograd(output, stash["gradient", s, m])`
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The half of a backward that other stages wait for: gradients of the inputs. Text: `2I0`.
+
+    Roughly: `stash["gradient", s - 1, m] = grad(output, inputs, stash["gradient", s, m])`
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The half of a backward that nobody waits for: gradients of the weights. Text: `2W0`.
+
+    Roughly: `for weight in stage: weight.grad += grad(output, weight, stash["gradient", s, m])`
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNoGrad:
+    """Forwards one microbatch without keeping anything for a backward. Text form: `2P0`.
+
+    Roughly: `with no_grad(): send(stage(stash["no_grad_activation", s, m]))`
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}P{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Steps the optimizer of one stage with the gradient of one microbatch. Text form: `2U0`.
+
+    Only schedules without a flush have it; all others step after the last instruction.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}U{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Runs one part of the frozen work; `part` indexes the plan's frozen parts. Text form: `E3`."""
+
+    part: int
+
+    def __str__(self) -> str:
+        return f"E{self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Starts to send a message and goes on at once. Text form: `2a0>3`.
+
+    Attributes:
+        kind: What the message carries.
+        stage: The stage that *reads* the message: an activation into stage 2, or the gradient of
+            the outputs of stage 2.
+        microbatch: Which microbatch it belongs to.
+        to_rank: Rank of the same pipeline that reads it.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    to_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}>{self.to_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Posts a receive and goes on at once. Text form: `2a0<1`; fields as in `Send`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    from_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}<{self.from_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Blocks until a posted receive has arrived. Text form: `2a0?1`; fields as in `Send`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    from_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}?{self.from_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFrozen:
+    """All ranks of the pipeline exchange their frozen results; nobody passes alone. Text: `X`."""
+
+    def __str__(self) -> str:
+        return "X"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients:
+    """Sums gradients over all ranks that hold the same parameter. Text form: `R`."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+Staged = Forward | Backward | BackwardInput | BackwardWeight | ForwardNoGrad | UpdateWeights
+Compute = Staged | Encode
+Instruction = Compute | Send | Receive | Wait | ExchangeFrozen | ReduceGradients
+Program = tuple[Instruction, ...]
+
+_STAGED: dict[str, type[Staged]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+    "P": ForwardNoGrad,
+    "U": UpdateWeights,
+}
+_STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
+_MESSAGE_TEXT = re.compile(r"(\d+)?([agfp])(\d+)([<>?])(\d+)")
+_ENCODE_TEXT = re.compile(r"E(\d+)")
+
+
+def parse_instruction(text: str, stage: int | None = None) -> Instruction:
+    """Reads the text form of one instruction back.
+
+    Args:
+        text: For example `2F0`, `F0` or `2a0>3`.
+        stage: The stage meant where the text leaves it out.
+
+    Raises:
+        ScheduleError: The text is no instruction, or names no stage and none was given.
+
+    Example:
+        >>> parse_instruction("2F0")
+        Forward(stage=2, microbatch=0)
+        >>> str(parse_instruction("a0<1", stage=2))
+        '2a0<1'
+    """
+    if text == "X":
+        return ExchangeFrozen()
+    if text == "R":
+        return ReduceGradients()
+    if match := _ENCODE_TEXT.fullmatch(text):
+        return Encode(int(match[1]))
+    if match := _STAGED_TEXT.fullmatch(text):
+        return _STAGED[match[2]](_stage_of(match[1], text, stage), int(match[3]))
+    if match := _MESSAGE_TEXT.fullmatch(text):
+        make = {">": Send, "<": Receive, "?": Wait}[match[4]]
+        read_by = _stage_of(match[1], text, stage)
+        return make(_KIND_OF_LETTER[match[2]], read_by, int(match[3]), int(match[5]))
+    raise ScheduleError(
+        f"{text!r} is no instruction; expected for example F0, 2B1, 2a0>3, 2g0<1, 2a0?1, E3, X or R"
+    )
+
+
+def _stage_of(digits: str | None, text: str, default: int | None) -> int:
+    if digits is not None:
+        return int(digits)
+    if default is None:
+        raise ScheduleError(f"{text!r} names no stage; write for example 0{text}")
+    return default
+
+
+def format_program(program: Iterable[Instruction], stage: int | None = None) -> str:
+    """Writes a program on one line.
+
+    Args:
+        program: The instructions.
+        stage: Leave this stage's number out; pass the same value to `parse_program`.
+
+    Example:
+        >>> format_program((Forward(1, 0), Backward(1, 0), Send("gradient", 0, 0, 0)), stage=1)
+        'F0 B0 0g0>0'
+    """
+    return " ".join(without_stage(instruction, stage) for instruction in program)
+
+
+def without_stage(instruction: Instruction, stage: int | None) -> str:
+    """The text of an instruction, its stage left out where it is `stage`."""
+    text = str(instruction)
+    if stage is None or isinstance(instruction, (Encode, ExchangeFrozen, ReduceGradients)):
+        return text
+    return text.removeprefix(str(stage)) if instruction.stage == stage else text
+
+
+def parse_program(text: str, stage: int | None = None) -> Program:
+    """Reads a program back; inverts `format_program`.
+
+    Raises:
+        ScheduleError: Some word is no instruction.
+
+    Example:
+        >>> parse_program("F0 B0", stage=1)
+        (Forward(stage=1, microbatch=0), Backward(stage=1, microbatch=0))
+    """
+    return tuple(parse_instruction(word, stage) for word in text.split())

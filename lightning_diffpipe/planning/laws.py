@@ -1,0 +1,187 @@
+"""The laws every schedule obeys, whichever algorithm wrote it.
+
+A schedule that breaks one of these would train something else than one process does, or hang:
+
+1. An instruction stands on the rank that holds its stage and takes its microbatch.
+2. Every stage does the same complete work for every microbatch, once: forward before backward.
+3. Of a lowered schedule: every message that must travel is sent once, received once and waited
+   for; sent after it is made and awaited before it is read; and both ends of every directed edge
+   handle the messages in the same order, since a link without tags delivers in order.
+
+Freedom from deadlock needs an execution, and is proved by `timeline.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    Staged,
+    UpdateWeights,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.planning.schedule import Message, Schedule
+
+_ORDER: dict[type[Staged], int] = {
+    Forward: 0,
+    Backward: 1,
+    BackwardInput: 1,
+    BackwardWeight: 2,
+    UpdateWeights: 3,
+}
+
+
+def check_laws(schedule: Schedule) -> None:
+    """Raises a `ScheduleError` for the first law that is broken."""
+    _check_places(schedule)
+    _check_work(schedule)
+    if schedule.is_lowered:
+        for rank, program in enumerate(schedule.programs):
+            _check_messages_of(schedule, rank, program)
+        _check_edges(schedule)
+
+
+def _check_places(schedule: Schedule) -> None:
+    """Law 1."""
+    for rank, instruction in schedule.staged():
+        stage, microbatch = instruction.stage, instruction.microbatch
+        if stage >= schedule.num_stages or microbatch >= schedule.num_microbatches:
+            raise ScheduleError(
+                f"rank {rank} runs {instruction}, but there are {schedule.num_stages} stages "
+                f"and {schedule.num_microbatches} microbatches"
+            )
+        if (owner := schedule.placement.rank_of(stage, microbatch)) != rank:
+            raise ScheduleError(f"rank {rank} runs {instruction}, which belongs to rank {owner}")
+
+
+def _check_work(schedule: Schedule) -> None:
+    """Law 2: one complete set of instructions for each stage and microbatch, in order."""
+    done: dict[tuple[int, int], list[type[Staged]]] = defaultdict(list)
+    for _, instruction in schedule.staged():
+        done[instruction.stage, instruction.microbatch].append(type(instruction))
+
+    expected: Counter[type[Staged]] | None = None
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            kinds = done[stage, microbatch]
+            work = Counter(kinds)
+            _check_complete(stage, microbatch, work)
+            # A schedule splits all of its backwards in two parts or none; the one is as good as
+            # the other.
+            if BackwardInput in work:
+                work = work - Counter([BackwardInput, BackwardWeight]) + Counter([Backward])
+            if expected is not None and work != expected:
+                raise ScheduleError(
+                    f"stage {stage} does {_names(work)} for microbatch {microbatch}, "
+                    f"but other stages and microbatches get {_names(expected)}"
+                )
+            expected = work
+            timed = [_ORDER[kind] for kind in kinds if kind in _ORDER]
+            if timed != sorted(timed):
+                raise ScheduleError(
+                    f"stage {stage} runs microbatch {microbatch} in the order "
+                    f"{', '.join(kind.__name__ for kind in kinds)}; forward comes before backward"
+                )
+
+
+def _check_complete(stage: int, microbatch: int, work: Counter[type[Staged]]) -> None:
+    where = f"of microbatch {microbatch} on stage {stage}"
+    if not work:
+        raise ScheduleError(f"no instruction {where}")
+    if twice := [kind.__name__ for kind, count in work.items() if count > 1]:
+        raise ScheduleError(f"{twice[0]} {where} is run {max(work.values())} times")
+    if work[BackwardInput] != work[BackwardWeight]:
+        raise ScheduleError(f"the backward {where} is split, but only one of its parts is there")
+    if work[Backward] and work[BackwardInput]:
+        raise ScheduleError(f"the backward {where} is run whole and in parts")
+    if work[Forward] < work[Backward] + work[BackwardInput]:
+        raise ScheduleError(f"there is a backward {where}, but no forward")
+
+
+def _names(work: Counter[type[Staged]]) -> str:
+    return " + ".join(sorted(kind.__name__ for kind in work.elements()))
+
+
+def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
+    """Law 3 on one rank: made, then sent; posted, then awaited, then read."""
+    seen: set[Instruction] = set()
+    for instruction in program:
+        if instruction in seen and isinstance(instruction, (Send, Receive, Wait)):
+            raise ScheduleError(f"rank {rank} has {instruction} twice")
+        if isinstance(instruction, Wait):
+            i = instruction
+            if Receive(i.kind, i.stage, i.microbatch, i.from_rank) not in seen:
+                raise ScheduleError(f"rank {rank} waits with {instruction}, but posted no receive")
+        message = schedule.input_of(instruction)
+        if message is not None and not message.is_local and message.wait() not in seen:
+            raise ScheduleError(
+                f"rank {rank} runs {instruction} without {message.wait()} before it"
+            )
+        seen.add(instruction)
+
+    made: set[Instruction] = set()
+    for instruction in program:
+        if isinstance(instruction, Send) and instruction not in made:
+            raise ScheduleError(f"rank {rank} sends {instruction} before it is made")
+        message = schedule.output_of(instruction)
+        if message is not None and not message.is_local:
+            made.add(message.send())
+            if message.send() not in seen:
+                raise ScheduleError(f"rank {rank} makes {message.send()}, but never sends it")
+
+
+def _check_edges(schedule: Schedule) -> None:
+    """Law 3 between ranks: both ends of a directed edge see the same messages in the same order."""
+    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs):
+        for i in program:
+            if isinstance(i, Send):
+                sent[rank, i.to_rank].append((i.kind, i.stage, i.microbatch))
+            elif isinstance(i, Receive):
+                received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
+    for edge in sorted(sent.keys() | received.keys()):
+        for position, pair in enumerate(_pairs(sent[edge], received[edge])):
+            if pair[0] != pair[1]:
+                raise ScheduleError(
+                    f"message {position} from rank {edge[0]} to rank {edge[1]}: "
+                    f"{_text(pair[0])} is sent, but {_text(pair[1])} is received"
+                )
+
+
+def _pairs(
+    a: list[tuple[str, int, int]], b: list[tuple[str, int, int]]
+) -> list[tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]]:
+    length = max(len(a), len(b))
+    pad_a, pad_b = [None] * (length - len(a)), [None] * (length - len(b))
+    return list(zip([*a, *pad_a], [*b, *pad_b], strict=True))
+
+
+def _text(message: tuple[str, int, int] | None) -> str:
+    if message is None:
+        return "nothing"
+    kind, stage, microbatch = message
+    return f"the {kind.replace('_', ' ')} of microbatch {microbatch} for stage {stage}"
+
+
+def messages_of_edge(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+    """Maps every directed edge `(from_rank, to_rank)` to its messages in the order of making."""
+    edges: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for program in schedule.programs:
+        for instruction in program:
+            message = schedule.output_of(instruction)
+            if message is not None and not message.is_local:
+                edges[message.from_rank, message.to_rank].append(message)
+    return dict(edges)

@@ -1,0 +1,94 @@
+"""Lowering: adds the communication to a schedule that says only what is computed where.
+
+Each rank keeps its order of work. What is added:
+
+* a `Send` right behind the instruction that makes a message; sends never block;
+* a `Wait` right before the instruction that reads one;
+* a `Receive` as early as is useful: on every directed edge the next message is always already
+  posted while the current one is worked on, so that a transfer overlaps the computation before
+  it. Receives are posted in the order of the sends, whatever the order of use, since links
+  deliver in order;
+* `Encode`s of the frozen work of this batch and their exchange in front, if there is any;
+* `ReduceGradients` at the end, if there are gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    Encode,
+    ExchangeFrozen,
+    Instruction,
+    Program,
+    ReduceGradients,
+    UpdateWeights,
+)
+from lightning_diffpipe.planning.laws import messages_of_edge
+from lightning_diffpipe.planning.schedule import Message, Schedule
+
+
+def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
+    """The same schedule with communication.
+
+    Args:
+        schedule: Compute instructions only; its order on each rank is kept.
+        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it
+            empty if there is none, or if the programs already contain their `Encode`
+            instructions.
+    """
+    edges = messages_of_edge(schedule)
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
+        encodes = tuple(Encode(part.index) for part in frozen_parts if part.rank == rank)
+        exchange = (ExchangeFrozen(),) if frozen_parts else ()
+        lowered = _lower_program(schedule, program, incoming)
+        programs.append((*encodes, *exchange, *lowered, *_reduction(program)))
+    return Schedule(
+        schedule.placement, schedule.num_microbatches, tuple(programs), schedule.feedback_lag
+    )
+
+
+def _lower_program(
+    schedule: Schedule, program: Program, incoming: dict[int, list[Message]]
+) -> list[Instruction]:
+    posted = dict.fromkeys(incoming, 0)
+    out: list[Instruction] = []
+
+    def post(peer: int, upto: int) -> None:
+        """Posts the receives from `peer` up to and including message number `upto`."""
+        for message in incoming[peer][posted[peer] : upto + 1]:
+            out.append(message.receive())
+        posted[peer] = max(posted[peer], min(upto + 1, len(incoming[peer])))
+
+    started = False
+    position = {message: k for messages in incoming.values() for k, message in enumerate(messages)}
+    for instruction in program:
+        if not started and not isinstance(instruction, (Encode, ExchangeFrozen)):
+            started = True
+            for peer in sorted(incoming):
+                post(peer, 0)
+        needed = schedule.input_of(instruction)
+        if needed is not None and not needed.is_local and needed in position:
+            post(needed.from_rank, position[needed])
+            out.append(needed.wait())
+            post(needed.from_rank, position[needed] + 1)
+        elif needed is not None and not needed.is_local:
+            out += [needed.receive(), needed.wait()]  # Nobody makes it: the simulator will say so.
+        out.append(instruction)
+        made = schedule.output_of(instruction)
+        if made is not None and not made.is_local:
+            out.append(made.send())
+    return out
+
+
+def _reduction(program: Program) -> tuple[Instruction, ...]:
+    """Gradients are summed at the end, unless the program steps its optimizer on the way."""
+    if any(isinstance(i, UpdateWeights) for i in program):
+        return ()
+    has_gradients = any(isinstance(i, (Backward, BackwardInput)) for i in program)
+    return (ReduceGradients(),) if has_gradients else ()

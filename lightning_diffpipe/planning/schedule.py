@@ -1,0 +1,280 @@
+"""A schedule: which rank holds which stage, and the program of every rank.
+
+Two questions are kept apart. A `Placement` says *where* a stage runs: on one rank, on several
+(replicas, which take the microbatches in turn), or several stages on one rank (interleaved, or
+two backbones). The programs say *in which order* each rank works. What flows between instructions
+follows from both, and is derived here once, so that lowering, simulation and the laws cannot
+disagree about it.
+
+Round robin over replicas is PipeDream's 1F1B-RR, Narayanan et al. (2019): a microbatch is never
+split inside a stage, so that results stay exact for modules that mix samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    Forward,
+    ForwardNoGrad,
+    Instruction,
+    Kind,
+    Program,
+    Receive,
+    Send,
+    Staged,
+    Wait,
+    format_program,
+)
+from lightning_diffpipe.planning.laws import check_laws
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor list that travels between ranks.
+
+    Attributes:
+        kind: What it carries.
+        stage: The stage that reads it.
+        microbatch: The microbatch for which it is read.
+        from_rank: Rank that makes it.
+        to_rank: Rank that reads it; equal to `from_rank` when nothing has to travel.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    from_rank: int
+    to_rank: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether writer and reader are the same rank."""
+        return self.from_rank == self.to_rank
+
+    def send(self) -> Send:
+        """The instruction that sends it."""
+        return Send(self.kind, self.stage, self.microbatch, self.to_rank)
+
+    def receive(self) -> Receive:
+        """The instruction that posts its receive."""
+        return Receive(self.kind, self.stage, self.microbatch, self.from_rank)
+
+    def wait(self) -> Wait:
+        """The instruction that waits for it."""
+        return Wait(self.kind, self.stage, self.microbatch, self.from_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which ranks hold which stage.
+
+    Attributes:
+        stage_ranks: For every stage its replicas. Microbatch `m` runs on replica `m mod
+            len(replicas)`.
+        first_stages: The stages at which a backbone begins; `(0,)` unless there are several
+            backbones.
+
+    Raises:
+        ScheduleError: A stage has no rank, or a rank no stage, or ranks are not numbered from 0.
+    """
+
+    stage_ranks: tuple[tuple[int, ...], ...]
+    first_stages: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        for stage, ranks in enumerate(self.stage_ranks):
+            if not ranks or len(set(ranks)) != len(ranks):
+                raise ScheduleError(
+                    f"stage {stage} needs distinct ranks, at least one; got {ranks}"
+                )
+        used = {rank for ranks in self.stage_ranks for rank in ranks}
+        if not used or used != set(range(len(used))):
+            raise ScheduleError(f"ranks must be numbered from 0 without gaps; got {sorted(used)}")
+        if self.first_stages[:1] != (0,) or self.first_stages[-1] >= self.num_stages:
+            raise ScheduleError(
+                f"backbones must begin at stage 0; they begin at {self.first_stages}"
+            )
+
+    @classmethod
+    def of_replicas(cls, num_replicas: Sequence[int]) -> Placement:
+        """Consecutive ranks in stage order: `(1, 3)` puts stage 1 on ranks 1 to 3."""
+        starts = [sum(num_replicas[:stage]) for stage in range(len(num_replicas))]
+        return cls(tuple(tuple(range(a, a + r)) for a, r in zip(starts, num_replicas, strict=True)))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all backbones together."""
+        return len(self.stage_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return 1 + max(rank for ranks in self.stage_ranks for rank in ranks)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs this microbatch of this stage."""
+        ranks = self.stage_ranks[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank holds, in ascending order."""
+        return tuple(s for s, ranks in enumerate(self.stage_ranks) if rank in ranks)
+
+    def only_stage_of(self, rank: int) -> int | None:
+        """The stage of a rank that holds only one, else None."""
+        stages = self.stages_of(rank)
+        return stages[0] if len(stages) == 1 else None
+
+    def microbatches_of(self, stage: int, rank: int, num_microbatches: int) -> range:
+        """The microbatches of a stage that a rank runs, in ascending order."""
+        ranks = self.stage_ranks[stage]
+        return range(ranks.index(rank), num_microbatches, len(ranks))
+
+    def previous_stage(self, stage: int) -> int | None:
+        """The stage before, within the same backbone."""
+        return None if stage in self.first_stages else stage - 1
+
+    def next_stage(self, stage: int) -> int | None:
+        """The stage after, within the same backbone."""
+        following = stage + 1
+        return None if following == self.num_stages or following in self.first_stages else following
+
+    def backbone_of(self, stage: int) -> range:
+        """All stages of the backbone this stage belongs to."""
+        start = max(first for first in self.first_stages if first <= stage)
+        stops = (*self.first_stages, self.num_stages)
+        return range(start, min(stop for stop in stops if stop > stage))
+
+
+def as_placement(stages: int | Placement) -> Placement:
+    """A number of stages means one rank for each."""
+    if isinstance(stages, Placement):
+        return stages
+    if stages < 1:
+        raise ScheduleError(f"a pipeline needs at least one stage; got num_stages={stages}")
+    return Placement.of_replicas([1] * stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The programs of all ranks of one pipeline.
+
+    Attributes:
+        placement: Which ranks hold which stage.
+        num_microbatches: Microbatches of each backbone.
+        programs: One program for each rank.
+        feedback_lag: None when nothing flows from a last stage back to the first. Else the
+            estimate of microbatch `m`, made by the no-grad pass, is read by the first stage at
+            microbatch `m + feedback_lag`: by its `Forward` if the lag is 0, else by its
+            `ForwardNoGrad`.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    programs: tuple[Program, ...]
+    feedback_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ScheduleError(f"need at least one microbatch; got {self.num_microbatches}")
+        if len(self.programs) != self.num_ranks:
+            raise ScheduleError(f"{len(self.programs)} programs for {self.num_ranks} ranks")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this pipeline."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of this pipeline."""
+        return self.placement.num_stages
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether communication has been added."""
+        return any(isinstance(i, Send) for program in self.programs for i in program)
+
+    def input_of(self, instruction: Instruction) -> Message | None:
+        """What an instruction reads from another stage, if anything."""
+        place = self.placement
+        match instruction:
+            case Forward(stage, microbatch):
+                before = place.previous_stage(stage)
+                if before is not None:
+                    return self._message("activation", before, stage, microbatch)
+                return self._feedback(stage, microbatch) if self.feedback_lag == 0 else None
+            case ForwardNoGrad(stage, microbatch):
+                before = place.previous_stage(stage)
+                if before is not None:
+                    return self._message("no_grad_activation", before, stage, microbatch)
+                return self._feedback(stage, microbatch) if self.feedback_lag else None
+            case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
+                after = place.next_stage(stage)
+                return self._message("gradient", after, stage, microbatch)
+        return None
+
+    def output_of(self, instruction: Instruction) -> Message | None:
+        """What an instruction makes for another stage, if anything."""
+        place = self.placement
+        match instruction:
+            case Forward(stage, microbatch):
+                after = place.next_stage(stage)
+                return self._message("activation", stage, after, microbatch)
+            case ForwardNoGrad(stage, microbatch):
+                after = place.next_stage(stage)
+                if after is not None:
+                    return self._message("no_grad_activation", stage, after, microbatch)
+                if self.feedback_lag is None:
+                    return None
+                return self._feedback(place.backbone_of(stage)[0], microbatch + self.feedback_lag)
+            case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
+                before = place.previous_stage(stage)
+                return self._message("gradient", stage, before, microbatch)
+        return None
+
+    def _message(
+        self, kind: Kind, maker: int | None, reader: int | None, microbatch: int
+    ) -> Message | None:
+        """The message between two neighbours; None at the ends of a backbone."""
+        if maker is None or reader is None:
+            return None
+        ranks = (self.placement.rank_of(stage, microbatch) for stage in (maker, reader))
+        return Message(kind, reader, microbatch, *ranks)
+
+    def _feedback(self, first_stage: int, microbatch: int) -> Message | None:
+        assert self.feedback_lag is not None
+        made_for = microbatch - self.feedback_lag
+        if made_for < 0 or microbatch >= self.num_microbatches:
+            return None
+        rank_of, last = self.placement.rank_of, self.placement.backbone_of(first_stage)[-1]
+        maker = rank_of(last, made_for)
+        return Message("feedback", first_stage, microbatch, maker, rank_of(first_stage, microbatch))
+
+    def staged(self) -> Iterator[tuple[int, Staged]]:
+        """All compute instructions of stages with their rank, rank by rank."""
+        for rank, program in enumerate(self.programs):
+            for instruction in program:
+                if isinstance(instruction, Staged):
+                    yield rank, instruction
+
+    def validate(self) -> None:
+        """Checks every law that does not need a clock; `simulate` finds deadlocks.
+
+        Raises:
+            ScheduleError: Names the law, the rank and the instruction.
+        """
+        check_laws(self)
+
+    def __str__(self) -> str:
+        width = len(str(self.num_ranks - 1))
+        lines = []
+        for rank, program in enumerate(self.programs):
+            text = format_program(program, self.placement.only_stage_of(rank))
+            lines.append(f"rank {rank:>{width}} | {text}")
+        return "\n".join(lines)

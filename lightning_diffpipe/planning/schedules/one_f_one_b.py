@@ -1,0 +1,68 @@
+"""One forward, one backward (1F1B): a schedule whose memory does not grow with microbatches.
+
+Each rank first forwards just enough microbatches to keep the ranks below it busy (warm-up), then
+alternates (steady), then drains (cooldown). At most `num_stages - stage` activations are alive.
+
+    rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  . B2 --
+    rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  . B2 --  .  .
+    rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 --  .  .  .  .
+
+With replicas each rank does the same with the microbatches that are its own.
+
+Sources:
+    PipeDream-Flush, Narayanan et al. (2021), https://arxiv.org/abs/2006.09503
+    1F1B-RR (replicas): PipeDream, Narayanan et al. (2019), https://arxiv.org/abs/1806.03377
+"""
+
+from __future__ import annotations
+
+from lightning_diffpipe.planning.instruction import Backward, Forward, Program
+from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
+
+
+def one_f_one_b(
+    stages: int | Placement, num_microbatches: int, *, deep_warmup: bool = False
+) -> Schedule:
+    """Warm-up, steady state and cooldown on every rank.
+
+    Args:
+        stages: Number of stages, one rank each, or a placement with replicas (one stage on each
+            rank).
+        num_microbatches: Microbatches of the batch.
+        deep_warmup: Count every link as a stage too. Keeps twice as many activations, and hides
+            links that take as long as stages do: only then is an iteration never longer than
+            `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
+    """
+    placement = as_placement(stages)
+    programs = tuple(
+        _program(placement, rank, num_microbatches, 2 if deep_warmup else 1)
+        for rank in range(placement.num_ranks)
+    )
+    return Schedule(placement, num_microbatches, programs)
+
+
+def _program(placement: Placement, rank: int, num_microbatches: int, depth: int) -> Program:
+    (stage,) = placement.stages_of(rank)
+    own = placement.microbatches_of(stage, rank, num_microbatches)
+    num_warmup = min(warmup_forwards(placement, stage, depth), len(own))
+    num_steady = len(own) - num_warmup
+
+    warmup = [Forward(stage, m) for m in own[:num_warmup]]
+    steady = [
+        instruction
+        for ahead, behind in zip(own[num_warmup:], own[:num_steady], strict=True)
+        for instruction in (Forward(stage, ahead), Backward(stage, behind))
+    ]
+    cooldown = [Backward(stage, m) for m in own[num_steady:]]
+
+    return (*warmup, *steady, *cooldown)
+
+
+def warmup_forwards(placement: Placement, stage: int, depth: int = 1) -> int:
+    """Forwards of one replica before its first backward: one for each rank after it, shared.
+
+    Without replicas this is `num_stages - stage - 1`; with them PipeDream's
+    `(ranks from this stage on - 1) // replicas of this stage`.
+    """
+    later_ranks = sum(len(ranks) for ranks in placement.stage_ranks[stage + 1 :])
+    return -(-depth * later_ranks // len(placement.stage_ranks[stage]))

@@ -1,0 +1,1 @@
+"""Looking at plans and runs: text, traces, reports. Pure, except for `plot`."""
