@@ -204,6 +204,11 @@ _STAGED: dict[str, type[Staged]] = {
     "P": ForwardNoGrad,
     "U": UpdateWeights,
 }
+_MESSAGE: dict[str, type[Send] | type[Receive] | type[Wait]] = {
+    ">": Send,
+    "<": Receive,
+    "?": Wait,
+}
 _STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
 _MESSAGE_TEXT = re.compile(r"(\d+)?([agfp])(\d+)([<>?])(\d+)")
 _ENCODE_TEXT = re.compile(r"E(\d+)")
@@ -234,7 +239,7 @@ def parse_instruction(text: str, stage: int | None = None) -> Instruction:
     if match := _STAGED_TEXT.fullmatch(text):
         return _STAGED[match[2]](_stage_of(match[1], text, stage), int(match[3]))
     if match := _MESSAGE_TEXT.fullmatch(text):
-        make = {">": Send, "<": Receive, "?": Wait}[match[4]]
+        make = _MESSAGE[match[4]]
         read_by = _stage_of(match[1], text, stage)
         return make(_KIND_OF_LETTER[match[2]], read_by, int(match[3]), int(match[5]))
     raise ScheduleError(

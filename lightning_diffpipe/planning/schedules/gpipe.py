@@ -2,10 +2,9 @@
 
 Every rank keeps the activations of all its microbatches, so that memory grows with their number.
 
-    rank 0 | F0 F1 F2  .  .  .  . B0 -- B1 -- B2 --
-    rank 1 |  . F0 F1 F2  .  . B0 -- B1 -- B2 --  .
-
-(the picture of two ranks is schematic; `tests/planning/golden/gpipe.txt` has exact ones)
+    rank 0 | F0 F1 F2  .  .  .  .  .  . B0 -- B1 -- B2 --
+    rank 1 |  . F0 F1 F2  .  .  . B0 -- B1 -- B2 --  .  .
+    rank 2 |  .  . F0 F1 F2 B0 -- B1 -- B2 --  .  .  .  .
 
 Source: GPipe, Huang et al. (2019), https://arxiv.org/abs/1811.06965
 """

@@ -1,0 +1,132 @@
+"""A timeline: what every rank does when. Planned by the simulator, or measured by the runtime.
+
+    rank 0 | F0 F1  .  . B0 -- B1 --
+    rank 1 |  . F0 F1 B0 -- B1 --  .
+
+The points are bubbles. Both kinds of timeline are the same type, so that they can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_diffpipe.planning.grid import draw
+from lightning_diffpipe.planning.instruction import Instruction
+from lightning_diffpipe.planning.schedule import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction at work on one rank; times in seconds from the start of the iteration."""
+
+    rank: int
+    instruction: Instruction
+    start_s: float
+    stop_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message on its link; times in seconds from the start of the iteration."""
+
+    message: Message
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """An interval in which the same ranks have nothing to do; as long as it can be."""
+
+    start_s: float
+    stop_s: float
+    ranks: tuple[int, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """Its length."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of all ranks of one pipeline over one iteration.
+
+    Attributes:
+        spans: What each rank did when; spans of one rank do not overlap. Waiting is not a span.
+        num_ranks: Ranks of the pipeline, also those without a span.
+        transfers: The messages between ranks, where they are known.
+    """
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def iteration_s(self) -> float:
+        """When the last rank is done."""
+        return max((span.stop_s for span in self.spans), default=0.0)
+
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank in chronological order."""
+        return tuple(sorted((s for s in self.spans if s.rank == rank), key=lambda s: s.start_s))
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds this rank works."""
+        return sum(span.duration_s for span in self.spans if span.rank == rank)
+
+    def idle_s(self, rank: int) -> float:
+        """Seconds this rank has nothing to do before the last rank is done."""
+        return self.iteration_s - self.busy_s(rank)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time of all ranks, divided by iteration time times ranks.
+
+        Source:
+            DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248
+        """
+        total = self.iteration_s * self.num_ranks
+        return 1 - sum(span.duration_s for span in self.spans) / total if total else 0.0
+
+    @property
+    def bubbles(self) -> tuple[Bubble, ...]:
+        """All maximal intervals with a constant, non-empty set of idle ranks, in order."""
+        eps = 1e-9 * self.iteration_s
+        out: list[Bubble] = []
+        for start, stop, busy in _constant_intervals(self.spans, self.iteration_s):
+            idle = tuple(rank for rank in range(self.num_ranks) if rank not in busy)
+            if stop - start <= eps or not idle:
+                continue
+            if out and start - out[-1].stop_s <= eps and out[-1].ranks == idle:
+                start = out.pop().start_s
+            out.append(Bubble(start, stop, idle))
+        return tuple(out)
+
+    def __str__(self) -> str:
+        return draw(self.spans, self.num_ranks)
+
+
+def _constant_intervals(
+    spans: Iterable[Span], until_s: float
+) -> Iterable[tuple[float, float, frozenset[int]]]:
+    """Cuts time at every start and stop; yields `(start, stop, busy ranks)`."""
+    events: list[tuple[float, int, int]] = []
+    for span in spans:
+        if span.stop_s > span.start_s:
+            events += [(span.start_s, 1, span.rank), (span.stop_s, -1, span.rank)]
+    events.sort()
+    working: dict[int, int] = {}
+    now, busy = 0.0, frozenset[int]()
+    for time, change, rank in [*events, (until_s, 0, 0)]:
+        if time > now:
+            yield now, time, busy
+            now = time
+        working[rank] = working.get(rank, 0) + change
+        busy = busy | {rank} if working[rank] else busy - {rank}
