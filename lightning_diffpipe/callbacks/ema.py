@@ -1,0 +1,141 @@
+"""Averaged weights (exponential moving average), where each rank averages only what it holds.
+
+Denoisers sample better from averaged weights. Lightning's own averaging copies the whole module
+before a strategy has divided it; here every rank averages the trained parameters that are resident
+on it, under their fully qualified names. So nothing has to be copied, moved or agreed on, and a
+checkpoint holds the same averages whichever strategy wrote it.
+
+    average <- decay * average + (1 - decay) * weight,    decay = min(decay, (1 + n) / (10 + n))
+
+after the n-th optimizer step. The averages take the place of the weights in validation and in
+`averaged()`, which `SampleImages` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+
+
+def _is_placeholder(parameter: nn.Parameter) -> bool:
+    """Whether a parameter only stands for one that lives on another rank (all strides are zero)."""
+    return parameter.numel() > 1 and not any(parameter.stride())
+
+
+class EMA(L.Callback):
+    """Keeps an exponential moving average of the trained weights.
+
+    Args:
+        decay: Share of the old average kept at each optimizer step, once the run is long enough.
+
+    Raises:
+        ConfigurationError: `decay` is not in [0, 1).
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigurationError(f"decay must be in [0, 1), but is {decay}")
+        self.decay = decay
+        self.averages: dict[str, Tensor] = {}
+        self._num_updates = 0
+        self._last_step = 0
+        self._restored: dict[str, Tensor] = {}
+        self._swapped = False
+
+    @property
+    def state_key(self) -> str:
+        """One EMA per trainer, whatever its decay, so that a run may go on with another one."""
+        return "EMA"
+
+    def _resident(self, trainer: L.Trainer, module: nn.Module) -> dict[str, nn.Parameter]:
+        is_resident = getattr(trainer.strategy, "is_resident", None)
+        return {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+            and (is_resident(name) if is_resident else not _is_placeholder(parameter))
+        }
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts from the restored averages, or from the weights themselves."""
+        self._last_step = trainer.global_step
+        self.averages = {
+            name: self._restored.get(name, parameter.detach()).to(parameter.device, copy=True)
+            for name, parameter in self._resident(trainer, pl_module).items()
+        }
+        self._restored = {}
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Averages after each optimizer step; batches that only accumulate change nothing."""
+        if trainer.global_step == self._last_step:
+            return
+        self._last_step = trainer.global_step
+        decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates))
+        self._num_updates += 1
+        weights = dict(pl_module.named_parameters())
+        torch._foreach_lerp_(
+            list(self.averages.values()), [weights[name] for name in self.averages], 1 - decay
+        )
+
+    def _swap(self, module: nn.Module) -> None:
+        weights = dict(module.named_parameters())
+        for name, average in self.averages.items():
+            # Exchanging storage keeps the Parameter objects the optimizer knows.
+            self.averages[name], weights[name].data = weights[name].data, average
+        self._swapped = not self._swapped
+
+    @contextmanager
+    def averaged(self, module: nn.Module) -> Iterator[None]:
+        """A context in which the module has the averaged weights."""
+        if self._swapped:  # validation is under way: they are in place already
+            yield
+            return
+        self._swap(module)
+        try:
+            yield
+        finally:
+            self._swap(module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validates the averages."""
+        if self.averages and not self._swapped:
+            self._swap(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Goes back to the weights in training."""
+        if self._swapped:
+            self._swap(pl_module)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Leaves the weights in training behind, also when a validation fails."""
+        if self._swapped:
+            self._swap(pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Completes the averages with those of the other ranks; every rank takes part."""
+        gather = getattr(trainer.strategy, "gather_by_name", None)
+        if gather is not None and self.averages:
+            checkpoint["callbacks"][self.state_key]["averages"] = gather(self.averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's averages by name, and how often they were updated."""
+        return {"averages": dict(self.averages), "num_updates": self._num_updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the stored averages until it is known which of them live here."""
+        self._restored = state_dict["averages"]
+        self._num_updates = state_dict["num_updates"]

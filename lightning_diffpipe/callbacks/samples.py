@@ -1,0 +1,111 @@
+"""Pictures drawn while training, so that a person sees what the loss does not say.
+
+All ranks draw, in lock step: under a pipeline the denoiser is divided, and every rank is needed for
+one call of it. `strategy.whole_model()`, where the strategy has it, makes the divided model callable
+as a whole. The start noise has its own generator, so training goes on exactly as without pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_diffpipe.callbacks.ema import EMA
+
+
+def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
+    """Lays pictures out in rows.
+
+    Args:
+        images: `(N, 3, H, W)` in [0, 1].
+        columns: Pictures per row.
+
+    Returns:
+        One picture of `columns * W` pixels width, filled up with black.
+    """
+    missing = -len(images) % columns
+    padded = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
+    rows, (_, channels, height, width) = len(padded) // columns, padded.shape
+    grid = padded.reshape(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    pixels = (grid.reshape(rows * height, columns * width, channels) * 255).round().byte()
+    return Image.fromarray(pixels.cpu().numpy())
+
+
+class SampleImages(L.Callback):
+    """Draws prompts every few steps: a PNG in the output folder, and pictures for the logger.
+
+    Args:
+        prompts: What to draw.
+        every_n_steps: Optimizer steps between two drawings.
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of classifier-free guidance.
+        seed: Of the start noise; the same at every drawing, so that pictures can be compared.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        every_n_steps: int = 500,
+        num_inference_steps: int = 20,
+        guidance_scale: float = 3.0,
+        seed: int = 0,
+    ) -> None:
+        self.prompts = list(prompts)
+        self.every_n_steps = every_n_steps
+        self.num_inference_steps = num_inference_steps
+        self.guidance_scale = guidance_scale
+        self.seed = seed
+        self._last_step = 0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Draws after every `every_n_steps`-th optimizer step."""
+        step = trainer.global_step
+        if step % self.every_n_steps or step == self._last_step:
+            return
+        self._last_step = step
+        images = self.draw(trainer, pl_module)
+        # Asking for log_dir is a collective operation, so all ranks ask.
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "samples"
+        if trainer.is_global_zero:
+            self._publish(trainer, images, folder, step)
+
+    @torch.no_grad()
+    def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
+        """Draws the prompts with the averaged weights, where there are any.
+
+        Returns:
+            `(num prompts, 3, H, W)` in [0, 1].
+        """
+        whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
+        averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
+        was_training = module.training
+        module.eval()
+        with contextlib.ExitStack() as stack:
+            for average in averages[:1]:
+                stack.enter_context(average.averaged(module))
+            stack.enter_context(whole_model())
+            images = module.sample(
+                self.prompts,
+                num_inference_steps=self.num_inference_steps,
+                guidance_scale=self.guidance_scale,
+                generator=torch.Generator().manual_seed(self.seed),
+            )
+        module.train(was_training)
+        return images
+
+    def _publish(self, trainer: L.Trainer, images: Tensor, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        picture_grid(images).save(folder / f"step_{step:06d}.png")
+        pictures = [picture_grid(image[None], columns=1) for image in images]
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_image"):
+                logger.log_image("samples", pictures, step=step, caption=[self.prompts])

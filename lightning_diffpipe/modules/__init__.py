@@ -1,0 +1,7 @@
+"""Ready-made LightningModules, plain ones: nothing in them knows about pipelines."""
+
+from lightning_diffpipe.modules.autoencoder import AutoencoderTraining
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.text_alignment import TextAlignment
+
+__all__ = ["AutoencoderTraining", "Optimization", "TextAlignment"]

@@ -1,0 +1,226 @@
+"""Models kept as diffusers keeps them: a folder with one sub-folder per part, and an index.
+
+    folder/model_index.json    {"unet": ["diffusers", "UNet2DConditionModel"], "vae": [...], ...}
+    folder/unet/               config.json, diffusion_pytorch_model.safetensors
+    folder/vae/ ...
+
+A `PartsModule` is a LightningModule built from such parts. It is read from a folder or hub id, and
+written back so that diffusers and transformers load every part with their own `from_pretrained`.
+Several modules may write into one folder: each adds its parts to the index.
+
+A training checkpoint holds weights but no configs. So the configs and vocabularies of all parts,
+which are small text files, travel in the checkpoint, and `from_checkpoint` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import diffusers
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+
+_FILES_KEY = "diffpipe_parts"
+
+
+def _class_of(library: str, name: str) -> Any:
+    if library not in ("diffusers", "transformers"):
+        raise ConfigurationError(
+            f"model_index.json asks for {library}.{name}; only parts from diffusers and "
+            "transformers can be read"
+        )
+    return getattr(importlib.import_module(library), name)
+
+
+def load_part(path: str, name: str, library: str, class_name: str) -> Any:
+    """Loads one part of a diffusers folder or hub id, its weights in fp32.
+
+    Args:
+        path: Folder or hub id.
+        name: Sub-folder of the part, such as `"unet"`.
+        library: `"diffusers"` or `"transformers"`.
+        class_name: Class of the part in that library.
+
+    Returns:
+        A module, tokenizer or scheduler.
+    """
+    cls = _class_of(library, class_name)
+    if not issubclass(cls, nn.Module):
+        return cls.from_pretrained(path, subfolder=name)
+    dtype_key = "dtype" if library == "transformers" else "torch_dtype"
+    return cls.from_pretrained(path, subfolder=name, **{dtype_key: torch.float32})
+
+
+def _index_entry(part: Any) -> list[str]:
+    return [type(part).__module__.partition(".")[0], type(part).__name__]
+
+
+def _text_files(part: Any) -> dict[str, str]:
+    """Returns the files that describe a part without its weights, by file name."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not isinstance(part, nn.Module):
+            part.save_pretrained(folder)
+        elif hasattr(part, "save_config"):
+            part.save_config(folder)
+        else:
+            part.config.save_pretrained(folder)
+        return {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def _from_text_files(entry: list[str], files: dict[str, str]) -> Any:
+    """Builds a part from `_text_files`, with weights that still have to be loaded."""
+    cls = _class_of(*entry)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text)
+        if not issubclass(cls, nn.Module):
+            return cls.from_pretrained(folder)
+        if hasattr(cls, "load_config"):
+            return cls.from_config(cls.load_config(folder))
+        return cls(cls.config_class.from_pretrained(folder))
+
+
+class PartsModule(L.LightningModule):
+    """A LightningModule made of diffusers and transformers parts.
+
+    Subclasses take the parts as keyword arguments of `__init__` and name those that are there in
+    `part_names`. Parts in `frozen_parts` are never trained, whatever toggles `train()`.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ()
+    frozen_parts: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts this module has, by the name of their sub-folder."""
+        named = {name: getattr(self, name, None) for name in self.part_names}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def train(self, mode: bool = True) -> Self:
+        """As in PyTorch, but frozen parts stay in evaluation mode: no dropout in a frozen encoder."""
+        super().train(mode)
+        for name in self.frozen_parts:
+            getattr(self, name).eval()
+        return self
+
+    def freeze_parts(self) -> None:
+        """Takes the frozen parts out of training; call at the end of `__init__`."""
+        for name in self.frozen_parts:
+            getattr(self, name).requires_grad_(False).eval()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
+        """Reads every part this module knows from a diffusers folder or hub id.
+
+        Args:
+            path: Folder with `model_index.json`, or a hub id.
+            kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
+
+        Returns:
+            The module.
+
+        Raises:
+            ConfigurationError: The index asks for a part of an unsupported library.
+        """
+        index = diffusers.DiffusionPipeline.load_config(str(path))
+        parts = {}
+        for name in cls.part_names:
+            entry = index.get(name)
+            if name not in kwargs and entry and entry[0] is not None:
+                parts[name] = load_part(str(path), name, *entry)
+        cls._check_parts({**parts, **kwargs}, f"{path}/model_index.json")
+        return cls(**parts, **kwargs)
+
+    @classmethod
+    def _check_parts(cls, given: dict[str, Any], origin: str) -> None:
+        required = [
+            name
+            for name, parameter in inspect.signature(cls.__init__).parameters.items()
+            if name in cls.part_names and parameter.default is parameter.empty
+        ]
+        if missing := [name for name in required if name not in given]:
+            raise ConfigurationError(
+                f"{origin} has no {missing[0]!r}, which {cls.__name__} needs; "
+                f"it needs {', '.join(required)}"
+            )
+
+    def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Writes every part into its sub-folder and adds it to `model_index.json`.
+
+        Args:
+            path: Folder to write into; parts of other modules in it are kept.
+            dtype: Type of the stored weights; `None` keeps the present one.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        index_path = folder / "model_index.json"
+        index = json.loads(index_path.read_text()) if index_path.exists() else {}
+        index = {"_class_name": type(self).__name__} | index
+        index |= {"_class_name": type(self).__name__, "_diffusers_version": diffusers.__version__}
+        for name, part in self.parts.items():
+            index[name] = _index_entry(part)
+            if isinstance(part, nn.Module) and dtype is not None:
+                part = copy.deepcopy(part).to(dtype)
+            part.save_pretrained(folder / name)
+        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the configs and vocabularies of all parts to the checkpoint."""
+        checkpoint[_FILES_KEY] = {
+            name: {"class": _index_entry(part), "files": _text_files(part)}
+            for name, part in self.parts.items()
+        }
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, ema: bool = True, **kwargs: Any) -> Self:
+        """Rebuilds a module from a training checkpoint alone.
+
+        Args:
+            path: A full checkpoint file, written by any strategy.
+            ema: Take the averaged weights where the checkpoint holds some.
+            kwargs: Override the stored arguments of `__init__`.
+
+        Returns:
+            The module, on the CPU.
+
+        Raises:
+            CheckpointError: The file is no checkpoint of such a module.
+        """
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if _FILES_KEY not in checkpoint:
+            raise CheckpointError(
+                f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "
+                f"{cls.__name__}. Load its weights with load_from_checkpoint(path, unet=..., ...)"
+            )
+        stored = checkpoint[_FILES_KEY]
+        parts = {n: _from_text_files(s["class"], s["files"]) for n, s in stored.items()}
+        module = cls(**{**parts, **checkpoint.get("hyper_parameters", {}), **kwargs})
+        module.load_state_dict(checkpoint["state_dict"])
+        if ema:
+            load_averages(module, checkpoint)
+        return module
+
+
+def load_averages(module: nn.Module, checkpoint: dict[str, Any]) -> bool:
+    """Puts the averaged weights of an `EMA` callback's state into a module.
+
+    Args:
+        module: Has the parameters the averages are named after.
+        checkpoint: A loaded Lightning checkpoint.
+
+    Returns:
+        Whether the checkpoint held averages.
+    """
+    states = [s for key, s in checkpoint.get("callbacks", {}).items() if key.startswith("EMA")]
+    for state in states:
+        module.load_state_dict(state["averages"], strict=False)
+    return bool(states)
