@@ -41,6 +41,17 @@ class EncodePart:
         return self.stop - self.start
 
 
+def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
+    """Sizes of `num_parts` parts: as even as possible, larger ones first.
+
+    Example:
+        >>> split_evenly(10, 4)
+        (3, 3, 2, 2)
+    """
+    small, num_larger = divmod(num_samples, num_parts)
+    return (small + 1,) * num_larger + (small,) * (num_parts - num_larger)
+
+
 def encode_parts(
     microbatch_sizes: Sequence[int], num_ranks: int, splittable: bool = True
 ) -> tuple[EncodePart, ...]:

@@ -1,0 +1,117 @@
+"""The machines: how many ranks, how much memory, how fast the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.reading import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for bytes to travel; infinitely fast unless told otherwise.
+
+    Attributes:
+        bandwidth_bytes_per_s: Bytes per second in one direction; the other direction is as fast.
+        latency_s: Seconds until a message of no length arrives.
+    """
+
+    bandwidth_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
+            raise ConfigurationError(
+                f"a link needs a bandwidth > 0 and a latency >= 0; got "
+                f"{self.bandwidth_bytes_per_s} bytes/s and {self.latency_s} s"
+            )
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time for a message."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        """Time of an all-reduce over a ring: every byte passes `2 (n - 1) / n` times."""
+        if num_ranks <= 1 or num_bytes <= 0:
+            return 0.0
+        passed = 2 * (num_ranks - 1) / num_ranks * num_bytes
+        return self.latency_s + passed / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The ranks there are and the links between them.
+
+    Attributes:
+        num_ranks: All ranks, numbered host by host.
+        ranks_per_host: Ranks of one host; None means one host.
+        memory_bytes: Memory of one rank; None means that it is no limit.
+        p2p: Between two ranks of one host.
+        all_reduce: Among ranks of one host.
+        p2p_between_hosts: Between two ranks of different hosts; None means like `p2p`.
+        all_reduce_between_hosts: Among ranks of different hosts; None means like `all_reduce`.
+    """
+
+    num_ranks: int
+    ranks_per_host: int | None = None
+    memory_bytes: int | None = None
+    p2p: Link = field(default_factory=Link)
+    all_reduce: Link = field(default_factory=Link)
+    p2p_between_hosts: Link | None = None
+    all_reduce_between_hosts: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or (self.ranks_per_host is not None and self.ranks_per_host < 1):
+            raise ConfigurationError(
+                f"a cluster needs at least one rank, and one rank per host; got "
+                f"num_ranks={self.num_ranks}, ranks_per_host={self.ranks_per_host}"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Cluster:
+        """From plain values, such as a Hydra group; None leaves a value at its default.
+
+        Raises:
+            ConfigurationError: Names the key that is unknown, missing or out of range.
+        """
+        node = Node(dict(values), "", ConfigurationError, "cluster")
+        links = ("p2p", "all_reduce", "p2p_between_hosts", "all_reduce_between_hosts")
+        node.check_keys(("num_ranks",), ("ranks_per_host", "memory_bytes", *links))
+        whole = {
+            key: node[key].integer(minimum=1)
+            for key in ("num_ranks", "ranks_per_host", "memory_bytes")
+            if key in node
+        }
+        given = {key: _link(node[key]) for key in links if key in node}
+        return cls(**whole, **given)  # type: ignore[arg-type]
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.ranks_per_host if self.ranks_per_host else 0
+
+    def p2p_between(self, rank: int, peer: int) -> Link:
+        """The link between two ranks."""
+        if self.p2p_between_hosts is not None and self.host_of(rank) != self.host_of(peer):
+            return self.p2p_between_hosts
+        return self.p2p
+
+    def all_reduce_among(self, ranks: tuple[int, ...]) -> Link:
+        """The link that an all-reduce among these ranks runs at: its slowest part."""
+        hosts = {self.host_of(rank) for rank in ranks}
+        if self.all_reduce_between_hosts is not None and len(hosts) > 1:
+            return self.all_reduce_between_hosts
+        return self.all_reduce
+
+
+def _link(node: Node) -> Link:
+    node.check_keys((), ("bandwidth_bytes_per_s", "latency_s"))
+    link = Link()
+    bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
+    if "bandwidth_bytes_per_s" in node and node["bandwidth_bytes_per_s"].value != math.inf:
+        bandwidth = node["bandwidth_bytes_per_s"].number()
+    if "latency_s" in node:
+        latency = node["latency_s"].number()
+    return Link(bandwidth, latency)

@@ -1,0 +1,143 @@
+"""What a run of layers costs on a cluster: seconds, bytes on links, bytes in memory.
+
+A `CostModel` answers for any run of layers, fast, since the partitioner asks many thousand times.
+`PipelineCosts` answers for one pipeline, instruction by instruction, which is what the simulator
+asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers `first` (inclusive) to `stop` (exclusive) of a backbone."""
+
+    backbone: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Running sums over the layers of a backbone: entry `i` is the sum of the first `i` layers."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A profile on a cluster.
+
+    Attributes:
+        profile: What layers cost.
+        cluster: What links cost, and how much memory there is.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    optimizer_bytes_factor: float = 2.0
+    _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
+    _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def num_layers(self, backbone: int = 0) -> int:
+        """Layers of a backbone."""
+        return len(self.profile.backbones[backbone].layers)
+
+    def sums(self, backbone: int, samples: float) -> _Sums:
+        """Running sums of the times of all layers, for that many samples."""
+        key = (backbone, samples)
+        if key not in self._times:
+            layers = self.profile.backbones[backbone].layers
+            self._times[key] = _Sums(
+                _running(layer.forward_s.at(samples) for layer in layers),
+                _running(layer.backward_s.at(samples) for layer in layers),
+                _running(_weight_gradient_s(layer, samples) for layer in layers),
+            )
+        return self._times[key]
+
+    def forward_s(self, run: LayerRun, samples: float) -> float:
+        """Forward of a microbatch of that many samples."""
+        sums = self.sums(run.backbone, samples).forward
+        return sums[run.stop] - sums[run.first]
+
+    def backward_s(self, run: LayerRun, samples: float) -> float:
+        """Whole backward of a microbatch."""
+        sums = self.sums(run.backbone, samples).backward
+        return sums[run.stop] - sums[run.first]
+
+    def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
+        """The part of the backward that only makes weight gradients."""
+        sums = self.sums(run.backbone, samples).weight_gradient
+        return sums[run.stop] - sums[run.first]
+
+    def parameter_bytes(self, run: LayerRun) -> int:
+        """Bytes of the parameters."""
+        return self._sum_bytes(run, "parameter_bytes", lambda layer: layer.parameter_bytes)
+
+    def gradient_bytes(self, run: LayerRun) -> int:
+        """Bytes of the gradients, as they are summed over replicas."""
+        return self._sum_bytes(run, "gradient_bytes", lambda layer: layer.gradient_bytes)
+
+    def activation_bytes(self, run: LayerRun, samples: float) -> float:
+        """Bytes kept between forward and backward of a microbatch."""
+        key = "activation_bytes_per_sample"
+        return samples * self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_sample)
+
+    def boundary_bytes(self, run: LayerRun, samples: float) -> float:
+        """Bytes of all tensors that are alive across the cut behind the run."""
+        layers = self.profile.backbones[run.backbone].layers
+        last = run.stop == len(layers)
+        return 0.0 if last else samples * layers[run.stop - 1].boundary_bytes_per_sample
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
+        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
+        return sum(layer.parameter_bytes for layer in layers)
+
+    @property
+    def frozen_output_bytes_per_sample(self) -> int:
+        """Bytes that the encoders hand to the backbone."""
+        encoders = self.profile.encoders
+        return sum(encoder.layers[-1].output_bytes_per_sample for encoder in encoders)
+
+    def encode_s(self, samples: float) -> float:
+        """All frozen encoders for that many samples, on one rank."""
+        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
+        return sum(layer.forward_s.at(samples) for layer in layers)
+
+    def resident_bytes(self, run: LayerRun) -> float:
+        """Weights, gradients and optimizer state of a stage."""
+        trained = self.gradient_bytes(run)
+        return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
+
+    def _sum_bytes(self, run: LayerRun, key: str, of: Callable[[LayerProfile], int]) -> int:
+        cached = self._bytes.get((run.backbone, key))
+        if cached is None:
+            layers = self.profile.backbones[run.backbone].layers
+            cached = tuple(accumulate((of(layer) for layer in layers), initial=0))
+            self._bytes[run.backbone, key] = cached
+        return cached[run.stop] - cached[run.first]
+
+
+def _running(times: Iterable[float]) -> tuple[float, ...]:
+    return tuple(accumulate(times, initial=0.0))
+
+
+def _weight_gradient_s(layer: LayerProfile, samples: float) -> float:
+    """Half of the backward where it was not measured: two products of the same size."""
+    if layer.weight_gradient_s is not None:
+        return layer.weight_gradient_s.at(samples)
+    return layer.backward_s.at(samples) / 2 if layer.gradient_bytes else 0.0

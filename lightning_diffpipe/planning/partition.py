@@ -1,0 +1,202 @@
+"""Cutting a chain of layers into stages, each on one or more ranks.
+
+A stage is a run of consecutive layers. Its time on one microbatch bounds the pace of the whole
+pipeline, its gradients must be summed over its replicas; a good cut makes both small at once. Two
+maxima over stages do not compose into one number, so that the dynamic program keeps for each
+state the Pareto front of (slowest stage, longest synchronisation) instead of the best sum: with
+the sum alone it would miss the optimum.
+
+Source:
+    DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248: the recurrences; the front
+    is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import PartitionError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of consecutive layers placed together.
+
+    Attributes:
+        index: Position in the pipeline; stage 0 reads the noisy latent.
+        backbone: Name of the backbone the layers belong to.
+        first_layer: First layer, inclusive.
+        last_layer: Last layer, inclusive.
+        num_replicas: Ranks that hold a copy and take the microbatches in turn.
+    """
+
+    index: int
+    backbone: str
+    first_layer: int
+    last_layer: int
+    num_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_layer <= self.last_layer:
+            raise PartitionError(
+                f"stage {self.index} needs at least one layer; "
+                f"got layers {self.first_layer}-{self.last_layer}"
+            )
+        if self.num_replicas < 1:
+            raise PartitionError(
+                f"stage {self.index} needs at least one replica; got {self.num_replicas}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return self.last_layer - self.first_layer + 1
+
+    @property
+    def stop(self) -> int:
+        """One past the last layer."""
+        return self.last_layer + 1
+
+    def __str__(self) -> str:
+        ranks = f" on {self.num_replicas} ranks" if self.num_replicas > 1 else ""
+        return f"stage {self.index}: layers {self.first_layer}-{self.last_layer}{ranks}"
+
+
+Cut = tuple[int, int, int]
+"""A stage to be: (first layer, one past the last layer, replicas)."""
+
+StageCost = Callable[[int, int, int], tuple[float, float]]
+"""Maps a cut to (time of one microbatch, synchronisation time that nothing hides)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A way to cut a chain.
+
+    Attributes:
+        slowest_s: W, the largest stage time.
+        sync_s: Y, the longest synchronisation that nothing hides.
+        cuts: The stages in order.
+    """
+
+    slowest_s: float
+    sync_s: float
+    cuts: tuple[Cut, ...]
+
+    def stages(self, backbone: str) -> tuple[Stage, ...]:
+        """The stages by name."""
+        return tuple(
+            Stage(index, backbone, first, stop - 1, replicas)
+            for index, (first, stop, replicas) in enumerate(self.cuts)
+        )
+
+
+def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
+    """Refuses what no partition can do.
+
+    Raises:
+        PartitionError: Fewer layers, or fewer ranks, than stages.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise PartitionError(
+            f"cannot cut {num_layers} layers into {num_stages} stages; "
+            f"choose num_stages between 1 and {num_layers}"
+        )
+    if num_ranks < num_stages:
+        raise PartitionError(
+            f"cannot place {num_stages} stages on {num_ranks} ranks; "
+            f"choose num_stages between 1 and {num_ranks}"
+        )
+
+
+def partition_fronts(
+    num_layers: int, num_ranks: int, max_stages: int, stage_cost: StageCost
+) -> dict[tuple[int, int], tuple[Partition, ...]]:
+    """All Pareto-optimal ways to cut the chain, for every number of stages and ranks at once.
+
+    Args:
+        num_layers: L.
+        num_ranks: Most ranks, D.
+        max_stages: Most stages, S.
+        stage_cost: Cost of a run of layers on some replicas.
+
+    Returns:
+        For each `(stages, ranks)` the partitions of which none is better in both W and Y. Takes
+        O(L² S D²) steps times the size of a front.
+    """
+    cost = {
+        (first, stop, r): stage_cost(first, stop, r)
+        for first in range(num_layers)
+        for stop in range(first + 1, num_layers + 1)
+        for r in range(1, num_ranks + 1)
+    }
+    front: dict[tuple[int, int], tuple[Partition, ...]] = {
+        (stop, d): (Partition(*cost[0, stop, d], ((0, stop, d),)),)
+        for stop in range(1, num_layers + 1)
+        for d in range(1, num_ranks + 1)
+    }
+    out = {(1, d): front[num_layers, d] for d in range(1, num_ranks + 1)}
+    for s in range(2, max_stages + 1):
+        front = {
+            (stop, d): _pareto(
+                (max(before.slowest_s, t0), max(before.sync_s, y), before, (first, stop, r))
+                for first in range(s - 1, stop)
+                for r in range(1, d - s + 2)
+                for t0, y in [cost[first, stop, r]]
+                for before in front.get((first, d - r), ())
+            )
+            for stop in range(s, num_layers + 1)
+            for d in range(s, num_ranks + 1)
+        }
+        out |= {(s, d): front[num_layers, d] for d in range(s, num_ranks + 1)}
+    return out
+
+
+def _pareto(
+    points: Iterable[tuple[float, float, Partition, Cut]],
+) -> tuple[Partition, ...]:
+    kept, lowest = [], math.inf
+    for slowest, sync, before, cut in sorted(points, key=lambda p: (p[0], p[1], p[3])):
+        if sync < lowest - 1e-12:
+            kept.append(Partition(slowest, sync, (*before.cuts, cut)))
+            lowest = sync
+    return tuple(kept)
+
+
+def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts a chain so that the slowest stage is as fast as possible. Exact.
+
+    Args:
+        times: Time of every layer.
+        num_stages: Number of non-empty stages.
+
+    Returns:
+        The first layer of every stage.
+
+    Raises:
+        PartitionError: More stages than layers.
+
+    Example:
+        >>> minimax_cuts([1, 1, 1, 3, 1, 1], num_stages=3)
+        (0, 3, 4)
+    """
+    check_partition(len(times), num_stages, num_stages)
+    sums = [0.0]
+    for time in times:
+        sums.append(sums[-1] + time)
+    best = [[math.inf] * (len(times) + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (len(times) + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for s in range(1, num_stages + 1):
+        for stop in range(s, len(times) + 1):
+            for first in range(s - 1, stop):
+                slowest = max(best[s - 1][first], sums[stop] - sums[first])
+                if slowest < best[s][stop]:
+                    best[s][stop], cut[s][stop] = slowest, first
+    firsts, stop = [], len(times)
+    for s in range(num_stages, 0, -1):
+        stop = cut[s][stop]
+        firsts.append(stop)
+    return tuple(reversed(firsts))

@@ -1,0 +1,316 @@
+"""A profile: what every layer of a model costs, as measured or modelled elsewhere.
+
+Format `diffpipe-profile/1`, JSON. Times are in seconds for a number of samples, and are linear
+between and beyond the measured counts; sizes are in bytes:
+
+    {"format": "diffpipe-profile/1", "name": "sd21",
+     "backbones": [{"name": "unet", "layers": [
+        {"name": "down_blocks.0.resnets.0",
+         "forward_s": {"1": 0.002, "4": 0.007}, "backward_s": {"1": 0.004, "4": 0.015},
+         "weight_gradient_s": {"1": 0.002, "4": 0.007},
+         "parameter_bytes": 1, "gradient_bytes": 1,
+         "boundary_bytes_per_sample": 1, "activation_bytes_per_sample": 1}]}],
+     "encoders": [{"name": "vae", "needs": [], "layers": [
+        {"name": "...", "forward_s": {"1": 0.001}, "parameter_bytes": 1,
+         "output_bytes_per_sample": 1}]}],
+     "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_diffpipe.errors import ProfileError
+from lightning_diffpipe.planning.reading import Node
+
+FORMAT = "diffpipe-profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A time that depends on the number of samples: measured points, linear between and beyond.
+
+    Attributes:
+        points: `(samples, seconds)`, ascending in samples. One point alone means proportional.
+
+    Example:
+        >>> Seconds(((1, 0.002), (4, 0.008))).at(2)
+        0.004
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        counts = [samples for samples, _ in self.points]
+        if not counts or counts != sorted(set(counts)) or counts[0] < 1:
+            raise ProfileError(f"times need ascending sample counts >= 1; got {self.points}")
+        if any(not 0 <= seconds < float("inf") for _, seconds in self.points):
+            raise ProfileError(f"times must be finite and >= 0; got {self.points}")
+
+    @classmethod
+    def of(cls, times: Mapping[int, float]) -> Seconds:
+        """From a mapping of samples to seconds."""
+        return cls(tuple(sorted(times.items())))
+
+    @classmethod
+    def per_sample(cls, seconds: float) -> Seconds:
+        """Proportional to the number of samples."""
+        return cls(((1, seconds),))
+
+    def at(self, samples: float) -> float:
+        """Seconds for that many samples; never negative."""
+        if samples <= 0:
+            return 0.0
+        if len(self.points) == 1:
+            measured, seconds = self.points[0]
+            return seconds * samples / measured
+        index = bisect_left(self.points, samples, key=lambda point: point[0])
+        index = min(max(index, 1), len(self.points) - 1)
+        (n0, t0), (n1, t1) = self.points[index - 1 : index + 1]
+        return max(t0 + (t1 - t0) * (samples - n0) / (n1 - n0), 0.0)
+
+    def to_json(self) -> dict[str, float]:
+        """The JSON form."""
+        return {str(samples): seconds for samples, seconds in self.points}
+
+    @classmethod
+    def from_node(cls, node: Node) -> Seconds:
+        """Reads the JSON form."""
+        times: dict[int, float] = {}
+        for key, value in node.members():
+            if not key.isdecimal() or int(key) < 1:
+                raise node.expected(f'numbers of samples such as "4" as keys, not {key!r}')
+            times[int(key)] = value.number()
+        if not times:
+            raise node.expected("at least one measured number of samples")
+        return cls.of(times)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """A layer of a backbone.
+
+    Attributes:
+        name: Dotted name of the module, or several joined by `+`.
+        forward_s: Forward of a microbatch.
+        backward_s: Whole backward of a microbatch.
+        weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
+        parameter_bytes: Bytes of its parameters.
+        gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
+        boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut behind it.
+        activation_bytes_per_sample: Bytes kept for the backward.
+    """
+
+    name: str
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_gradient_s: Seconds | None = None
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    boundary_bytes_per_sample: int = 0
+    activation_bytes_per_sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneProfile:
+    """A trainable denoiser: its layers in order."""
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerProfile:
+    """A layer of a frozen encoder; forward only."""
+
+    name: str
+    forward_s: Seconds
+    parameter_bytes: int = 0
+    output_bytes_per_sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderProfile:
+    """A frozen encoder; `needs` names encoders that must have finished first."""
+
+    name: str
+    layers: tuple[EncoderLayerProfile, ...]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SelfConditioning:
+    """How often a step runs the extra pass without gradients, and what it feeds back."""
+
+    probability: float = 0.0
+    feedback_bytes_per_sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """Everything the planner knows about a model.
+
+    Raises:
+        ProfileError: No backbone, a backbone without layers, names used twice, or encoders that
+            need each other.
+    """
+
+    name: str
+    backbones: tuple[BackboneProfile, ...]
+    encoders: tuple[EncoderProfile, ...] = ()
+    self_conditioning: SelfConditioning = field(default_factory=SelfConditioning)
+
+    def __post_init__(self) -> None:
+        if not self.backbones:
+            raise ProfileError(f"profile {self.name!r} has no backbone; nothing can be trained")
+        counts = [(b.name, len(b.layers)) for b in self.backbones]
+        counts += [(e.name, len(e.layers)) for e in self.encoders]
+        for name, num_layers in counts:
+            if not num_layers:
+                raise ProfileError(f"{name!r} of profile {self.name!r} has no layers")
+        names = [name for name, _ in counts]
+        if len(set(names)) < len(names):
+            raise ProfileError(f"backbones and encoders need different names; got {names}")
+        self._check_needs()
+
+    def _check_needs(self) -> None:
+        finished: set[str] = set()
+        known = {encoder.name for encoder in self.encoders}
+        for encoder in self.encoders:
+            if unknown := [name for name in encoder.needs if name not in known]:
+                raise ProfileError(f"encoder {encoder.name!r} needs {unknown[0]!r}, which is none")
+        for _ in self.encoders:
+            finished |= {e.name for e in self.encoders if finished.issuperset(e.needs)}
+        if finished != known:
+            raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
+
+    def to_json(self) -> str:
+        """Writes `diffpipe-profile/1`, one layer a line."""
+        return _write(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "profile") -> ModelProfile:
+        """Reads `diffpipe-profile/1`.
+
+        Args:
+            text: JSON.
+            source: Named in errors, for example the path.
+
+        Raises:
+            ProfileError: Names the first key that is missing, unknown or has a bad value.
+        """
+        return _read(Node.of_text(text, ProfileError, source))
+
+
+def _write(profile: ModelProfile) -> str:
+    conditioning = profile.self_conditioning
+    document = {
+        "format": FORMAT,
+        "name": profile.name,
+        "backbones": [
+            {"name": b.name, "layers": [_layer_to_json(layer) for layer in b.layers]}
+            for b in profile.backbones
+        ],
+        "encoders": [
+            {
+                "name": e.name,
+                "needs": list(e.needs),
+                "layers": [_encoder_layer_to_json(layer) for layer in e.layers],
+            }
+            for e in profile.encoders
+        ],
+        "self_conditioning": {
+            "probability": conditioning.probability,
+            "feedback_bytes_per_sample": conditioning.feedback_bytes_per_sample,
+        },
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
+    split = layer.weight_gradient_s
+    return {
+        "name": layer.name,
+        "forward_s": layer.forward_s.to_json(),
+        "backward_s": layer.backward_s.to_json(),
+        **({} if split is None else {"weight_gradient_s": split.to_json()}),
+        "parameter_bytes": layer.parameter_bytes,
+        "gradient_bytes": layer.gradient_bytes,
+        "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
+        "activation_bytes_per_sample": layer.activation_bytes_per_sample,
+    }
+
+
+def _encoder_layer_to_json(layer: EncoderLayerProfile) -> dict[str, object]:
+    return {
+        "name": layer.name,
+        "forward_s": layer.forward_s.to_json(),
+        "parameter_bytes": layer.parameter_bytes,
+        "output_bytes_per_sample": layer.output_bytes_per_sample,
+    }
+
+
+def _read(node: Node) -> ModelProfile:
+    node.check_keys(("format", "name", "backbones"), ("encoders", "self_conditioning"))
+    if node["format"].value != FORMAT:
+        raise node["format"].expected(f'"{FORMAT}"')
+    conditioning = SelfConditioning()
+    if "self_conditioning" in node:
+        given = node["self_conditioning"].check_keys(
+            ("probability",), ("feedback_bytes_per_sample",)
+        )
+        conditioning = SelfConditioning(
+            given["probability"].number(maximum=1), _bytes(given, "feedback_bytes_per_sample")
+        )
+    encoders = node["encoders"].elements() if "encoders" in node else ()
+    return ModelProfile(
+        node["name"].text(),
+        tuple(_read_backbone(backbone) for backbone in node["backbones"].elements()),
+        tuple(_read_encoder(encoder) for encoder in encoders),
+        conditioning,
+    )
+
+
+def _read_backbone(node: Node) -> BackboneProfile:
+    node.check_keys(("name", "layers"))
+    return BackboneProfile(node["name"].text(), tuple(map(_read_layer, node["layers"].elements())))
+
+
+def _read_layer(node: Node) -> LayerProfile:
+    sizes = ("parameter_bytes", "gradient_bytes")
+    per_sample = ("boundary_bytes_per_sample", "activation_bytes_per_sample")
+    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *sizes, *per_sample))
+    split = None
+    if "weight_gradient_s" in node:
+        split = Seconds.from_node(node["weight_gradient_s"])
+    return LayerProfile(
+        node["name"].text(),
+        Seconds.from_node(node["forward_s"]),
+        Seconds.from_node(node["backward_s"]),
+        split,
+        *(_bytes(node, key) for key in (*sizes, *per_sample)),
+    )
+
+
+def _read_encoder(node: Node) -> EncoderProfile:
+    node.check_keys(("name", "layers"), ("needs",))
+    needs = tuple(n.text() for n in node["needs"].elements()) if "needs" in node else ()
+    layers = []
+    for layer in node["layers"].elements():
+        layer.check_keys(("name", "forward_s"), ("parameter_bytes", "output_bytes_per_sample"))
+        layers.append(
+            EncoderLayerProfile(
+                layer["name"].text(),
+                Seconds.from_node(layer["forward_s"]),
+                _bytes(layer, "parameter_bytes"),
+                _bytes(layer, "output_bytes_per_sample"),
+            )
+        )
+    return EncoderProfile(node["name"].text(), tuple(layers), needs)
+
+
+def _bytes(node: Node, key: str) -> int:
+    return node[key].integer() if key in node else 0

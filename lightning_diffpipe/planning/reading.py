@@ -1,0 +1,127 @@
+"""Reading JSON that people and other programs wrote: every complaint names the key.
+
+    ProfileError: profile.json: backbones[0].layers[3].forward_s: expected a number >= 0; got -0.1
+
+A `Node` is a value together with where it was found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import DiffPipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A JSON value and its address.
+
+    Attributes:
+        value: What `json.loads` made of it.
+        where: Its address, for example `backbones[0].name`; empty for the whole document.
+        error: The exception to raise for a value that is not as expected.
+        source: What is being read, for messages.
+    """
+
+    value: object
+    where: str
+    error: type[DiffPipeError]
+    source: str
+
+    @classmethod
+    def of_text(cls, text: str, error: type[DiffPipeError], source: str) -> Node:
+        """Parses JSON.
+
+        Raises:
+            DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off.
+        """
+        try:
+            return cls(json.loads(text), "", error, source)
+        except json.JSONDecodeError as cause:
+            ends = not text[cause.pos :].strip()
+            hint = "the file seems to be cut short" if ends else "it was probably edited by hand"
+            raise error(
+                f"{source} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
+                f"{hint}"
+            ) from cause
+
+    def expected(self, what: str) -> DiffPipeError:
+        """The error for this value, which should have been `what`."""
+        got = "nothing" if self.value is None else _shown(self.value)
+        return self.error(f"{self.source}: {self.where or 'document'}: expected {what}; got {got}")
+
+    def check_keys(self, required: Iterable[str], optional: Iterable[str] = ()) -> Node:
+        """Requires an object with all of `required` and nothing besides `optional`."""
+        if not isinstance(self.value, dict):
+            raise self.expected("an object")
+        required = tuple(required)
+        allowed = (*required, *optional)
+        for key in self.value:
+            if key not in allowed:
+                raise self.error(
+                    f"{self.source}: unknown key {self._address(key)!r}; "
+                    f"known keys here: {', '.join(allowed)}"
+                )
+        for key in required:
+            if key not in self.value:
+                raise self.error(f"{self.source}: missing key {self._address(key)!r}")
+        return self
+
+    def __contains__(self, key: str) -> bool:
+        return isinstance(self.value, dict) and self.value.get(key) is not None
+
+    def __getitem__(self, key: str) -> Node:
+        """The member `key` of an object."""
+        if not isinstance(self.value, dict):
+            raise self.expected("an object")
+        if key not in self.value:
+            raise self.error(f"{self.source}: missing key {self._address(key)!r}")
+        return Node(self.value[key], self._address(key), self.error, self.source)
+
+    def members(self) -> Iterator[tuple[str, Node]]:
+        """Keys and members of an object."""
+        if not isinstance(self.value, dict):
+            raise self.expected("an object")
+        for key in self.value:
+            yield key, self[key]
+
+    def elements(self) -> Iterator[Node]:
+        """The elements of an array."""
+        if not isinstance(self.value, list):
+            raise self.expected("an array")
+        for index, value in enumerate(self.value):
+            yield Node(value, f"{self.where}[{index}]", self.error, self.source)
+
+    def text(self) -> str:
+        """This value as a string."""
+        if not isinstance(self.value, str):
+            raise self.expected("a string")
+        return self.value
+
+    def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
+        """This value as a finite number in a range."""
+        good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not good or not math.isfinite(self.value) or not minimum <= self.value <= maximum:  # type: ignore[arg-type, operator]
+            limit = f" and <= {maximum:g}" if maximum < math.inf else ""
+            raise self.expected(f"a number >= {minimum:g}{limit}")
+        return float(self.value)  # type: ignore[arg-type]
+
+    def integer(self, minimum: int = 0) -> int:
+        """This value as a whole number."""
+        value = self.value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.expected(f"a whole number >= {minimum}")
+        return value
+
+    def _address(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
