@@ -1,0 +1,65 @@
+# Everything a newcomer needs: `make help`.
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+# Nothing here may look for the network once packages are installed.
+export HF_HUB_OFFLINE := 1
+export WANDB_MODE ?= offline
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-distributed check wheel timeline golden models bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: $(STAMP)  ## make .venv with the pinned versions
+
+# torch first and alone: asked for by another package it would come with CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "needs $(PYTHON); set PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## train on two processes as a pipeline, sample, show pictures and timeline
+	$(BIN)/diffpipe demo $(ARGS)
+
+test: setup  ## all tests
+	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+test-fast: setup  ## the tests that take under a minute together
+	$(BIN)/python -m pytest -q -m "not slow and not distributed" $(ARGS)
+
+test-distributed: setup  ## the tests that start several processes
+	$(BIN)/python -m pytest -q -m distributed $(ARGS)
+
+check: setup  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel: setup  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel --outdir dist .
+
+SCHEDULE ?= 1f1b
+STAGES ?= 4
+MICROBATCHES ?= 8
+timeline: setup  ## print a schedule: SCHEDULE=1f1b STAGES=4 MICROBATCHES=8
+	@$(BIN)/python -m lightning_diffpipe.viewing $(SCHEDULE) $(STAGES) $(MICROBATCHES)
+
+golden: setup  ## rewrite the golden timelines; the diff is the review
+	$(BIN)/python -m pytest -q tests/planning --update-golden
+
+models: setup  ## rewrite docs/models.md from the equivalence test
+	$(BIN)/python -m tests.zoo.write_table
+
+bench: setup  ## run every benchmark; needs an otherwise idle machine
+	for main in benchmarks/*/main.py; do $(BIN)/python $$main || exit 1; done
+
+clean:  ## remove what make made
+	rm -rf $(VENV) build dist outputs *.egg-info .ruff_cache .mypy_cache .pytest_cache

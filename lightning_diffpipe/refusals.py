@@ -1,0 +1,50 @@
+"""What cannot work with a pipeline, refused before training starts, each with its reason.
+
+Silent wrongness is worse than a refusal: Lightning's weight averaging, for one, copies the module
+before it is cut and would then average the weights of one stage into another, without any error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_diffpipe.errors import ConfigurationError
+
+
+def refuse_unsupported(trainer: Any, strategy: Any) -> None:
+    """Checks module, callbacks and precision.
+
+    Args:
+        trainer: The trainer being set up.
+        strategy: The strategy, connected to the module.
+
+    Raises:
+        ConfigurationError: Something cannot work; says what, why and what to do instead.
+    """
+    module = strategy.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "manual optimization (automatic_optimization=False) cannot be pipelined: the schedule runs "
+            "forward and backward of all microbatches itself. Return the loss from training_step"
+        )
+    if is_overridden("backward", module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
+            "before Lightning would call it. Scale the loss in training_step instead"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(callback).__name__} copies the module before it is cut into stages and would "
+                "average weights of different stages. Use lightning_diffpipe.EMA"
+            )
+    precision = strategy.precision_plugin
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
+            "use precision='bf16-mixed' or '32-true'"
+        )

@@ -1,0 +1,128 @@
+"""Stage-local tensors and one ordinary state dict, and back.
+
+A full checkpoint looks as if one process had written it: every tensor under its fully qualified name.
+`collect` brings the tensors that rank 0 does not hold to it, one at a time, through host memory, so
+that nothing but rank 0's state dict has to fit anywhere. `spread` does the reverse for every rank of a
+pipeline, when training has ended and the module shall be whole again.
+
+Only the first pipeline takes part in `collect`; the others hold copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_diffpipe.runtime.mesh import Mesh
+
+
+def collect(tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Tensor]:
+    """Brings tensors together on world rank 0.
+
+    Args:
+        tensors: This rank's tensors by name, in the same order on every rank. Entries of other
+            owners are placeholders of the right shape and dtype.
+        owners: For names not held everywhere: the position in the pipeline that holds them.
+        mesh: This rank's groups.
+
+    Returns:
+        On world rank 0 all tensors, on the host; elsewhere an empty dict.
+    """
+    if mesh.pipeline != 0:
+        return {}
+    gathered = {}
+    for name, tensor in tensors.items():
+        owner = owners.get(name, 0)
+        if mesh.local_rank == owner and owner != 0:
+            dist.send(_as_bytes(_on_host(tensor)), dst=mesh.world_rank(0), group=mesh.control)
+        elif mesh.local_rank == 0:
+            gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
+    return gathered
+
+
+def spread(tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Tensor]:
+    """Gives every rank of a pipeline the tensors it lacks.
+
+    Args:
+        tensors: As for `collect`.
+        owners: As for `collect`.
+        mesh: This rank's groups.
+
+    Returns:
+        The whole tensors on the host, for all names in `owners`.
+    """
+    whole = {}
+    for name, owner in owners.items():
+        tensor = tensors[name]
+        own = mesh.local_rank == owner
+        value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.broadcast(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.control)
+        whole[name] = value
+    return whole
+
+
+def collect_optimizer_state(
+    state: Mapping[int, Mapping[str, Any]], owners: Mapping[int, int], mesh: Mesh
+) -> dict[int, dict[str, Any]]:
+    """Brings an optimizer's state together on world rank 0.
+
+    Args:
+        state: `optimizer.state_dict()["state"]`: values by parameter index and name. Every rank
+            numbers all parameters of the module alike, whoever holds them.
+        owners: Position in the pipeline that holds each parameter index.
+        mesh: This rank's groups.
+
+    Returns:
+        On world rank 0 the state of all parameters, tensors on the host; elsewhere an empty dict.
+    """
+    if mesh.pipeline != 0:
+        return {}
+    own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
+    outlines: list[Any] = [None] * mesh.layout.ranks_per_pipeline if mesh.local_rank == 0 else []
+    dist.gather_object(
+        {index: {key: _outline(value) for key, value in values.items()} for index, values in own.items()},
+        outlines or None,
+        dst=mesh.world_rank(0),
+        group=mesh.control,
+    )
+    if mesh.local_rank != 0:
+        for values in own.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    dist.send(_as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.control)
+        return {}
+    whole = {
+        index: {key: _on_host(v) if isinstance(v, Tensor) else v for key, v in values.items()}
+        for index, values in own.items()
+    }
+    for owner, outline in enumerate(outlines[1:], start=1):
+        for index, values in outline.items():
+            whole[index] = {
+                key: _received(value, owner, mesh) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+    return dict(sorted(whole.items()))
+
+
+def _outline(value: Any) -> Any:
+    """A tensor's shape and dtype without its content; other values as they are."""
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
+    value = torch.empty(like.shape, dtype=like.dtype)
+    dist.recv(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.control)
+    return value
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=False).contiguous()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; gloo does not know every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)

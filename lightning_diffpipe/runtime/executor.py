@@ -1,0 +1,202 @@
+"""The engine: one loop over instructions. It obeys the plan and decides nothing.
+
+`Executor.run` is a generator that yields whenever the next instruction waits for a message that is not
+known to be there. Whoever drives it decides how to spend that time:
+
+    for waiting in executor.run(program, works, frozen):   # between processes: just block
+        pass
+    run_together([executor, ...], ...)                     # in one process: let the others go on
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import assert_never
+
+from lightning_diffpipe.errors import PipelineTimeoutError, ScheduleError
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Encode,
+    ExchangeFrozen,
+    Forward,
+    ForwardNoGrad,
+    Instruction,
+    Program,
+    Receive,
+    ReduceGradients,
+    Send,
+    UpdateWeights,
+    Wait,
+)
+from lightning_diffpipe.planning.timeline import Span
+from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
+from lightning_diffpipe.runtime.stash import Stash
+from lightning_diffpipe.runtime.transport import MessageKey, Transport
+
+
+class Executor:
+    """Runs one rank's program.
+
+    Args:
+        local_rank: This rank's position in its pipeline.
+        runner: Forwards and backwards of the stages it holds.
+        stash: What lives between instructions; shared with the runner.
+        transport: Carries the messages.
+        reduce_gradients: Sums gradients over the ranks that hold the same parameters.
+        clock: Seconds; stamps the measured timeline.
+    """
+
+    def __init__(
+        self,
+        local_rank: int,
+        runner: StageRunner,
+        stash: Stash,
+        transport: Transport,
+        reduce_gradients: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.local_rank = local_rank
+        self.spans: list[Span] = []
+        self.position = 0
+        self._runner = runner
+        self._stash = stash
+        self._transport = transport
+        self._reduce_gradients = reduce_gradients
+        self._clock = clock
+
+    def run(
+        self, program: Program, works: Sequence[MicrobatchWork], frozen: FrozenWork | None
+    ) -> Iterator[Callable[[], bool]]:
+        """Runs a program to its end.
+
+        Args:
+            program: This rank's instructions, lowered.
+            works: The microbatches of the step.
+            frozen: The frozen parts of the step, if the plan encodes any.
+
+        Yields:
+            Before a wait that may block: a function that tells whether it still would.
+        """
+        self.spans = []
+        try:
+            for self.position, instruction in enumerate(program):  # noqa: B020 - read by errors
+                start_s = self._clock()
+                yield from self._execute(instruction, works, frozen)
+                self.spans.append(Span(self.local_rank, instruction, start_s, self._clock()))
+            self._transport.finish()
+            self._stash.check_empty()
+        finally:
+            self._stash.clear()
+
+    def _execute(
+        self,
+        instruction: Instruction,
+        works: Sequence[MicrobatchWork],
+        frozen: FrozenWork | None,
+    ) -> Iterator[Callable[[], bool]]:
+        runner, transport = self._runner, self._transport
+        match instruction:
+            case Forward(stage, microbatch):
+                runner.forward(stage, works[microbatch])
+            case Backward(stage, microbatch):
+                runner.backward(stage, works[microbatch])
+            case Send(kind, stage, microbatch, to_rank):
+                pack = (
+                    runner.outgoing_activation
+                    if kind == "activation"
+                    else runner.outgoing_gradient
+                )
+                buffer = pack(stage, works[microbatch])
+                transport.send(MessageKey(kind, stage, microbatch), buffer, to_rank)
+            case Receive(kind, stage, microbatch, from_rank):
+                buffer = runner.incoming_buffer(kind, stage, works[microbatch])
+                transport.receive(MessageKey(kind, stage, microbatch), buffer, from_rank)
+            case Wait(kind, stage, microbatch):
+                key = MessageKey(kind, stage, microbatch)
+                if not transport.is_ready(key):
+                    yield lambda: transport.is_ready(key)
+                runner.unpack(kind, stage, works[microbatch], transport.wait(key))
+            case Encode(part):
+                assert frozen is not None
+                frozen.encode(part)
+            case ExchangeFrozen():
+                assert frozen is not None
+                exchange = frozen.exchange(transport)
+                if not exchange.is_ready():
+                    yield exchange.is_ready
+                exchange.wait()
+                frozen.deliver()
+            case ReduceGradients():
+                self._reduce_gradients()
+            case ForwardNoGrad() | BackwardInput() | BackwardWeight() | UpdateWeights():
+                raise ScheduleError(
+                    f"{instruction} cannot be run yet; it can be planned and simulated. "
+                    "Choose schedule=1f1b or gpipe"
+                )
+            case _:
+                assert_never(instruction)
+
+
+def run_alone(
+    executor: Executor,
+    program: Program,
+    works: Sequence[MicrobatchWork],
+    frozen: FrozenWork | None = None,
+    picture: Callable[[int], str] | None = None,
+) -> None:
+    """Drives one rank of many processes: every wait simply blocks.
+
+    Args:
+        executor: This rank.
+        program: Its instructions.
+        works: The microbatches.
+        frozen: The frozen parts.
+        picture: Draws the plan with a mark at an instruction, for the error of a timeout.
+
+    Raises:
+        PipelineTimeoutError: A message did not come in time; names the instruction, and shows where
+            in the plan this rank stands.
+    """
+    try:
+        for _ in executor.run(program, works, frozen):
+            pass
+    except PipelineTimeoutError as error:
+        position = executor.position
+        standing = f"{error}; it stands at instruction {position + 1} of {len(program)}"
+        name = f" ({program[position]})" if position < len(program) else ""
+        drawing = f"\n\n{picture(position)}" if picture else ""
+        raise PipelineTimeoutError(f"{standing}{name}{drawing}") from error
+
+
+def run_together(
+    executors: Sequence[Executor],
+    programs: Sequence[Program],
+    works: Sequence[Sequence[MicrobatchWork]],
+    frozen: Sequence[FrozenWork | None],
+) -> None:
+    """Drives all ranks of a pipeline in one process, on a `LoopbackTransport`.
+
+    Raises:
+        ScheduleError: No rank can go on: the programs wait for each other.
+    """
+    running = {
+        executor.local_rank: executor.run(*arguments)
+        for executor, *arguments in zip(executors, programs, works, frozen, strict=True)
+    }
+    ready: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
+    while running:
+        movable = [rank for rank in running if ready[rank]()]
+        if not movable:
+            stuck = ", ".join(
+                f"rank {rank} at {programs[rank][executors[rank].position]}" for rank in running
+            )
+            raise ScheduleError(f"the ranks wait for each other: {stuck}")
+        for rank in movable:
+            try:
+                ready[rank] = next(running[rank])
+            except StopIteration:
+                del running[rank]

@@ -1,0 +1,159 @@
+"""Frozen layers, run once per batch and shared by all ranks of a pipeline.
+
+Encoders (VAE, text encoders, locked halves of a ControlNet) are needed by several stages but trained by
+none. Every rank holds them all. The plan cuts the samples of a batch into *frozen parts*, one or more
+for each rank; each rank runs the frozen layers for its own parts only, and an exchange brings every
+result to the ranks whose stages read it:
+
+    rank 0 | E0 X F0 F1 ...        E0: samples 0-3 of the batch
+    rank 1 | E1 X  . F0 ...        E1: samples 4-7
+
+So no sample is encoded twice, however many stages there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.graph.layer import TensorKey, TensorSpec
+from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime.message import MessageLayout
+from lightning_diffpipe.runtime.stage import MicrobatchWork
+from lightning_diffpipe.runtime.transport import Exchange, MessageKey, Parcel, Transport
+
+
+class FrozenWork:
+    """The frozen parts of one step.
+
+    Args:
+        parts: All parts of the batch, those of other ranks too.
+        works: The microbatches of the step.
+        placement: Which rank runs which stage.
+        local_rank: This rank's position in its pipeline.
+        device: Where results live.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[EncodePart],
+        works: Sequence[MicrobatchWork],
+        placement: Placement,
+        local_rank: int,
+        device: torch.device,
+    ) -> None:
+        self._parts = tuple(parts)
+        self._works = works
+        self._placement = placement
+        self._local_rank = local_rank
+        self._device = device
+        self._results: dict[int, dict[TensorKey, Tensor]] = {}
+        self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
+
+    def encode(self, index: int) -> None:
+        """Runs the frozen layers for one of this rank's parts."""
+        part = self._parts[index]
+        work = self._works[part.microbatch]
+        view = work.partitioned.frozen_view
+        assert view is not None, "a plan with frozen parts for a step without frozen layers"
+        whole = (part.start, part.stop) == (0, work.num_samples)
+        self._results[index] = view.whole(
+            work.call, seed=work.seed, samples=None if whole else (part.start, part.stop)
+        )
+
+    def exchange(self, transport: Transport) -> Exchange:
+        """Starts to send this rank's results to whoever reads them, and to receive the others'."""
+        sends, receives = [], []
+        for part in self._parts:
+            for stage, reader in self._readers(part):
+                if part.rank == self._local_rank != reader:
+                    sends.append(Parcel(_key(part, stage), self._pack(part, stage), reader))
+                elif reader == self._local_rank != part.rank:
+                    layout = self._layout(part, stage)
+                    buffer = layout.empty(self._device)
+                    receives.append(Parcel(_key(part, stage), buffer, part.rank))
+                    self._arriving.append((part, stage, layout, buffer))
+        return transport.exchange(sends, receives)
+
+    def deliver(self) -> None:
+        """Joins the parts of each microbatch; called when the exchange has ended."""
+        joined: dict[tuple[int, int], list[tuple[EncodePart, dict[TensorKey, Tensor]]]] = {}
+        for part, stage, layout, buffer in self._arriving:
+            tensors = dict(zip(self._keys(part, stage), layout.unpack(buffer), strict=True))
+            joined.setdefault((part.microbatch, stage), []).append((part, tensors))
+        for part in self._parts:
+            for stage, reader in self._readers(part):
+                if part.rank == self._local_rank == reader:
+                    own = self._rows(part, stage)
+                    joined.setdefault((part.microbatch, stage), []).append((part, own))
+        for (microbatch, stage), pieces in joined.items():
+            work = self._works[microbatch]
+            work.frozen[stage] = self._join(work, pieces)
+        self._arriving.clear()
+        self._results.clear()
+
+    def _readers(self, part: EncodePart) -> list[tuple[int, int]]:
+        """(stage, position) of every stage that reads results of this part."""
+        stages = self._works[part.microbatch].partitioned.cut.stages
+        return [
+            (stage.index, self._placement.rank_of(stage.index, part.microbatch))
+            for stage in stages
+            if stage.frozen_received
+        ]
+
+    def _keys(self, part: EncodePart, stage: int) -> tuple[TensorKey, ...]:
+        return self._works[part.microbatch].partitioned.cut.stages[stage].frozen_received
+
+    def _layout(self, part: EncodePart, stage: int) -> MessageLayout:
+        return MessageLayout.of([self._spec(part, key) for key in self._keys(part, stage)])
+
+    def _spec(self, part: EncodePart, key: TensorKey) -> TensorSpec:
+        graph = self._works[part.microbatch].partitioned.graph
+        spec = graph.spec(key)
+            rows = spec.rows
+        if not rows:
+            return spec
+        return replace(spec, shape=(rows * (part.stop - part.start), *spec.shape[1:]))
+
+    def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
+        """This part's own rows of its results."""
+        graph = self._works[part.microbatch].partitioned.graph
+        own = {}
+        for key in self._keys(part, stage):
+            tensor, rows = self._results[part.index][key], graph.spec(key).rows
+            if rows and tensor.shape[0] != rows * (part.stop - part.start):
+                tensor = tensor[rows * part.start : rows * part.stop]
+            own[key] = tensor
+        return own
+
+    def _pack(self, part: EncodePart, stage: int) -> Tensor:
+        rows = self._rows(part, stage)
+        return self._layout(part, stage).pack(list(rows.values()), self._device)
+
+    def _join(
+        self, work: MicrobatchWork, pieces: list[tuple[EncodePart, dict[TensorKey, Tensor]]]
+    ) -> dict[TensorKey, Tensor]:
+        if len(pieces) == 1:
+            return pieces[0][1]
+        graph, joined = work.partitioned.graph, {}
+        for key in pieces[0][1]:
+            spec = graph.spec(key)
+            rows = spec.rows
+            if not rows:  # shared by all samples: every part computed the same
+                joined[key] = pieces[0][1][key]
+                continue
+            whole = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=self._device
+            )
+            for part, tensors in pieces:
+                whole[rows * part.start : rows * part.stop].copy_(tensors[key])
+            joined[key] = whole
+        return joined
+
+
+def _key(part: EncodePart, stage: int) -> MessageKey:
+    return MessageKey("frozen", stage, part.index)

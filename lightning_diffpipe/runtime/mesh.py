@@ -1,0 +1,185 @@
+"""Which ranks do what, and the process groups they talk in.
+
+A world of ranks is one or more identical pipelines side by side (data parallelism), and each pipeline
+places its stages on its ranks, a stage perhaps on several:
+
+    world rank      0   1   2   3       4   5   6   7
+                   └── pipeline 0 ──┘  └── pipeline 1 ──┘
+    stage ranks     0   1   1   2       0   1   1   2        (stage 1 has two replicas)
+
+Lightning and users' hooks communicate over the default group whenever they like, so nothing here ever
+does: every message and every sum of ours runs in a group made here. Groups are made once, in the same
+order on every rank, and connected before the first step, because lazily made connections can wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.schedule import Placement
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pure arithmetic of ranks: who is in which pipeline and holds which stages.
+
+    Attributes:
+        world_size: All ranks.
+        placement: Ranks of each stage, counted inside one pipeline.
+    """
+
+    world_size: int
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.placement.num_ranks:
+            raise ConfigurationError(
+                f"a pipeline of {self.placement.num_ranks} ranks does not divide "
+                f"{self.world_size} ranks; choose num_stages x num_replicas among the divisors of "
+                f"{self.world_size}"
+            )
+
+    @property
+    def ranks_per_pipeline(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.placement.num_ranks
+
+    @property
+    def num_pipelines(self) -> int:
+        """Copies of the pipeline that see different data."""
+        return self.world_size // self.ranks_per_pipeline
+
+    def pipeline_of(self, rank: int) -> int:
+        """The pipeline a world rank belongs to; also its data-parallel rank."""
+        return rank // self.ranks_per_pipeline
+
+    def local_rank(self, rank: int) -> int:
+        """The position of a world rank inside its pipeline."""
+        return rank % self.ranks_per_pipeline
+
+    def pipeline_ranks(self, pipeline: int) -> tuple[int, ...]:
+        """World ranks of a pipeline, in order."""
+        first = pipeline * self.ranks_per_pipeline
+        return tuple(range(first, first + self.ranks_per_pipeline))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a world rank holds."""
+        local = self.local_rank(rank)
+        return tuple(
+            stage for stage, ranks in enumerate(self.placement.stage_ranks) if local in ranks
+        )
+
+    def ranks_of_stages(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """World ranks, over all pipelines, that hold any of the given stages."""
+        local = {rank for stage in stages for rank in self.placement.stage_ranks[stage]}
+        return tuple(rank for rank in range(self.world_size) if self.local_rank(rank) in local)
+
+
+@dataclass
+class Mesh:
+    """This rank's place in the layout, with the process groups it belongs to.
+
+    Attributes:
+        layout: Who is where.
+        rank: World rank of this process.
+        device: Where this rank computes.
+        backend: `"gloo"` or `"nccl"`.
+        timeout_s: How long any wait may last.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    backend: str
+    timeout_s: float
+    control: dist.ProcessGroup | None = None
+    pipeline_group: dist.ProcessGroup | None = None
+    data_parallel: dist.ProcessGroup | None = None
+    messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    _reduction: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _owned: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @property
+    def pipeline(self) -> int:
+        """Index of this rank's pipeline."""
+        return self.layout.pipeline_of(self.rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Position of this rank in its pipeline."""
+        return self.layout.local_rank(self.rank)
+
+    def world_rank(self, local_rank: int) -> int:
+        """World rank of a position in this rank's pipeline."""
+        return self.layout.pipeline_ranks(self.pipeline)[local_rank]
+
+    def connect(self, edges: Iterable[tuple[int, int]] = ()) -> None:
+        """Makes this rank's groups; every rank of the world must call it at the same time.
+
+        Args:
+            edges: Directed edges (from, to) between positions of a pipeline that carry messages.
+        """
+        layout = self.layout
+        for pipeline in range(layout.num_pipelines):
+            ranks = layout.pipeline_ranks(pipeline)
+            control = self._new_group(ranks, "gloo")
+            device_group = control if self.backend == "gloo" else self._new_group(ranks)
+            if self.rank in ranks:
+                self.control, self.pipeline_group = control, device_group
+            for edge in sorted(set(edges)):
+                pair = tuple(ranks[local] for local in edge)
+                group = self._message_group(pair, device_group)
+                if self.rank in pair:
+                    self.messages[edge] = group
+        for local in range(layout.ranks_per_pipeline):
+            peers = [layout.pipeline_ranks(p)[local] for p in range(layout.num_pipelines)]
+            group = self._new_group(peers, "gloo")
+            if self.rank in peers:
+                self.data_parallel = group
+
+    def reduction_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group that sums the gradients of parameters held by exactly these world ranks."""
+        return self._reduction[ranks]
+
+    def connect_reductions(self, holders: Iterable[tuple[int, ...]]) -> None:
+        """Makes one group for each set of world ranks that hold the same parameters."""
+        for ranks in sorted(set(holders)):
+            if ranks not in self._reduction and len(ranks) > 1:
+                group = self._new_group(ranks)
+                if self.rank in ranks:
+                    self._reduction[ranks] = group
+
+    def disconnect(self) -> None:
+        """Destroys every group made here; the default group is not ours and stays."""
+        for group in self._owned:
+            dist.destroy_process_group(group)
+        self._owned.clear()
+        self._reduction.clear()
+        self.messages.clear()
+        self.control = self.pipeline_group = self.data_parallel = None
+
+    def _message_group(
+        self, pair: tuple[int, ...], pipeline_group: dist.ProcessGroup
+    ) -> dist.ProcessGroup:
+        # gloo matches messages by tag, so one group serves all edges. NCCL knows no tags and keeps
+        # one queue per communicator: each direction of each edge gets its own, so that activations
+        # and gradients can never wait for each other.
+        return pipeline_group if self.backend == "gloo" else self._new_group(pair)
+
+    def _new_group(self, ranks: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
+        ranks = list(ranks)
+        group = dist.new_group(
+            ranks,
+            backend=backend or self.backend,
+            timeout=datetime.timedelta(seconds=self.timeout_s),
+        )
+        if self.rank in ranks:
+            self._owned.append(group)
+        return group

@@ -1,0 +1,122 @@
+"""Gradients and norms over ranks that hold the same parameters.
+
+A parameter is held by several ranks when its stage has replicas, when pipelines run side by side, or
+when two stages read it (tied weights, a module called twice). Each holder has the gradient of the
+samples and calls it saw, and losses are scaled by their share of all samples, so the true gradient is
+the plain sum over the holders, whatever the reason they share it.
+
+The global norm counts each parameter once: its first holder in the pipeline contributes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_diffpipe.runtime.mesh import Mesh
+
+_BUCKET_BYTES = 32 * 1024 * 1024
+
+
+class GradientReducer:
+    """Sums gradients over the ranks that hold the same parameters.
+
+    Args:
+        mesh: This rank's groups; groups for all sets of holders have been made.
+        parameters: Trained parameters resident on this rank, by name.
+        holders: World ranks that hold each of them, over all pipelines.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        holders: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._mesh = mesh
+        self._buckets = [
+            (ranks, bucket)
+            for ranks, bucket in _buckets(parameters, holders)
+            if len(ranks) > 1
+        ]
+        pipeline = set(mesh.layout.pipeline_ranks(mesh.pipeline))
+        self._counted = frozenset(
+            name
+            for name in parameters
+            if min(pipeline.intersection(holders[name])) == mesh.rank
+        )
+
+    def reduce(self) -> None:
+        """Sums `.grad` in place; a holder without a gradient contributes zeros.
+
+        Every holder must call it at the same point of its program.
+        """
+        for ranks, bucket in self._buckets:
+            gradients = [
+                parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                for parameter in bucket
+            ]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=self._mesh.reduction_group(ranks))
+            start = 0
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                summed = flat[start : start + gradient.numel()].view_as(gradient)
+                parameter.grad = gradient.copy_(summed)
+                start += gradient.numel()
+
+    def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages, each parameter counted once.
+
+        Args:
+            parameters: Those of this rank that take part, by name.
+            norm_type: Order of the norm; `math.inf` for the largest absolute value.
+
+        Returns:
+            A scalar, equal on all ranks of the pipeline.
+        """
+        norms = [
+            torch.linalg.vector_norm(parameter.grad, norm_type)
+            for name, parameter in parameters.items()
+            if name in self._counted and parameter.grad is not None
+        ]
+        device = self._mesh.device
+        total = (
+            torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+        )
+        group = self._mesh.pipeline_group
+        if math.isinf(norm_type):
+            total = total.max()
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+            return total
+        total = total.pow(norm_type).sum()
+        dist.all_reduce(total, group=group)
+        return total.pow(1.0 / norm_type)
+
+
+def _buckets(
+    parameters: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]]
+) -> Iterable[tuple[tuple[int, ...], list[nn.Parameter]]]:
+    """Parameters of the same holders and dtype, together up to a size; equal on all holders.
+
+    Sorted by name, because holders may have registered different stages in a different order.
+    """
+    groups: dict[tuple[tuple[int, ...], str], list[nn.Parameter]] = {}
+    for name in sorted(parameters):
+        parameter = parameters[name]
+        groups.setdefault((holders[name], str(parameter.dtype)), []).append(parameter)
+    for (ranks, _), members in sorted(groups.items(), key=lambda item: item[0]):
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in members:
+            num_bytes = parameter.numel() * parameter.element_size()
+            if bucket and size + num_bytes > _BUCKET_BYTES:
+                yield ranks, bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += num_bytes
+        if bucket:
+            yield ranks, bucket

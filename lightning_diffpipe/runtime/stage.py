@@ -1,0 +1,209 @@
+"""One microbatch through one stage: forward, backward, and what crosses its boundaries.
+
+A stage runs the user's own callable through a `StageView`: foreign layers are stubs, its own layers
+compute. This file turns views into the two operations a schedule knows, and boundaries into messages:
+
+    forward   received tensors (from stage s-1) + frozen results  ->  tensors for stage s+1, or the loss
+    backward  gradients of the tensors sent (from stage s+1)      ->  gradients of the tensors received
+
+What the pipeline needs to know about a callable depends on the sizes of its microbatches, so there is
+one `PartitionedStep` for each signature of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import BoundaryError
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+from lightning_diffpipe.graph.view import FrozenView, StageRun, StageView
+from lightning_diffpipe.runtime.message import MessageLayout
+from lightning_diffpipe.runtime.stash import Stash
+
+
+@dataclass
+class PartitionedStep:
+    """A callable cut into stages, for microbatches of one signature.
+
+    Attributes:
+        graph: Its layers.
+        cut: Which layers each stage runs, and what crosses its boundaries.
+        stage_views: The stages this rank holds.
+        frozen_view: The frozen part; `None` if nothing is frozen.
+    """
+
+    graph: LayerGraph
+    cut: Cut
+    stage_views: dict[int, StageView]
+    frozen_view: FrozenView | None
+
+    @cached_property
+    def activation_layouts(self) -> tuple[MessageLayout, ...]:
+        """For each stage, the message that carries what it receives from the stage before."""
+        return tuple(self._layout(stage.received) for stage in self.cut.stages)
+
+    @cached_property
+    def gradient_keys(self) -> tuple[tuple[TensorKey, ...], ...]:
+        """For each stage, the tensors it sent that get a gradient back."""
+        return tuple(
+            tuple(key for key in stage.sent if self.graph.needs_gradient(key))
+            for stage in self.cut.stages
+        )
+
+    @cached_property
+    def gradient_layouts(self) -> tuple[MessageLayout, ...]:
+        """For each stage, the message that carries the gradients of what it sent."""
+        return tuple(self._layout(keys) for keys in self.gradient_keys)
+
+    def _layout(self, keys: tuple[TensorKey, ...]) -> MessageLayout:
+        return MessageLayout.of([self.graph.spec(key) for key in keys])
+
+
+@dataclass
+class MicrobatchWork:
+    """What one microbatch of a step needs to run.
+
+    Attributes:
+        index: Its number in the step.
+        call: Runs the user's step on this microbatch; takes nothing, returns the loss.
+        seed: Seeds the random numbers drawn outside layers.
+        loss_scale: The loss is multiplied by it before the backward: its share of the samples.
+        partitioned: The step cut into stages, for this microbatch's signature.
+        num_samples: Samples in the microbatch.
+        frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
+        loss: Unscaled loss, on the last stage.
+        logged: What the user's step logged on the last stage, as (method, args, kwargs).
+    """
+
+    index: int
+    call: Callable[[], Any]
+    seed: int
+    loss_scale: float
+    partitioned: PartitionedStep
+    num_samples: int
+    frozen: dict[int, dict[TensorKey, Tensor]] = field(default_factory=dict)
+    loss: Tensor | None = None
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+class StageRunner:
+    """Runs forwards and backwards of the stages one rank holds.
+
+    Args:
+        stash: Where received and produced tensors live between instructions.
+        device: Where messages live.
+        check_finite: Look for NaN and infinity in everything that is sent.
+    """
+
+    def __init__(self, stash: Stash, device: torch.device, check_finite: bool = False) -> None:
+        self._stash = stash
+        self._device = device
+        self._check_finite = check_finite
+
+    def forward(self, stage: int, work: MicrobatchWork) -> None:
+        """Runs one microbatch through one stage; its outputs stay attached for the backward."""
+        run = work.partitioned.stage_views[stage].forward(
+            work.call,
+            seed=work.seed,
+            received={**self._activations(stage, work), **work.frozen.get(stage, {})},
+            log=lambda name, args, kwargs: work.logged.append((name, args, kwargs)),
+        )
+        if work.partitioned.cut.stages[stage].is_last:
+            assert run.loss is not None
+            work.loss = run.loss.detach()
+        self._stash.put("run", stage, work.index, run)
+
+    def backward(self, stage: int, work: MicrobatchWork) -> None:
+        """Backpropagates one microbatch through one stage and frees its activations."""
+        run: StageRun = self._stash.take("run", stage, work.index)
+        upstream = run.backward(self._gradients(stage, work), work.loss_scale)
+        if stage > 0:
+            self._stash.put("upstream", stage - 1, work.index, upstream)
+
+    def outgoing_activation(self, stage: int, work: MicrobatchWork) -> Tensor:
+        """The message into `stage`, packed from what the stage before it produced."""
+        run: StageRun | None = self._stash.peek("run", stage - 1, work.index)
+        assert run is not None, f"stage {stage - 1} has not run microbatch {work.index}"
+        keys = work.partitioned.cut.stages[stage].received
+        tensors = {key: run.outputs[key] for key in keys}
+        self._check("activation", stage, work, tensors)
+        layout = work.partitioned.activation_layouts[stage]
+        return layout.pack(list(tensors.values()), self._device)
+
+    def outgoing_gradient(self, stage: int, work: MicrobatchWork) -> Tensor:
+        """The message to `stage`: the gradients of what it sent."""
+        upstream: dict[TensorKey, Tensor] = self._stash.take("upstream", stage, work.index)
+        partitioned = work.partitioned
+        layout = partitioned.gradient_layouts[stage]
+        tensors = {
+            key: upstream[key]
+            if key in upstream
+            else torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+            for key, spec in zip(partitioned.gradient_keys[stage], layout.specs, strict=True)
+        }
+        self._check("gradient", stage, work, tensors)
+        return layout.pack(list(tensors.values()), self._device)
+
+    def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
+        """An empty buffer of the right size for a message."""
+        return self._layout(kind, stage, work).empty(self._device)
+
+    def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
+        """Takes a received message apart, for the instruction that will need it."""
+        keys = (
+            work.partitioned.cut.stages[stage].received
+            if kind == "activation"
+            else work.partitioned.gradient_keys[stage]
+        )
+        tensors = self._layout(kind, stage, work).unpack(buffer)
+        self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
+
+    def _activations(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
+        if stage == 0:
+            return {}
+        neighbour: StageRun | None = self._stash.peek("run", stage - 1, work.index)
+        if neighbour is not None:  # the stage before is on this rank too
+            keys = work.partitioned.cut.stages[stage].received
+            return {key: neighbour.outputs[key].detach() for key in keys}
+        activations: dict[TensorKey, Tensor] = self._stash.take("activation", stage, work.index)
+        return activations
+
+    def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
+        if work.partitioned.cut.stages[stage].is_last:
+            return {}
+        # "upstream" is left by the next stage where that is on this rank too.
+        local = self._stash.peek("gradient", stage, work.index) is None
+        gradients: dict[TensorKey, Tensor] = self._stash.take(
+            "upstream" if local else "gradient", stage, work.index
+        )
+        return gradients
+
+    def _layout(self, kind: str, stage: int, work: MicrobatchWork) -> MessageLayout:
+        partitioned = work.partitioned
+        if kind == "activation":
+            return partitioned.activation_layouts[stage]
+        return partitioned.gradient_layouts[stage]
+
+    def _check(
+        self, kind: str, stage: int, work: MicrobatchWork, tensors: Mapping[TensorKey, Tensor]
+    ) -> None:
+        if not self._check_finite:
+            return
+        for key, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                where = f"into stage {stage}" if kind == "activation" else f"back to stage {stage}"
+                name = work.partitioned.graph.layers[key[0]].name
+                of = "output" if kind == "activation" else "gradient of the output"
+                count = int((~torch.isfinite(tensor)).sum())
+                raise BoundaryError(
+                    f"the {of} of layer {name!r} is not finite on its way {where} "
+                    f"({count} of {tensor.numel()} values, microbatch {work.index}); "
+                    "check the learning rate and the precision, or clip gradients"
+                )

@@ -1,0 +1,276 @@
+"""How messages travel: between processes, or inside one for tests.
+
+A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
+and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
+travels. Receives are posted early, sends keep their buffer alive until they are awaited.
+
+* `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
+  posting cannot deadlock; on NCCL each directed edge has a communicator of its own.
+* `LoopbackTransport`: all ranks in one process; a dict is the network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.runtime.mesh import Mesh
+
+MessageKind = Literal["activation", "gradient", "feedback", "frozen"]
+_KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen")
+_TAGS_PER_KIND = 1 << 20
+
+
+class MessageKey(NamedTuple):
+    """Names one message of a step: what it is, who consumes it, for which microbatch."""
+
+    kind: MessageKind
+    stage: int
+    microbatch: int
+
+    def tag(self, num_stages: int) -> int:
+        """A number no other message of the step has."""
+        return _KINDS.index(self.kind) * _TAGS_PER_KIND + self.microbatch * num_stages + self.stage
+
+
+class Parcel(NamedTuple):
+    """A message of a many-to-many exchange: its key, buffer, and the peer's position."""
+
+    key: MessageKey
+    buffer: Tensor
+    peer: int
+
+
+class Transport(Protocol):
+    """Carries flat byte buffers between the positions of one pipeline."""
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Starts sending; the buffer is kept alive until it has left."""
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Posts a receive into `buffer`; returns at once."""
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Whether `wait` would return at once; may say no although the message is there."""
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Blocks until the posted receive has its message, and hands out the buffer."""
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Starts sending and receiving many messages at once."""
+
+    def finish(self) -> None:
+        """Waits until every send has left."""
+
+
+class Exchange(Protocol):
+    """Many messages under way."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once; may say no although everything is there."""
+
+    def wait(self) -> None:
+        """Blocks until every receive has its message."""
+
+
+@dataclass
+class _Posted:
+    work: dist.Work
+    buffer: Tensor
+    source: int
+    staging: Tensor | None = None
+
+
+class P2PTransport:
+    """Point-to-point messages over `torch.distributed`, on gloo or NCCL.
+
+    Args:
+        mesh: Positions and groups.
+        num_stages: Stages of the plan; keeps tags apart.
+    """
+
+    def __init__(self, mesh: Mesh, num_stages: int) -> None:
+        self._mesh = mesh
+        self._num_stages = num_stages
+        self._posted: dict[MessageKey, _Posted] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
+        # gloo moves host memory only; buffers of a GPU then travel by way of the host.
+        self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
+        self.num_bytes_sent = 0
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Starts sending a flat buffer to the position `to` of this pipeline."""
+        if self._stages_on_host:
+            buffer = buffer.cpu()
+        mesh = self._mesh
+        work = dist.isend(
+            buffer,
+            dst=mesh.world_rank(to),
+            group=mesh.messages[mesh.local_rank, to],
+            tag=key.tag(self._num_stages),
+        )
+        self.num_bytes_sent += buffer.numel()
+        self._sent.append((work, buffer))
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Posts a receive from the position `source` of this pipeline."""
+        mesh = self._mesh
+        staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
+        work = dist.irecv(
+            buffer if staging is None else staging,
+            src=mesh.world_rank(source),
+            group=mesh.messages[source, mesh.local_rank],
+            tag=key.tag(self._num_stages),
+        )
+        self._posted[key] = _Posted(work, buffer, source, staging)
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """NCCL works are ordered by the stream and never block the host; gloo's must be awaited."""
+        return self._mesh.backend != "gloo"
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Waits for a posted receive.
+
+        Raises:
+            PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
+        """
+        posted = self._posted.pop(key)
+        self.await_work(posted.work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
+        if posted.staging is not None:
+            posted.buffer.copy_(posted.staging)
+        return posted.buffer
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Starts many messages at once, as one group of point-to-point operations."""
+        staging = [
+            torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
+            for parcel in receives
+        ]
+        outgoing = [
+            parcel.buffer.cpu() if self._stages_on_host else parcel.buffer for parcel in sends
+        ]
+        operations = [
+            *map(self._operation, [dist.isend] * len(sends), sends, outgoing),
+            *map(self._operation, [dist.irecv] * len(receives), receives, staging),
+        ]
+        self.num_bytes_sent += sum(buffer.numel() for buffer in outgoing)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _P2PExchange(self, works, list(zip(receives, staging, strict=True)), outgoing)
+
+    def _operation(self, operation: Any, parcel: Parcel, buffer: Tensor) -> dist.P2POp:
+        return dist.P2POp(
+            operation,
+            buffer,
+            self._mesh.world_rank(parcel.peer),
+            self._mesh.pipeline_group,
+            parcel.key.tag(self._num_stages),
+        )
+
+    def finish(self) -> None:
+        """Waits until every send has left, and drops their buffers."""
+        for work, _ in self._sent:
+            self.await_work(work, "a sent message", None)
+        self._sent.clear()
+
+    def await_work(self, work: dist.Work, what: str, source: int | None) -> None:
+        """Waits for one operation; a timeout or a lost peer becomes a `PipelineTimeoutError`."""
+        started_s = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
+            lost = waited_s < 0.9 * self._mesh.timeout_s
+            reason = (
+                f"lost {peer}, which stopped; its own error says why"
+                if lost
+                else f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self._mesh.timeout_s:g})"
+            )
+            raise PipelineTimeoutError(
+                f"rank {self._mesh.rank} waited for {what}: {reason}"
+            ) from error
+
+
+@dataclass
+class _P2PExchange:
+    transport: P2PTransport
+    works: list[dist.Work]
+    receives: list[tuple[Parcel, Tensor]]
+    outgoing: list[Tensor]  # kept alive until sent
+
+    def is_ready(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        for work in self.works:
+            self.transport.await_work(work, "frozen results", None)
+        for parcel, buffer in self.receives:
+            if buffer is not parcel.buffer:
+                parcel.buffer.copy_(buffer)
+
+
+class LoopbackTransport:
+    """All ranks of a pipeline in one process; messages are copied through a shared dict.
+
+    Args:
+        network: The dict that all ranks of the pipeline share.
+        rank: This rank's position.
+    """
+
+    def __init__(self, network: dict[tuple[int, MessageKey], Tensor], rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._posted: dict[MessageKey, Tensor] = {}
+        self.num_bytes_sent = 0
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Puts a copy of the buffer into the peer's mailbox."""
+        self._network[to, key] = buffer.clone()
+        self.num_bytes_sent += buffer.numel()
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Remembers where the message shall go."""
+        self._posted[key] = buffer
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Whether the peer has sent."""
+        return (self._rank, key) in self._network
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Takes the message out of the mailbox; the caller has checked `is_ready`."""
+        buffer = self._posted.pop(key)
+        buffer.copy_(self._network.pop((self._rank, key)))
+        return buffer
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Puts all sends into their mailboxes."""
+        for parcel in sends:
+            self.send(parcel.key, parcel.buffer, parcel.peer)
+        for parcel in receives:
+            self.receive(parcel.key, parcel.buffer, parcel.peer)
+        return _LoopbackExchange(self, [parcel.key for parcel in receives])
+
+    def finish(self) -> None:
+        """Nothing is in flight: sends are copies."""
+
+
+@dataclass
+class _LoopbackExchange:
+    transport: LoopbackTransport
+    keys: list[MessageKey]
+
+    def is_ready(self) -> bool:
+        return all(map(self.transport.is_ready, self.keys))
+
+    def wait(self) -> None:
+        for key in self.keys:
+            self.transport.wait(key)
