@@ -50,6 +50,15 @@ def _stay_offline() -> None:
     huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
+def _built_in(name: str) -> str:
+    from lightning_diffpipe.modules.built_in import built_in
+
+    return str(built_in(name))
+
+
+OmegaConf.register_new_resolver("built_in", _built_in, replace=True)
+
+
 def _prepare(config: DictConfig) -> None:
     """Sets what holds for a whole process: offline, threads, seed."""
     import lightning as L

@@ -164,12 +164,12 @@ class PartsModule(L.LightningModule):
         folder.mkdir(parents=True, exist_ok=True)
         index_path = folder / "model_index.json"
         index = json.loads(index_path.read_text()) if index_path.exists() else {}
-        index = {"_class_name": type(self).__name__} | index
         index |= {"_class_name": type(self).__name__, "_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
             index[name] = _index_entry(part)
             if isinstance(part, nn.Module) and dtype is not None:
-                part = copy.deepcopy(part).to(dtype)
+                # Past diffusers' own `to`, which warns about every change of type.
+                part = nn.Module.to(copy.deepcopy(part), dtype)
             part.save_pretrained(folder / name)
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

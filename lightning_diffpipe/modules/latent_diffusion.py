@@ -1,0 +1,283 @@
+"""Latent diffusion: a denoiser trained on the latents of a frozen autoencoder, conditioned on text.
+
+`training_step` is an ordinary one: encode pictures, encode captions, add noise, predict, compare. It
+has no control flow on values of tensors and never reads one on the host, so a strategy may run any
+stretch of it on any rank, and a GPU is never waited for.
+
+Caption dropout, which makes classifier-free guidance possible, replaces token ids by those of the
+empty caption before the text encoder runs: no second encoder call, and the frozen text encoder
+stays free of anything random.
+
+Sources:
+    Latent Diffusion, Rombach et al. (2022), https://arxiv.org/abs/2112.10752
+    Classifier-free guidance, Ho & Salimans (2022), https://arxiv.org/abs/2207.12598
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderKL,
+    PixArtTransformer2DModel,
+    SchedulerMixin,
+    UNet2DConditionModel,
+)
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_diffpipe.data.captioned import Batch
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.parts import PartsModule
+from lightning_diffpipe.modules.text import Tokens, tokenize
+
+
+class LatentDiffusion(PartsModule):
+    """A text-conditional latent diffusion model in training, and a plain sampler.
+
+    Args:
+        vae: Frozen autoencoder.
+        text_encoder: Frozen text encoder, unless `train_text_encoder`.
+        tokenizer: Its tokenizer, with a `model_max_length`.
+        scheduler: Names the prediction target, and samples: `FlowMatchEulerDiscreteScheduler` for
+            flow matching, any DDPM-like one for epsilon or v.
+        unet: Denoiser, if it is a U-Net.
+        transformer: Denoiser, if it is a PixArt transformer. Exactly one of the two is given.
+        caption_dropout: Share of the training samples that lose their caption.
+        train_text_encoder: Train the text encoder along.
+        optimization: Optimizer and learning rate.
+
+    Raises:
+        ConfigurationError: Not exactly one denoiser, or one that needs further conditions.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = (
+        "unet",
+        "transformer",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+    )
+
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        text_encoder: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler: SchedulerMixin,
+        unet: UNet2DConditionModel | None = None,
+        transformer: PixArtTransformer2DModel | None = None,
+        caption_dropout: float = 0.1,
+        train_text_encoder: bool = False,
+        optimization: Optimization | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters("caption_dropout", "train_text_encoder")
+        _check_denoiser(unet, transformer)
+        self.vae = vae
+        self.text_encoder = text_encoder
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        # Only the one that is there is registered, so that it appears once in the state dict.
+        if unet is not None:
+            self.unet = unet
+        else:
+            self.transformer = transformer
+        self.optimization = optimization or Optimization()
+        self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler)
+        self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
+        self.freeze_parts()
+
+    @property
+    def denoiser(self) -> UNet2DConditionModel | PixArtTransformer2DModel:
+        """The U-Net or transformer."""
+        return self.unet if hasattr(self, "unet") else self.transformer
+
+    # ------------------------------------------------------------------ the four computations
+
+    def encode_images(self, images: Tensor, sample: bool = True) -> Tensor:
+        """Encodes pictures.
+
+        Args:
+            images: `(B, 3, H, W)` in [-1, 1].
+            sample: Draw from the posterior, rather than take its mean.
+
+        Returns:
+            fp32 latents of about unit variance, `(B, C, h, w)`.
+        """
+        posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
+        latents = (posterior.sample() if sample else posterior.mode()).float()
+        return (latents - (self.vae.config.shift_factor or 0)) * self.vae.config.scaling_factor
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Decodes latents to pictures, `(B, 3, H, W)` in [0, 1]."""
+        latents = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)
+        images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+        return (images / 2 + 0.5).clamp(0, 1)
+
+    def encode_text(self, tokens: Tokens) -> Tensor:
+        """Returns the text states, `(B, L, D)`."""
+        mask = tokens.attention_mask if self._uses_text_mask else None
+        return self.text_encoder(input_ids=tokens.input_ids, attention_mask=mask)[0]
+
+    def denoise(self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        """Predicts the target of the noise schedule.
+
+        Args:
+            noisy: `(B, C, h, w)`.
+            timesteps: `(B,)`.
+            states: Text states, `(B, L, D)`.
+            mask: 1 where there is a token, `(B, L)`.
+
+        Returns:
+            fp32, `(B, C, h, w)`.
+        """
+        kwargs: dict[str, Any] = {"encoder_attention_mask": mask if self._uses_text_mask else None}
+        if not hasattr(self, "unet"):
+            kwargs["added_cond_kwargs"] = self._size_conditions(noisy)
+        prediction = self.denoiser(
+            noisy.to(self.denoiser.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=states.to(self.denoiser.dtype),
+            **kwargs,
+        ).sample
+        # Transformers may predict a variance behind the mean, which is not trained here.
+        return prediction[:, : noisy.shape[1]].float()
+
+    @property
+    def _uses_text_mask(self) -> bool:
+        # CLIP pads with ordinary tokens, and every model conditioned on it was trained to see them.
+        return not self.text_encoder.config.model_type.startswith("clip")
+
+    def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
+        if not self.transformer.config.use_additional_conditions:
+            return {"resolution": None, "aspect_ratio": None}
+        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
+        size = torch.tensor([height, width], device=noisy.device, dtype=torch.float32)
+        aspect = torch.tensor([height / width], device=noisy.device, dtype=torch.float32)
+        return {"resolution": size.expand(len(noisy), 2), "aspect_ratio": aspect.expand(len(noisy), 1)}
+
+    # ------------------------------------------------------------------ training
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Returns the loss of one batch.
+
+        Args:
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings.
+            batch_idx: Not used.
+        """
+        latents = self.encode_images(batch["image"])
+        tokens = self._drop_captions(tokenize(self.tokenizer, batch["caption"], self.device))
+        loss = self._loss(latents, tokens)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(latents))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs the loss with the same noise in every validation, so that losses compare."""
+        latents = self.encode_images(batch["image"], sample=False)
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        loss = self._loss(latents, tokens, generator)
+        self.log("val/loss", loss, prog_bar=True, batch_size=len(latents))
+
+    def _loss(
+        self, latents: Tensor, tokens: Tokens, generator: torch.Generator | None = None
+    ) -> Tensor:
+        corrupted = self.noise_schedule.corrupt(latents, generator)
+        states = self.encode_text(tokens)
+        prediction = self.denoise(
+            corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask
+        )
+        return F.mse_loss(prediction, corrupted.target)
+
+    def _drop_captions(self, tokens: Tokens) -> Tokens:
+        empty = tokenize(self.tokenizer, [""], self.device)
+        drop = torch.rand(len(tokens.input_ids), 1, device=self.device) < self.hparams.caption_dropout
+        return Tokens(
+            torch.where(drop, empty.input_ids, tokens.input_ids),
+            torch.where(drop, empty.attention_mask, tokens.attention_mask),
+        )
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with the schedule of `optimization`."""
+        return self.optimization.configure(self)
+
+    # ------------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[str],
+        num_inference_steps: int = 25,
+        guidance_scale: float = 4.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draws one picture per prompt, in this process.
+
+        Args:
+            prompts: What to draw.
+            num_inference_steps: Denoising steps.
+            guidance_scale: Strength of classifier-free guidance; 1 for none.
+            generator: Of the start noise (and of a stochastic scheduler); its device may be another.
+
+        Returns:
+            `(len(prompts), 3, H, W)` in [0, 1].
+        """
+        guided = guidance_scale != 1
+        tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
+        states = self.encode_text(tokens)
+        scheduler = copy.deepcopy(self.scheduler)  # schedulers count their steps
+        scheduler.set_timesteps(num_inference_steps, device=self.device)
+        latents = self._start_noise(len(prompts), generator)
+        latents = latents * getattr(scheduler, "init_noise_sigma", 1.0)
+        extra = _step_arguments(scheduler, generator)
+        for timestep in scheduler.timesteps:
+            noisy = latents
+            if hasattr(scheduler, "scale_model_input"):
+                noisy = scheduler.scale_model_input(noisy, timestep)
+            noisy = torch.cat([noisy, noisy]) if guided else noisy
+            prediction = self.denoise(
+                noisy, timestep.expand(len(noisy)), states, tokens.attention_mask
+            )
+            if guided:
+                free, conditional = prediction.chunk(2)
+                prediction = free + guidance_scale * (conditional - free)
+            latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
+        return self.decode_latents(latents)
+
+    def _start_noise(self, num_samples: int, generator: torch.Generator | None) -> Tensor:
+        size = self.denoiser.config.sample_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (num_samples, self.vae.config.latent_channels, height, width)
+        device = generator.device if generator is not None else self.device
+        noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        return noise.to(self.device)
+
+
+def _step_arguments(scheduler: SchedulerMixin, generator: torch.Generator | None) -> dict[str, Any]:
+    stochastic = "generator" in inspect.signature(scheduler.step).parameters
+    return {"generator": generator} if stochastic else {}
+
+
+def _check_denoiser(
+    unet: UNet2DConditionModel | None, transformer: PixArtTransformer2DModel | None
+) -> None:
+    if (unet is None) == (transformer is None):
+        given = "neither" if unet is None else "both"
+        raise ConfigurationError(f"give either unet or transformer; {given} was given")
+    addition = getattr(getattr(unet, "config", None), "addition_embed_type", None)
+    if addition is not None:
+        raise ConfigurationError(
+            f"this U-Net needs added conditions ({addition}), as SDXL's does; LatentDiffusion has "
+            "one text encoder and none of them. Write a LightningModule whose training_step gives "
+            "added_cond_kwargs; the strategy runs it unchanged"
+        )
