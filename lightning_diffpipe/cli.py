@@ -9,16 +9,20 @@ This is the only file that imports Hydra. The library sees plain values.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
@@ -50,6 +54,17 @@ def _stay_offline() -> None:
     huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
+def _be_quiet() -> None:
+    """Silences what every run would print and no user can act on."""
+    import warnings
+
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+    warnings.filterwarnings("ignore", message=".*module.s. in eval mode at the start of training")
+
+
 def _built_in(name: str) -> str:
     from lightning_diffpipe.modules.built_in import built_in
 
@@ -66,6 +81,7 @@ def _prepare(config: DictConfig) -> None:
 
     if config.offline:
         _stay_offline()
+    _be_quiet()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -101,6 +117,11 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    if config.save_to is not None and "final_checkpoint" not in config.callbacks:
+        raise ConfigurationError(
+            "save_to is written from the final checkpoint; take callbacks=training or "
+            "callbacks=default, which write one"
+        )
     _prepare(config)
     module = hydra.utils.instantiate(config.model)
     data = hydra.utils.instantiate(config.data)
@@ -108,51 +129,138 @@ def train(config: DictConfig) -> Any:
     for logger in trainer.loggers:
         logger.log_hyperparams(_plain(config))
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
-    if config.validate_after:
-        trainer.validate(module, datamodule=data, verbose=trainer.is_global_zero)
-    if config.save_to is not None:
-        _export(config, trainer, type(module))
+    if config.save_to is not None and trainer.is_global_zero:
+        _export(config, type(module))
     return trainer.callback_metrics
 
 
-def _export(config: DictConfig, trainer: Any, module_class: type) -> None:
-    """Writes the trained parts as a diffusers folder, by way of a checkpoint.
+def _export(config: DictConfig, module_class: type) -> None:
+    """Writes the trained parts as a diffusers folder, from the final checkpoint.
 
-    A checkpoint is whole under every strategy, while a rank of a pipeline holds one part only.
+    The checkpoint is whole under every strategy, and has the averaged weights.
     """
     import torch
 
-    path = Path(config.output_dir) / "checkpoints" / "final.ckpt"
-    trainer.save_checkpoint(path)
-    if trainer.is_global_zero:
-        whole = module_class.from_checkpoint(path)
-        whole.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
-        print(f"wrote {config.save_to}")
-    trainer.strategy.barrier()
+    module = module_class.from_checkpoint(config.callbacks.final_checkpoint.path)
+    module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
+    print(f"wrote {config.save_to}")
 
 
-def _run(name: str, arguments: list[str]) -> None:
-    """Lets Hydra compose the config of one verb from its arguments, and runs it."""
+@verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
+def sample(config: DictConfig) -> Any:
+    """Draws `prompts` with the model at `path`, in one process, into `output_dir`."""
+    _prepare(config)
+    import torch
+
+    from lightning_diffpipe.callbacks.samples import picture_grid
+    from lightning_diffpipe.modules import LatentDiffusion
+
+    is_checkpoint = str(config.path).endswith(".ckpt")
+    load = LatentDiffusion.from_checkpoint if is_checkpoint else LatentDiffusion.from_pretrained
+    model = load(config.path).to(config.device).eval()
+    images = model.sample(
+        list(config.prompts),
+        num_inference_steps=config.num_inference_steps,
+        guidance_scale=config.guidance_scale,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    folder = Path(config.output_dir)
+    for number, (prompt, image) in enumerate(zip(config.prompts, images, strict=True)):
+        picture_grid(image[None], columns=1).save(folder / f"{number:03d}.png")
+        print(f"{folder / f'{number:03d}.png'}  {prompt}")
+    picture_grid(images, columns=min(8, len(images))).save(folder / "grid.png")
+    print(f"{folder / 'grid.png'}  all of them")
+    return images
+
+
+# ---------------------------------------------------------------------- dispatch and messages
+
+
+def _run(name: str, arguments: Sequence[str]) -> None:
+    """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = _VERBS[name]
-    whole = sys.argv
+    whole = list(sys.argv)
 
+    @functools.wraps(function)
     def task(config: DictConfig) -> Any:
         sys.argv = whole
         return function(config)
 
-    task.__module__ = __name__
     sys.argv = [whole[0], *arguments]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us, to be told shortly
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
     finally:
         sys.argv = whole
 
 
+def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
+    if not OmegaConf.is_dict(config):
+        return
+    for key in config:
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key):
+            yield from _flatten(config[key], f"{prefix}{key}.")
+
+
+def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
+    """Looks for a setting that is spelled like a wrong one."""
+    choices = [a for a in arguments if a.partition("=")[0] in ("experiment", "model", "data")]
+    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        known = list(_flatten(hydra.compose(name, overrides=choices)))
+    known += [folder.name for folder in files("lightning_diffpipe.conf").iterdir() if folder.is_dir()]
+    near = difflib.get_close_matches(wrong, known, n=1)
+    near = near or [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]][:1]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
+    """Says in one or a few lines what is wrong and what to do."""
+    if isinstance(error, InstantiationException):
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(error, DiffPipeError):
+        return str(error)
+    unknown = re.match(r"Could not override '(.*?)'", str(error))
+    if unknown is None:
+        # What follows is about Hydra's inside.
+        return re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+    suggestion = ""
+    with contextlib.suppress(HydraException, OmegaConfBaseException):
+        suggestion = _suggestion(name, unknown[1], arguments)
+    return f"there is no setting or group {unknown[1]!r}{suggestion}"
+
+
+def _usage() -> str:
+    width = max(map(len, _VERBS))
+    lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in _VERBS.items()]
+    return "\n".join(
+        [
+            "diffpipe VERB [group=option] [key=value] ...",
+            "",
+            *lines,
+            "",
+            "diffpipe VERB --help lists the groups and settings of a verb;",
+            "diffpipe VERB --cfg job prints the composed config without running it.",
+        ]
+    )
+
+
 def main() -> None:
-    """Entry point of the `diffpipe` command."""
-    arguments = sys.argv[1:]
-    _run(arguments[0], arguments[1:])
+    """Entry point of the `diffpipe` command; exits with 2 if it was called wrongly."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_usage())
+        return
+    if name not in _VERBS:
+        near = difflib.get_close_matches(name, _VERBS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(_VERBS)}"
+        sys.exit(f"diffpipe: there is no verb {name!r}; {hint}")
+    # Exceptions come to us whole, so that expected ones can be told in a line.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        _run(name, arguments)
+    except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
+        print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

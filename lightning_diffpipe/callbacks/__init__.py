@@ -1,7 +1,8 @@
-"""Callbacks: averaged weights, sample pictures, samples per second."""
+"""Callbacks: averaged weights, sample pictures, samples per second, a last checkpoint."""
 
 from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
 from lightning_diffpipe.callbacks.samples import SampleImages
 from lightning_diffpipe.callbacks.throughput import Throughput
 
-__all__ = ["EMA", "SampleImages", "Throughput"]
+__all__ = ["EMA", "FinalCheckpoint", "SampleImages", "Throughput"]

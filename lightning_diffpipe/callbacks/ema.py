@@ -19,9 +19,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
@@ -58,9 +63,8 @@ class EMA(L.Callback):
         is_resident = getattr(trainer.strategy, "is_resident", None)
         return {
             name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-            and (is_resident(name) if is_resident else not _is_placeholder(parameter))
+            for name, parameter in _trained(module).items()
+            if (is_resident(name) if is_resident else not _is_placeholder(parameter))
         }
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,8 +111,9 @@ class EMA(L.Callback):
             self._swap(module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Validates the averages."""
-        if self.averages and not self._swapped:
+        """Validates the averages, within a training run."""
+        # A later `trainer.validate` may have divided the module otherwise.
+        if trainer.state.fn == TrainerFn.FITTING and not self._swapped:
             self._swap(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -128,8 +133,11 @@ class EMA(L.Callback):
     ) -> None:
         """Completes the averages with those of the other ranks; every rank takes part."""
         gather = getattr(trainer.strategy, "gather_by_name", None)
-        if gather is not None and self.averages:
-            checkpoint["callbacks"][self.state_key]["averages"] = gather(self.averages)
+        if gather is None or "callbacks" not in checkpoint:
+            return
+        weights = _trained(pl_module)
+        averages = {name: self.averages.get(name, weights[name].detach()) for name in weights}
+        checkpoint["callbacks"][self.state_key]["averages"] = gather(averages)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's averages by name, and how often they were updated."""

@@ -60,6 +60,16 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
     return cls.from_pretrained(path, subfolder=name, **{dtype_key: torch.float32})
 
 
+def _read_index(path: str) -> dict[str, Any]:
+    try:
+        return diffusers.DiffusionPipeline.load_config(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
+            "check the path, or allow downloads (offline=false on the command line)"
+        ) from error
+
+
 def _index_entry(part: Any) -> list[str]:
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
@@ -129,9 +139,10 @@ class PartsModule(L.LightningModule):
             The module.
 
         Raises:
-            ConfigurationError: The index asks for a part of an unsupported library.
+            ConfigurationError: There is no such folder, or its index asks for a part of an
+                unsupported library.
         """
-        index = diffusers.DiffusionPipeline.load_config(str(path))
+        index = _read_index(str(path))
         parts = {}
         for name in cls.part_names:
             entry = index.get(name)

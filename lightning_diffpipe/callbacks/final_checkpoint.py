@@ -1,0 +1,24 @@
+"""A checkpoint of the very end of training, under a name that is known beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+
+class FinalCheckpoint(L.Callback):
+    """Writes a full checkpoint when training ends, while the module is still divided over the ranks.
+
+    `ModelCheckpoint` writes every so many steps, and the last step is rarely one of them.
+
+    Args:
+        path: File to write.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the file; every rank takes part."""
+        trainer.save_checkpoint(self.path)
