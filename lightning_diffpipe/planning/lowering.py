@@ -15,6 +15,7 @@ Each rank keeps its order of work. What is added:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.instruction import (
@@ -40,17 +41,30 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
             empty if there is none, or if the programs already contain their `Encode`
             instructions.
     """
+    schedule = prefix_frozen(schedule, frozen_parts)
     edges = messages_of_edge(schedule)
-    programs = []
+    reduction = _reduction(schedule)
+    programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
-        encodes = tuple(Encode(part.index) for part in frozen_parts if part.rank == rank)
-        exchange = (ExchangeFrozen(),) if frozen_parts else ()
         lowered = _lower_program(schedule, program, incoming)
-        programs.append((*encodes, *exchange, *lowered, *_reduction(program)))
-    return Schedule(
-        schedule.placement, schedule.num_microbatches, tuple(programs), schedule.feedback_lag
+        programs.append((*lowered, *reduction))
+    return replace(schedule, programs=tuple(programs))
+
+
+def prefix_frozen(schedule: Schedule, frozen_parts: Sequence[EncodePart]) -> Schedule:
+    """Puts the frozen work of this batch, and its exchange, in front of the pipeline."""
+    if not frozen_parts:
+        return schedule
+    programs = tuple(
+        (
+            *(Encode(part.index) for part in frozen_parts if part.rank == rank),
+            ExchangeFrozen(),
+            *program,
+        )
+        for rank, program in enumerate(schedule.programs)
     )
+    return replace(schedule, programs=programs)
 
 
 def _lower_program(
@@ -86,9 +100,11 @@ def _lower_program(
     return out
 
 
-def _reduction(program: Program) -> tuple[Instruction, ...]:
-    """Gradients are summed at the end, unless the program steps its optimizer on the way."""
-    if any(isinstance(i, UpdateWeights) for i in program):
-        return ()
-    has_gradients = any(isinstance(i, (Backward, BackwardInput)) for i in program)
-    return (ReduceGradients(),) if has_gradients else ()
+def _reduction(schedule: Schedule) -> tuple[Instruction, ...]:
+    """Gradients are summed at the end, unless the programs step their optimizers on the way.
+
+    Ranks without a microbatch take part: they hold a replica that must stay equal to the others.
+    """
+    kinds = {type(instruction) for _, instruction in schedule.staged()}
+    has_gradients = Backward in kinds or BackwardInput in kinds
+    return (ReduceGradients(),) if has_gradients and UpdateWeights not in kinds else ()

@@ -38,7 +38,7 @@ class PipelineCosts:
         feedback_s: By microbatch.
         encode_s: By frozen part.
         reduce_s: By rank.
-        exchange: Seconds of the exchange of frozen results.
+        all_gather_s: Exchange of the frozen results.
     """
 
     sizes: tuple[int, ...]
@@ -49,8 +49,8 @@ class PipelineCosts:
     gradient_s: Table
     feedback_s: tuple[float, ...] = ()
     encode_s: tuple[float, ...] = ()
-    reduce: tuple[float, ...] = ()
-    exchange: float = 0.0
+    all_reduce_s: tuple[float, ...] = ()
+    all_gather_s: float = 0.0
 
     def compute_s(self, instruction: Compute) -> float:
         """See `Costs`."""
@@ -79,11 +79,11 @@ class PipelineCosts:
 
     def reduce_s(self, rank: int) -> float:
         """See `Costs`."""
-        return self.reduce[rank] if self.reduce else 0.0
+        return self.all_reduce_s[rank] if self.all_reduce_s else 0.0
 
     def exchange_s(self) -> float:
         """See `Costs`."""
-        return self.exchange
+        return self.all_gather_s
 
 
 def pipeline_costs(
@@ -127,8 +127,8 @@ def pipeline_costs(
         gradient_s=gradient,
         feedback_s=tuple(links.feedback_s(size * first_samples) for size in sizes),
         encode_s=tuple(model.encode_s(part.num_samples) for part in parts),
-        reduce=tuple(links.reduce_s(rank) for rank in range(placement.num_ranks)),
-        exchange=links.exchange_s(sum(sizes)),
+        all_reduce_s=tuple(links.reduce_s(rank) for rank in range(placement.num_ranks)),
+        all_gather_s=links.exchange_s(sum(sizes)),
     )
 
 

@@ -1,1 +1,23 @@
-"""One file per schedule, one pure function each: a placement and a count in, a `Schedule` out."""
+"""One file per schedule, one pure function each: a placement and a count in, a `Schedule` out.
+
+`SCHEDULES` lists those that train one backbone with one stage on each rank, by the name that
+options and plans use.
+"""
+
+from collections.abc import Callable
+
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedules.gpipe import gpipe
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+
+
+def deep_one_f_one_b(stages: int | Placement, num_microbatches: int) -> Schedule:
+    """1F1B with a warm-up deep enough to hide slow links."""
+    return one_f_one_b(stages, num_microbatches, deep_warmup=True)
+
+
+SCHEDULES: dict[str, Callable[[Placement, int], Schedule]] = {
+    "1f1b": one_f_one_b,
+    "1f1b_deep": deep_one_f_one_b,
+    "gpipe": gpipe,
+}

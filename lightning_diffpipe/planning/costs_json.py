@@ -1,0 +1,62 @@
+"""The costs of a pipeline as JSON: one row for each size of microbatch, not for each microbatch."""
+
+from __future__ import annotations
+
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
+from lightning_diffpipe.planning.reading import Node
+
+_TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
+
+
+def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
+    """The JSON form: tables as `{samples: [seconds of each stage]}`."""
+    first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
+    tables: dict[str, object] = {
+        name: {str(size): [row[at] for row in getattr(costs, name)] for size, at in first.items()}
+        for name in _TABLES
+    }
+    feedback = {str(size): costs.feedback_s[at] for size, at in first.items()}
+    return {
+        "sizes": list(costs.sizes),
+        **tables,
+        "feedback_s": feedback,
+        "encode_s": list(costs.encode_s),
+        "all_reduce_s": list(costs.all_reduce_s),
+        "all_gather_s": costs.all_gather_s,
+    }
+
+
+def costs_from_node(node: Node) -> PipelineCosts:
+    """Reads the JSON form back.
+
+    Raises:
+        DiffPipeError: Of the node's type; names the bad key.
+    """
+    node.check_keys(("sizes", *_TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s"))
+    sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
+    feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
+    forward, backward, weight, activation, gradient = (
+        _read_table(node[name], sizes) for name in _TABLES
+    )
+    return PipelineCosts(
+        sizes=sizes,
+        forward_s=forward,
+        backward_s=backward,
+        weight_gradient_s=weight,
+        activation_s=activation,
+        gradient_s=gradient,
+        feedback_s=tuple(feedback[str(size)].number() for size in sizes),
+        encode_s=_read_numbers(node["encode_s"]),
+        all_reduce_s=_read_numbers(node["all_reduce_s"]),
+        all_gather_s=node["all_gather_s"].number(),
+    )
+
+
+def _read_numbers(node: Node) -> tuple[float, ...]:
+    return tuple(element.number() for element in node.elements())
+
+
+def _read_table(node: Node, sizes: tuple[int, ...]) -> Table:
+    node.check_keys(sorted({str(size) for size in sizes}))
+    columns = [_read_numbers(node[str(size)]) for size in sizes]
+    return tuple(zip(*columns, strict=True))

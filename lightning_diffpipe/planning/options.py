@@ -1,0 +1,95 @@
+"""What a user may ask of the planner. `"auto"` leaves a choice to the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.reading import Node
+from lightning_diffpipe.planning.schedules import SCHEDULES
+
+Auto = Literal["auto"]
+
+PARTITIONS = ("auto", "minimax", "uniform", "parameters")
+FILLINGS = ("none", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Wishes and limits of a plan. In a finished plan nothing is `"auto"` any more.
+
+    Attributes:
+        global_batch_size: Samples of one optimizer step, over all pipelines.
+        num_stages: Stages of a pipeline.
+        num_microbatches: Microbatches of one pipeline.
+        num_replicas: Ranks of each stage: a number for all, or one number for each stage.
+        data_parallel: Pipelines side by side, each with its part of the batch.
+        schedule: A name of `SCHEDULES`.
+        filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline.
+        partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
+            the others are baselines.
+        frozen_splittable: Whether frozen layers may run for some samples of a microbatch only.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient.
+
+    Raises:
+        ConfigurationError: A value that cannot be.
+    """
+
+    global_batch_size: int
+    num_stages: int | Auto = "auto"
+    num_microbatches: int | Auto = "auto"
+    num_replicas: int | tuple[int, ...] | Auto = "auto"
+    data_parallel: int | Auto = "auto"
+    schedule: str = "1f1b"
+    filling: str = "none"
+    partition: str = "auto"
+    frozen_splittable: bool = True
+    optimizer_bytes_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "num_stages", "num_microbatches", "data_parallel"):
+            self._check_count(name, getattr(self, name), auto=name != "global_batch_size")
+        replicas = self.num_replicas
+        for count in replicas if isinstance(replicas, tuple) else (replicas,):
+            self._check_count("num_replicas", count, auto=not isinstance(replicas, tuple))
+        if isinstance(replicas, tuple) and self.num_stages not in ("auto", len(replicas)):
+            raise ConfigurationError(
+                f"num_replicas={replicas} names {len(replicas)} stages, "
+                f"but num_stages={self.num_stages}"
+            )
+        for name, known in (
+            ("schedule", ("auto", *SCHEDULES)),
+            ("filling", FILLINGS),
+            ("partition", PARTITIONS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
+                )
+
+    @staticmethod
+    def _check_count(name: str, value: object, auto: bool) -> None:
+        if auto and value == "auto":
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
+            raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
+        """From plain values; lists become tuples.
+
+        Raises:
+            ConfigurationError: An unknown or missing key, or a bad value.
+        """
+        names = tuple(f.name for f in fields(cls))
+        node = Node(dict(values), "", ConfigurationError, "options")
+        node.check_keys(("global_batch_size",), names)
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**plain)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, ready for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

@@ -1,0 +1,293 @@
+"""A plan: everything a run needs to know, as one JSON document with a digest.
+
+Format `diffpipe-plan/1`:
+
+    {"format": "diffpipe-plan/1", "digest": "...", "options": {...},
+     "stages": [{"index": 0, "backbone": "unet", "first_layer": 0, "last_layer": 5,
+                 "num_replicas": 1}],
+     "programs": {"0": "F0 F1 ..."},
+     "planned": {"iteration_s": 0.0, "bubble_ratio": 0.0, ...},
+     "costs": {...}}
+
+Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the communication,
+which follows from them. `costs` is optional; with it a plan can be drawn and simulated without
+its profile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+
+from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.planning.costs_json import costs_from_node, costs_to_json
+from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, split_evenly
+from lightning_diffpipe.planning.instruction import (
+    Encode,
+    Program,
+    format_program,
+    parse_program,
+)
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.partition import Stage
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
+from lightning_diffpipe.planning.reading import Node
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.timeline import Timeline
+
+FORMAT = "diffpipe-plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The numbers a plan promises; times in seconds for one optimizer step.
+
+    Attributes:
+        iteration_s: Time of a step.
+        bubble_ratio: Share of rank time in which nothing runs.
+        unfilled_iteration_s: The same without filling: frozen work in front of the pipeline.
+        unfilled_bubble_ratio: The same without filling.
+        frozen_s: Frozen work of all ranks of a pipeline together.
+        leftover_s: Frozen work that fitted no bubble, after the pipeline.
+        no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
+        peak_memory_bytes: By rank of a pipeline.
+        samples_per_s: Samples of all pipelines per second.
+    """
+
+    iteration_s: float
+    bubble_ratio: float
+    unfilled_iteration_s: float
+    unfilled_bubble_ratio: float
+    frozen_s: float
+    leftover_s: float
+    no_bubble_limit_s: float
+    peak_memory_bytes: tuple[int, ...]
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What each rank shall do, and what to expect of it.
+
+    Attributes:
+        options: All choices, none of them `"auto"`.
+        stages: The stages of one pipeline, in order.
+        programs: Compute instructions of the ranks of one pipeline; frozen work included.
+        planned: The numbers promised.
+        costs: What the promise is computed from; None in plans written by hand.
+    """
+
+    options: PlanOptions
+    stages: tuple[Stage, ...]
+    programs: tuple[Program, ...]
+    planned: Planned
+    costs: PipelineCosts | None = None
+
+    def __post_init__(self) -> None:
+        _check_stages(self.stages)
+        if len(self.programs) != self.ranks_per_pipeline:
+            raise PlanError(
+                f"plan: programs: {len(self.programs)} programs, but the replicas of the stages "
+                f"add up to {self.ranks_per_pipeline} ranks"
+            )
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines side by side."""
+        return _resolved(self.options.data_parallel, "data_parallel")
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one pipeline."""
+        return _resolved(self.options.num_microbatches, "num_microbatches")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one pipeline."""
+        return len(self.stages)
+
+    @property
+    def ranks_per_pipeline(self) -> int:
+        """Ranks of one pipeline."""
+        return sum(stage.num_replicas for stage in self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.num_pipelines * self.ranks_per_pipeline
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch of a pipeline."""
+        samples = self.options.global_batch_size // self.num_pipelines
+        return split_evenly(samples, self.num_microbatches)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the stages run within a pipeline."""
+        return Placement.of_replicas([stage.num_replicas for stage in self.stages])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The programs as a schedule, without communication."""
+        return Schedule(self.placement, self.num_microbatches, self.programs)
+
+    @cached_property
+    def lowered(self) -> Schedule:
+        """The programs with communication: what the runtime runs."""
+        return lower(self.schedule)
+
+    @cached_property
+    def frozen_parts(self) -> tuple[EncodePart, ...]:
+        """The frozen parts that `Encode` names; empty when no frozen work is planned."""
+        if not any(isinstance(i, Encode) for program in self.programs for i in program):
+            return ()
+        splittable = self.options.frozen_splittable
+        return encode_parts(self.microbatch_sizes, self.ranks_per_pipeline, splittable)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The planned timeline: in seconds if the costs are known, else in ticks."""
+        return simulate(self.lowered, self.costs)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that ranks must agree on; equal plans have equal digests."""
+        content = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def validate(self) -> None:
+        """Checks the laws of its schedule and that it ends.
+
+        Raises:
+            PlanError: Names what is wrong.
+        """
+        try:
+            self.lowered.validate()
+            simulate(self.lowered)
+        except DiffPipeError as cause:
+            raise PlanError(f"plan: programs: {cause}") from cause
+
+    def to_json(self) -> str:
+        """Writes `diffpipe-plan/1`."""
+        document = {"format": FORMAT, "digest": self.digest, **_content(self)}
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> PipelinePlan:
+        """Reads and validates `diffpipe-plan/1`.
+
+        Args:
+            text: JSON.
+            source: Named in errors, for example the path.
+
+        Raises:
+            PlanError: Names the first key that is missing, unknown, or has a bad value; or says
+                that the digest does not belong to the content, that a law is broken, or that it
+                hangs.
+        """
+        return _read(Node.of_text(text, PlanError, source))
+
+
+def _resolved(value: int | str, name: str) -> int:
+    if not isinstance(value, int):
+        raise PlanError(f"plan: options.{name}: a plan needs a number here; got {value!r}")
+    return value
+
+
+def _check_stages(stages: tuple[Stage, ...]) -> None:
+    if not stages:
+        raise PlanError("plan: stages: a plan needs at least one stage")
+    for index, stage in enumerate(stages):
+        if stage.index != index:
+            raise PlanError(f"plan: stages[{index}].index: expected {index}; got {stage.index}")
+        before = stages[index - 1] if index else None
+        starts = 0 if before is None or before.backbone != stage.backbone else before.stop
+        if stage.first_layer != starts:
+            why = f"stage {index - 1} ends at layer {starts - 1}" if starts else "a backbone begins"
+            raise PlanError(
+                f"plan: stages[{index}].first_layer: stage {index} starts at layer "
+                f"{stage.first_layer}, but {why}; stages must be contiguous"
+            )
+
+
+def _content(plan: PipelinePlan) -> dict[str, object]:
+    """Everything but format and digest."""
+    texts = {
+        str(rank): format_program(program, plan.placement.only_stage_of(rank))
+        for rank, program in enumerate(plan.programs)
+    }
+    return {
+        "options": plan.options.to_dict(),
+        "stages": [asdict(stage) for stage in plan.stages],
+        "programs": texts,
+        "planned": json.loads(json.dumps(asdict(plan.planned))),
+        **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
+    }
+
+
+def _read(node: Node) -> PipelinePlan:
+    keys = ("format", "options", "stages", "programs", "planned")
+    node.check_keys(keys, ("digest", "costs"))
+    if node["format"].value != FORMAT:
+        raise node["format"].expected(f'"{FORMAT}"')
+    options = _read_options(node["options"])
+    stages = tuple(_read_stage(stage) for stage in node["stages"].elements())
+    _check_stages(stages)
+    plan = PipelinePlan(
+        options,
+        stages,
+        _read_programs(node["programs"], stages),
+        _read_planned(node["planned"]),
+        costs_from_node(node["costs"]) if "costs" in node else None,
+    )
+    if "digest" in node and node["digest"].value != plan.digest:
+        raise node["digest"].expected(
+            f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'
+        )
+    plan.validate()
+    return plan
+
+
+def _read_options(node: Node) -> PlanOptions:
+    node.check_keys(("global_batch_size",), tuple(f.name for f in fields(PlanOptions)))
+    try:
+        return PlanOptions.from_dict(dict(node.value))  # type: ignore[call-overload]
+    except DiffPipeError as cause:
+        raise PlanError(f"{node.source}: options: {cause}") from cause
+
+
+def _read_stage(node: Node) -> Stage:
+    node.check_keys(("index", "backbone", "first_layer", "last_layer"), ("num_replicas",))
+    replicas = node["num_replicas"].integer(minimum=1) if "num_replicas" in node else 1
+    first, last = (node[key].integer() for key in ("first_layer", "last_layer"))
+    try:
+        return Stage(node["index"].integer(), node["backbone"].text(), first, last, replicas)
+    except DiffPipeError as cause:
+        raise PlanError(f"{node.source}: {node.where}: {cause}") from cause
+
+
+def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:
+    placement = Placement.of_replicas([stage.num_replicas for stage in stages])
+    node.check_keys(tuple(str(rank) for rank in range(placement.num_ranks)))
+    programs = []
+    for rank in range(placement.num_ranks):
+        text = node[str(rank)]
+        try:
+            program = parse_program(text.text(), placement.only_stage_of(rank))
+        except DiffPipeError as cause:
+            raise PlanError(f"{node.source}: {text.where}: {cause}") from cause
+        programs.append(program)
+    return tuple(programs)
+
+
+def _read_planned(node: Node) -> Planned:
+    names = tuple(f.name for f in fields(Planned))
+    node.check_keys(names)
+    memory = tuple(element.integer() for element in node["peak_memory_bytes"].elements())
+    numbers = {name: node[name].number() for name in names if name != "peak_memory_bytes"}
+    return Planned(peak_memory_bytes=memory, **numbers)
