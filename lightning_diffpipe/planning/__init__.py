@@ -2,8 +2,9 @@
 
 Read the files in the order in which a plan comes about:
 
-    profile -> cluster -> cost -> partition -> instruction -> schedule (laws) -> schedules/ -> lowering
-    -> timeline (grid) -> simulator -> pipeline_costs, memory -> proposals -> search -> plan
+    profile -> cluster -> cost -> partition -> instruction -> schedule (laws) -> schedules/
+    -> lowering -> timeline (grid) -> simulator -> pipeline_costs, memory -> proposals -> search
+    -> plan
 """
 
 from lightning_diffpipe.planning.cluster import Cluster, Link

@@ -25,6 +25,7 @@ from lightning_diffpipe.planning.instruction import (
     Kind,
     Program,
     Receive,
+    ReduceGradients,
     Send,
     Staged,
     Wait,
@@ -198,7 +199,8 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """Whether communication has been added."""
-        return any(isinstance(i, Send) for program in self.programs for i in program)
+        added = (Send, ReduceGradients)
+        return any(isinstance(i, added) for program in self.programs for i in program)
 
     def input_of(self, instruction: Instruction) -> Message | None:
         """What an instruction reads from another stage, if anything."""

@@ -1,0 +1,162 @@
+"""Laws that hold for every schedule that trains one backbone, at every size."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Receive,
+    ReduceGradients,
+    Send,
+    Wait,
+    parse_program,
+)
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.memory import peak_alive
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.gpipe import gpipe
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+
+from .sizes import ALL, EQUAL, UNEQUAL, placement_of
+
+every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
+
+
+@every_schedule
+@pytest.mark.parametrize(("size", "M"), ALL)
+def test_every_microbatch_goes_forward_then_backward_once_per_stage(make, size, M):
+    schedule = make(placement_of(size), M)
+    done = defaultdict(list)
+    for rank, i in schedule.staged():
+        assert rank == schedule.placement.rank_of(i.stage, i.microbatch)
+        done[i.stage, i.microbatch].append(type(i))
+    assert set(done) == {(s, m) for s in range(schedule.num_stages) for m in range(M)}
+    for work in done.values():
+        assert work in ([Forward, Backward], [Forward, BackwardInput, BackwardWeight])
+
+
+@every_schedule
+@pytest.mark.parametrize(("size", "M"), ALL)
+def test_every_send_has_its_receive_in_the_same_order(make, size, M):
+    lowered = lower(make(placement_of(size), M))
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, program in enumerate(lowered.programs):
+        for i in program:
+            if isinstance(i, Send):
+                sent[rank, i.to_rank].append((i.kind, i.stage, i.microbatch))
+            if isinstance(i, Receive):
+                received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
+    assert sent == received
+    assert sum(map(len, sent.values())) == 2 * (lowered.num_stages - 1) * M
+    lowered.validate()
+
+
+@every_schedule
+@pytest.mark.parametrize(("size", "M"), ALL)
+def test_nothing_hangs_and_every_rank_reduces_last(make, size, M):
+    lowered = lower(make(placement_of(size), M))
+    timeline = simulate(lowered, TickCosts(activation=0.3, gradient=0.3, reduce=1))
+    assert len(timeline.spans) == sum(1 for _ in lowered.staged()) + lowered.num_ranks
+    assert all(isinstance(program[-1], ReduceGradients) for program in lowered.programs)
+    for rank in range(lowered.num_ranks):
+        for before, after in pairwise(timeline.spans_of(rank)):
+            assert before.stop_s <= after.start_s + 1e-9
+
+
+@pytest.mark.parametrize(("size", "M"), UNEQUAL)
+def test_a_receive_is_posted_before_the_computation_that_precedes_its_wait(size, M):
+    """So that a transfer overlaps that computation."""
+    for program in lower(one_f_one_b(placement_of(size), M)).programs:
+        computed, posted_at = 0, {}
+        for i in program:
+            if isinstance(i, Receive):
+                posted_at[i.from_rank, i.kind, i.stage, i.microbatch] = computed
+            if isinstance(i, Wait):
+                key = (i.from_rank, i.kind, i.stage, i.microbatch)
+                assert posted_at[key] < computed or computed == 0 or _is_repeat(program, i)
+            if isinstance(i, (Forward, Backward)):
+                computed += 1
+
+
+def _is_repeat(program, wait):
+    """Two messages of one edge that are waited for with no computation in between."""
+    return program[program.index(wait) - 1].__class__ in (Wait, Receive)
+
+
+@pytest.mark.parametrize(("S", "M"), EQUAL)
+def test_1f1b_keeps_at_most_the_stages_below_it(S, M):
+    for stage, program in enumerate(one_f_one_b(S, M).programs):
+        assert peak_alive(program) == min(S - stage, M)
+    for program in gpipe(S, M).programs:
+        assert peak_alive(program) == M
+
+
+@pytest.mark.parametrize(("S", "M"), EQUAL)
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_bubble_ratio_matches_theory(make, S, M):
+    timeline = simulate(make(S, M))
+    assert timeline.iteration_s == 3 * (M + S - 1)
+    assert timeline.bubble_ratio == pytest.approx((S - 1) / (M + S - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "M"), UNEQUAL)
+def test_bubbles_add_up_to_the_idle_time(size, M):
+    timeline = simulate(one_f_one_b(placement_of(size), M))
+    bubbles = sum(bubble.duration_s * len(bubble.ranks) for bubble in timeline.bubbles)
+    assert bubbles == pytest.approx(sum(timeline.idle_s(r) for r in range(timeline.num_ranks)))
+    assert bubbles == pytest.approx(
+        timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "complaint"),
+    [
+        (["F0 B0", "F0"], "there are|no instruction|but other stages"),
+        (["F0 B0 B0", "F0 B0"], "Backward of microbatch 0 on stage 0 is run 2 times"),
+        (["B0 F0", "F0 B0"], "forward comes before backward"),
+        (["F0 B0", "B0"], "there is a backward of microbatch 0 on stage 1, but no forward"),
+        (["F0 I0", "F0 B0"], "only one of its parts is there"),
+        (["F0 B0 1F0", "B0"], "rank 0 runs 1F0, which belongs to rank 1"),
+        (["F0 B0 F7", "F0 B0"], "rank 0 runs 0F7, but there are 2 stages and 1 microbatches"),
+    ],
+)
+def test_broken_schedules_are_refused_by_name(programs, complaint):
+    parsed = tuple(parse_program(text, stage) for stage, text in enumerate(programs))
+    with pytest.raises(ScheduleError, match=complaint):
+        Schedule(Placement(((0,), (1,))), 1, parsed).validate()
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "complaint"),
+    [
+        (0, "1a0>1 ", "", "rank 0 makes 1a0>1, but never sends it"),
+        (1, "a0?0 ", "", "rank 1 runs 1F0 without 1a0.0 before it"),
+        (1, "a0<0 ", "", "rank 1 waits with 1a0.0, but posted no receive"),
+        (0, "F0 1a0>1 ", "1a0>1 F0 ", "rank 0 sends 1a0>1 before it is made"),
+        (1, "a1<0", "a1<0 a1<0", "rank 1 has 1a1<0 twice"),
+        (
+            1,
+            "a0<0 a0?0 a1<0",
+            "a1<0 a0<0 a0?0",
+            "message 0 from rank 0 to rank 1: the activation of microbatch 0 for stage 1 is sent, "
+            "but the activation of microbatch 1 for stage 1 is received",
+        ),
+    ],
+)
+def test_broken_communication_is_refused_by_name(rank, old, new, complaint):
+    lowered = lower(one_f_one_b(2, 2))
+    texts = [line.split("| ")[1] for line in str(lowered).splitlines()]
+    assert old in texts[rank]
+    texts[rank] = texts[rank].replace(old, new)
+    programs = tuple(parse_program(text, stage) for stage, text in enumerate(texts))
+    with pytest.raises(ScheduleError, match=complaint):
+        Schedule(lowered.placement, 2, programs).validate()

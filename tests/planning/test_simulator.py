@@ -1,0 +1,90 @@
+"""The simulator against closed forms."""
+
+import random
+
+import pytest
+
+from lightning_diffpipe.planning.schedules.gpipe import gpipe
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+
+SIZES = [(S, M) for S in range(1, 7) for M in range(1, 10)]
+
+
+@pytest.mark.parametrize(("S", "M"), SIZES)
+@pytest.mark.parametrize("link", [0, 0.1, 0.25, 0.5, 1.0, 1.5])
+def test_balanced_1f1b_with_links_and_deep_warmup(S, M, link):
+    """(M + S - 1) W + 2 (S - 1) c, where links are no slower than stages."""
+    costs = TickCosts(activation=link, gradient=link)
+    deep = simulate(one_f_one_b(S, M, deep_warmup=True), costs)
+    assert deep.iteration_s == pytest.approx(3 * (M + S - 1) + 2 * (S - 1) * link)
+
+
+def test_slow_links_need_a_deep_warmup():
+    def times(deep):
+        links = [TickCosts(activation=c, gradient=c) for c in (0, 0.1, 0.25, 0.5, 1.0, 1.5)]
+        return [simulate(one_f_one_b(4, 4, deep_warmup=deep), c).iteration_s for c in links]
+
+    assert times(deep=False) == pytest.approx([21.0, 22.0, 23.5, 26.0, 31.0, 36.0])
+    assert times(deep=True) == pytest.approx([21.0, 21.6, 22.5, 24.0, 27.0, 30.0])
+
+
+def random_costs(rng, S, slowest_link):
+    forward = [rng.uniform(0.2, 1) for _ in range(S)]
+    return TickCosts(
+        forward=forward,
+        backward=[rng.uniform(1, 2.5) * f for f in forward],
+        activation=[0, *(rng.uniform(0, slowest_link) for _ in range(S - 1))],
+        gradient=[rng.uniform(0, slowest_link) for _ in range(S)],
+    )
+
+
+def slowest(costs, S):
+    """W over the 2S - 1 stages and links."""
+    stages = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+    links = [costs.activation[s + 1] + costs.gradient[s] for s in range(S - 1)]
+    return max(stages + links)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_free_links_are_never_slower_than_the_slowest_stage_everywhere(seed):
+    rng = random.Random(seed)
+    S, M = rng.randint(1, 6), rng.randint(1, 8)
+    costs = random_costs(rng, S, slowest_link=0)
+    bound = (M + S - 1) * slowest(costs, S)
+    assert simulate(one_f_one_b(S, M), costs).iteration_s <= bound + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_bound_of_the_dynamic_program_holds_with_deep_warmup(seed):
+    rng = random.Random(seed)
+    S, M = rng.randint(1, 6), rng.randint(1, 8)
+    costs = random_costs(rng, S, slowest_link=1.2)
+    bound = (M + 2 * S - 2) * slowest(costs, S)
+    assert simulate(one_f_one_b(S, M, deep_warmup=True), costs).iteration_s <= bound + 1e-9
+
+
+def test_the_bound_of_the_dynamic_program_needs_deep_warmup():
+    broken = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        S, M = rng.randint(1, 6), rng.randint(1, 8)
+        costs = random_costs(rng, S, slowest_link=1.2)
+        bound = (M + 2 * S - 2) * slowest(costs, S)
+        broken += simulate(one_f_one_b(S, M), costs).iteration_s > bound + 1e-9
+    assert broken > 0
+
+
+def test_a_pipeline_bound_by_a_link_takes_the_time_of_the_link():
+    """One link of 5 in a pipeline of stages of 1 + 2: eight messages one after the other."""
+    timeline = simulate(gpipe(2, 8), TickCosts(activation=5))
+    assert timeline.iteration_s == 1 + 8 * 5 + 1 + 2 * 8 + 2
+    transfers = [t for t in timeline.transfers if t.message.kind == "activation"]
+    assert [(t.start_s, t.stop_s) for t in transfers] == [(1 + 5 * m, 6 + 5 * m) for m in range(8)]
+
+
+def test_both_directions_of_a_link_are_independent():
+    both = simulate(one_f_one_b(2, 6), TickCosts(activation=1, gradient=1)).iteration_s
+    slow = simulate(one_f_one_b(2, 6), TickCosts(activation=2, gradient=0)).iteration_s
+    assert both < 2 * 6 * 3
+    assert slow >= both
