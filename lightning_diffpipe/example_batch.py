@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sized
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,14 +24,14 @@ from lightning_diffpipe.runtime.seeding import isolated_random_numbers
 
 
 def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes one training batch, moved by the module's own transfer hooks.
+    """Takes one training batch through the module's own transfer hooks.
 
     Args:
         trainer: The trainer being set up.
-        strategy: Moves and broadcasts the batch.
+        strategy: Broadcasts the batch.
 
     Returns:
-        The batch on the strategy's device, and the further arguments `training_step` takes.
+        The batch on the host, where the module still is, and the further arguments `training_step` takes.
 
     Raises:
         ConfigurationError: There is no training data.
@@ -47,7 +48,7 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         raise ConfigurationError("the training data loader is empty: it yields no batch")
     batch = strategy.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    batch = strategy.batch_to_device(batch, torch.device("cpu"), dataloader_idx=0)
     takes_index = is_param_in_hook_signature(
         module.training_step, "batch_idx", explicit=False, min_args=2
     )

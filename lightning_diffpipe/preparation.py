@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -23,24 +23,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
-from lightning_diffpipe.graph.cut import Cut, cut, fold
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.placement import Placeholders, place_parameters
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
+from lightning_diffpipe.planning.laws import messages_of_edge
+from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.planning.search import PlanOptions, find_plan
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import measure_profile
-from lightning_diffpipe.runtime.engine import Engine, PartitionedStepCache, Step, holders_of
+from lightning_diffpipe.runtime.engine import (
+    Engine,
+    PartitionedStepCache,
+    Step,
+    cut_for,
+    holders_of,
+)
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.viewing.ascii import waiting
 
 Auto = Literal["auto"]
 _NUM_PROBED_SAMPLES = 2
@@ -54,6 +65,7 @@ class PipelineOptions:
     num_microbatches: int | Auto = "auto"
     schedule: str = "1f1b"
     num_replicas: int | Sequence[int] | Auto = "auto"
+    data_parallel: int | Auto = "auto"
     filling: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
@@ -89,7 +101,6 @@ class Pipeline:
     trained: dict[str, nn.Parameter]
     seed: int
     _interception: Interception
-    _placeholders: Placeholders
     _relay: RelayView
 
     @property
@@ -174,13 +185,16 @@ class Pipeline:
         """Makes the module ordinary again: all parameters on the host, no wrappers, no groups.
 
         Args:
-            whole: Tensors of other ranks by name; placeholders stay where one is missing.
-            connected: Whether the other ranks are still there to close groups with.
+            whole: Tensors of other ranks by name.
+            connected: Whether the other ranks are still there; if not, placeholders stay.
         """
         self._interception.uninstall()
-        self._placeholders.restore(whole)
-        if connected:
-            self.mesh.disconnect()
+        if not connected:
+            return
+        placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
+        restore_parameters(self.module, {name: whole[name] for name in placeholders})
+        self.module.cpu()
+        self.mesh.disconnect()
 
 
 def prepare(
@@ -200,7 +214,7 @@ def prepare(
     Args:
         module: The whole module, on the host.
         step: Module and batch to loss.
-        batch: A batch of one pipeline, on `device`; equal on all ranks.
+        batch: A batch of one pipeline, on the host; equal on all ranks.
         options: The user's decisions.
         device: Where this rank computes.
         backend: `"gloo"` or `"nccl"`.
@@ -219,7 +233,7 @@ def prepare(
     _align_parameters(module, world)
     size = num_samples(batch)
     small = split(batch, [min(_NUM_PROBED_SAMPLES, size), size - min(_NUM_PROBED_SAMPLES, size)])[0]
-    graph = probe(module, step, small, seed=seed, device=device)
+    graph = probe(module, step, small, seed=seed)
     _require_equal(graph.digest, world)
     text = _make_plan(module, step, batch, graph, options, device, world_size) if rank == 0 else ""
     plan = PipelinePlan.from_json(_agree(text, world))
@@ -245,20 +259,20 @@ def _assemble(
 ) -> Pipeline:
     """Cuts the module as planned and connects this rank."""
     positions = cut_positions(plan, graph)
-    graph, positions = fold(module, step, small, graph, positions, device=device)
-    schedule = plan.schedule
+    graph, positions = fold(module, step, small, graph, positions)
+    schedule = _without_frozen_parts(plan.schedule)
     mesh = Mesh(Layout(world_size, schedule.placement), rank, device, backend, timeout_s)
-    pieces = cut(graph, positions)
+    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
     holders = holders_of(pieces, mesh, graph.trained)
-    mesh.connect(schedule.edges)
+    mesh.connect(messages_of_edge(schedule))
     mesh.connect_reductions(holders.values())
 
     residents = [_residents(module, pieces, mesh, local) for local in range(schedule.num_ranks)]
     resident = residents[mesh.local_rank]
     owners = _owners(module, pieces, residents)
-    interception = Interception(module, graph, _descriptions(module, owners))
-    interception.install()
-    placeholders = place_parameters(module, resident, device, verify=options.verify)
+    interception = Interception(module).install()
+    place_parameters(module, resident, device)
+    interception.refuse(_whereabouts(pieces, schedule.placement))
     parameters = dict(module.named_parameters())
     trained = {
         name: parameter
@@ -274,7 +288,8 @@ def _assemble(
             step,
             graph,
             positions,
-            schedule.placement.stages_of(mesh.local_rank),
+            schedule.placement,
+            mesh.local_rank,
             interception,
             device,
         ),
@@ -282,11 +297,12 @@ def _assemble(
         GradientReducer(mesh, trained, holders),
         seed,
         options.check_finite,
+        picture=waiting,
     )
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     return Pipeline(
         module, plan, graph, mesh, engine, resident, owners, trained, seed,
-        interception, placeholders, relay,
+        interception, relay,
     )  # fmt: skip
 
 
@@ -319,8 +335,10 @@ def _make_plan(
     if options.plan is not None:
         return _given_plan(options.plan, world_size).to_json()
     profile = _profile(module, step, batch, graph, options.profile, device)
+    data_parallel = _data_parallel(options, world_size)
     plan_options = PlanOptions(
-        global_batch_size=num_samples(batch) * _pipelines_assumed(options, world_size),
+        global_batch_size=num_samples(batch) * data_parallel,
+        data_parallel=data_parallel,
         num_stages=options.num_stages,
         num_microbatches=options.num_microbatches,
         num_replicas=_as_tuple(options.num_replicas),
@@ -328,6 +346,30 @@ def _make_plan(
         filling=options.filling,
     )
     return find_plan(profile, Cluster(num_ranks=world_size), plan_options).to_json()
+
+
+def _data_parallel(options: PipelineOptions, world_size: int) -> int:
+    """Pipelines side by side: what is left over when a pipeline's size is given, else one.
+
+    The batch of the data loader is one pipeline's, so this cannot be left to the search.
+    """
+    if options.data_parallel != "auto":
+        return int(options.data_parallel)
+    stages, replicas = options.num_stages, _as_tuple(options.num_replicas)
+    if isinstance(replicas, tuple):
+        return max(world_size // sum(replicas), 1)
+    if stages == "auto" or replicas == "auto":
+        return 1
+    return max(world_size // (stages * replicas), 1)
+
+
+def _without_frozen_parts(schedule: Schedule) -> Schedule:
+    """Frozen parts are laid out anew for each batch, whose last one may be smaller."""
+    programs = tuple(
+        tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
 
 
 def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePlan:
@@ -355,7 +397,7 @@ def _profile(
     if isinstance(source, ModelProfile):
         return source
     if source == "flops":
-        return estimate_profile(graph)
+        return estimate_profile(module, graph)
     if source == "measure":
         return measure_profile(module, step, batch, graph, device=device)
     path = Path(source)
@@ -467,6 +509,15 @@ def _owners(
         if len(holding) < len(residents):
             owners[name] = holding[0]
     return owners
+
+
+def _whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
+    """For error messages: where each parameter lives."""
+    return {
+        name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
+        for stage in pieces.stages
+        for name in stage.parameters
+    }
 
 
 def _as_tuple(value: Any) -> Any:

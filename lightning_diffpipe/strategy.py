@@ -63,7 +63,9 @@ class DiffPipeStrategy(ParallelStrategy):
         num_microbatches: Slices each batch is cut into along dimension 0.
         schedule: `"1f1b"` or `"gpipe"`.
         num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
-            `"auto"`. Ranks left over run further pipelines on other data.
+            `"auto"`.
+        data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
+            `num_stages` and `num_replicas`.
         filling: How frozen layers share the ranks' time; `"none"` runs them before the pipeline,
             spread over all ranks.
         plan: A plan, or the path of one, to use instead of searching.
@@ -88,6 +90,7 @@ class DiffPipeStrategy(ParallelStrategy):
         num_microbatches: int | Auto = "auto",
         schedule: str = "1f1b",
         num_replicas: int | tuple[int, ...] | list[int] | Auto = "auto",
+        data_parallel: int | Auto = "auto",
         filling: str = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
@@ -111,6 +114,7 @@ class DiffPipeStrategy(ParallelStrategy):
             num_microbatches=num_microbatches,
             schedule=schedule,
             num_replicas=num_replicas,
+            data_parallel=data_parallel,
             filling=filling,
             plan=plan,
             profile=profile,

@@ -11,7 +11,7 @@ It knows no Lightning: a step is a function of the module and a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.cut import Cut, cut
+from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import FrozenView, StageView
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.timeline import Span
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.frozen import FrozenWork
@@ -38,7 +38,6 @@ from lightning_diffpipe.runtime.seeding import derived_seed
 from lightning_diffpipe.runtime.stage import MicrobatchWork, PartitionedStep, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import P2PTransport, Transport
-from lightning_diffpipe.viewing.ascii import waiting
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -66,8 +65,10 @@ class PartitionedStepCache:
         step: The user's step.
         graph: The graph that was planned with.
         positions: Where its path is cut.
-        stages: Stages of this rank.
+        placement: Ranks of the stages.
+        local_rank: This rank's position.
         interception: The installed wrappers.
+        device: Where this rank computes.
     """
 
     def __init__(
@@ -76,16 +77,21 @@ class PartitionedStepCache:
         step: Step,
         graph: LayerGraph,
         positions: Sequence[int],
-        stages: Sequence[int],
+        placement: Placement,
+        local_rank: int,
         interception: Interception,
+        device: torch.device,
     ) -> None:
         self._root = root
         self._step = step
         self._graph = graph
         self._positions = tuple(positions)
-        self._stages = tuple(stages)
+        self._stages = placement.stages_of(local_rank)
+        self._alone = placement.num_ranks == 1
         self._interception = interception
-        self._made: dict[Any, PartitionedStep] = {}
+        self._made: dict[str, PartitionedStep] = {}
+        if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
+            self._made[graph.signature] = self._partition(graph)
 
     def of(self, microbatch: Any) -> PartitionedStep:
         """The cut step for a microbatch; probes sizes that were not seen before.
@@ -95,14 +101,12 @@ class PartitionedStepCache:
         """
         key = batch_signature(microbatch)
         if key not in self._made:
-            graph = probe(
-                self._root, self._step, microbatch, layer_names=self._graph.layer_names
-            )
+            graph = reprobe(self._root, self._step, microbatch, self._graph)
             self._made[key] = self._partition(graph)
         return self._made[key]
 
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
-        pieces: Cut = cut(graph, self._positions)
+        pieces = cut_for(graph, self._positions, self._alone)
         views = {
             stage: StageView(self._root, graph, pieces.stages[stage], self._interception)
             for stage in self._stages
@@ -128,6 +132,7 @@ class Engine:
         seed: Seed of the run; with it all random numbers of a step are derived.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
+        picture: Draws a schedule with a mark where a rank waits, for the error of a timeout.
     """
 
     def __init__(
@@ -141,6 +146,7 @@ class Engine:
         seed: int,
         check_finite: bool = False,
         transport: Transport | None = None,
+        picture: Callable[[Schedule, int, int], str] | None = None,
     ) -> None:
         self.mesh = mesh
         self.schedule = schedule
@@ -150,6 +156,7 @@ class Engine:
         self._steps = steps
         self._seed = seed
         self._reduces = True
+        self._picture = picture
         placement = schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(mesh, placement.num_stages)
@@ -197,7 +204,9 @@ class Engine:
             program,
             works,
             frozen,
-            picture=lambda position: waiting(program, position),
+            picture=lambda position: self._picture(lowered, position, self.mesh.local_rank)
+            if self._picture
+            else "",
         )
         loss, logged = self._results.share(works)
         return StepResult(loss, logged, self._executor.spans)
@@ -246,6 +255,15 @@ def _lower(
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen)
     return lower(schedule, parts), parts
+
+
+def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
+    """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
+    pieces = cut(graph, positions)
+    if not alone:
+        return pieces
+    nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())
+    return replace(pieces, frozen=nothing, stages=(uncut(graph),))
 
 
 def holders_of(

@@ -50,17 +50,9 @@ class PartitionedStep:
         return tuple(self._layout(stage.received) for stage in self.cut.stages)
 
     @cached_property
-    def gradient_keys(self) -> tuple[tuple[TensorKey, ...], ...]:
-        """For each stage, the tensors it sent that get a gradient back."""
-        return tuple(
-            tuple(key for key in stage.sent if self.graph.needs_gradient(key))
-            for stage in self.cut.stages
-        )
-
-    @cached_property
     def gradient_layouts(self) -> tuple[MessageLayout, ...]:
         """For each stage, the message that carries the gradients of what it sent."""
-        return tuple(self._layout(keys) for keys in self.gradient_keys)
+        return tuple(self._layout(stage.sent_gradients) for stage in self.cut.stages)
 
     def _layout(self, keys: tuple[TensorKey, ...]) -> MessageLayout:
         return MessageLayout.of([self.graph.spec(key) for key in keys])
@@ -142,11 +134,12 @@ class StageRunner:
         upstream: dict[TensorKey, Tensor] = self._stash.take("upstream", stage, work.index)
         partitioned = work.partitioned
         layout = partitioned.gradient_layouts[stage]
+        keys = partitioned.cut.stages[stage].sent_gradients
         tensors = {
             key: upstream[key]
             if key in upstream
             else torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-            for key, spec in zip(partitioned.gradient_keys[stage], layout.specs, strict=True)
+            for key, spec in zip(keys, layout.specs, strict=True)
         }
         self._check("gradient", stage, work, tensors)
         return layout.pack(list(tensors.values()), self._device)
@@ -157,11 +150,8 @@ class StageRunner:
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
         """Takes a received message apart, for the instruction that will need it."""
-        keys = (
-            work.partitioned.cut.stages[stage].received
-            if kind == "activation"
-            else work.partitioned.gradient_keys[stage]
-        )
+        pieces = work.partitioned.cut.stages[stage]
+        keys = pieces.received if kind == "activation" else pieces.sent_gradients
         tensors = self._layout(kind, stage, work).unpack(buffer)
         self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
 

@@ -1,0 +1,187 @@
+"""Training runs to compare: on several ranks with the strategy, and in one process without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, split
+from lightning_diffpipe.runtime.seeding import derived_seed
+from tests.distributed.tiny import Data, TinyDiffusion
+
+SEED = 11
+
+
+@dataclass
+class Settings:
+    """One run: the module, the data, the trainer and the strategy."""
+
+    module: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    module_class: type = TinyDiffusion
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind on one rank."""
+
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    initial: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    steps: int
+    hooks: list[str]
+    plan: Any = None
+
+
+class Recorder(L.Callback):
+    """Notes losses, gradients before the optimizer step, and the order of hooks."""
+
+    def __init__(self) -> None:
+        self.losses, self.gradients, self.hooks, self.plan = [], [], [], None
+
+    def on_before_backward(self, trainer, module, loss):
+        self.hooks.append("before_backward")
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        self.hooks.append("before_zero_grad")
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.hooks.append("before_optimizer_step")
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        )
+        self.plan = getattr(trainer.strategy, "plan", None)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.hooks.append("batch_end")
+        self.losses.append(float(outputs["loss"]))
+
+
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """A trainer that prints and writes nothing and leaves the order of samples alone."""
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return L.Trainer(**{**defaults, **options})
+
+
+def build(settings: Settings) -> L.LightningModule:
+    """The module in double precision, with weights that depend on nothing else."""
+    torch.manual_seed(3)
+    return settings.module_class(**settings.module).double()
+
+
+def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
+    """Trains with the strategy; called on every rank."""
+    module, recorder = build(settings), Recorder()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = DiffPipeStrategy(**{"seed": SEED, "profile": "flops", "timeout_s": 20, **settings.strategy})
+    callbacks = [recorder, *settings.trainer.get("callbacks", [])]
+    options = {**settings.trainer, "callbacks": callbacks}
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
+    trainer.fit(module, datamodule=Data(**settings.data))
+    return outcome(trainer, module, recorder, initial)
+
+
+def outcome(trainer, module, recorder, initial) -> Outcome:
+    """Collects what a run left behind."""
+    return Outcome(
+        recorder.losses,
+        recorder.gradients,
+        {name: value.clone() for name, value in module.state_dict().items()},
+        initial,
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        trainer.global_step,
+        recorder.hooks,
+        recorder.plan,
+    )
+
+
+def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1) -> Outcome:
+    """The oracle: Lightning's own loops on one device, microbatches run one after the other."""
+    plain_class = settings.module_class
+
+    class Serial(plain_class):
+        """Runs a global batch as the pipelines would: share by share, microbatch by microbatch."""
+
+        def training_step(self, batch, batch_idx):
+            total = sum(len(share["image"]) for share in shares(batch, num_pipelines))
+            number, loss = self.trainer.fit_loop.epoch_loop.total_batch_idx, 0.0
+            for pipeline, share in enumerate(shares(batch, num_pipelines)):
+                sizes = microbatch_sizes(len(share["image"]), num_microbatches)
+                for index, (size, part) in enumerate(zip(sizes, split(share, sizes), strict=True)):
+                    rng.seed_all(derived_seed(SEED, pipeline, number, index), host=True)
+                    loss = loss + super().training_step(part, batch_idx) * size / total
+            return loss
+
+    settings = Settings(settings.module, settings.data, settings.trainer, {}, Serial)
+    module, recorder = build(settings), Recorder()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    options = {**settings.trainer, "callbacks": [recorder]}
+    trainer = quiet_trainer(devices=1, **options)
+    batch_size = settings.data.get("batch_size", 6) * num_pipelines
+    trainer.fit(module, datamodule=Data(**{**settings.data, "batch_size": batch_size}))
+    return outcome(trainer, module, recorder, initial)
+
+
+def shares(batch: Any, num_pipelines: int) -> list[Any]:
+    """What each pipeline sees of a global batch: every n-th sample, as `DistributedSampler` deals."""
+    return [
+        {key: value[pipeline::num_pipelines] for key, value in batch.items()}
+        for pipeline in range(num_pipelines)
+    ]
+
+
+def assert_equal_runs(outcomes: list[Outcome], expected: Outcome, tolerance: float = 1e-10) -> None:
+    """Losses, gradients and weights of every rank equal the oracle's, and something was learnt."""
+    moved = [
+        name
+        for name, value in expected.weights.items()
+        if not torch.equal(value, expected.initial[name])
+    ]
+    assert moved, "the reference did not train"
+    gradients = [merged(outcomes, step) for step in range(len(expected.gradients))]
+    for step, (got, wanted) in enumerate(zip(gradients, expected.gradients, strict=True)):
+        assert got.keys() == wanted.keys(), f"step {step}: other parameters have gradients"
+        for name in wanted:
+            assert_close(got[name], wanted[name], tolerance, f"step {step}, gradient of {name}")
+    for rank, outcome_ in enumerate(outcomes):
+        assert outcome_.steps == expected.steps
+        for step, (got, wanted) in enumerate(zip(outcome_.losses, expected.losses, strict=True)):
+            assert abs(got - wanted) <= tolerance * abs(wanted), f"rank {rank}, step {step}: loss"
+        for name, value in expected.weights.items():
+            assert_close(outcome_.weights[name], value, tolerance, f"rank {rank}, {name}")
+
+
+def merged(outcomes: list[Outcome], step: int) -> dict[str, torch.Tensor]:
+    """Gradients of all ranks; ranks that hold the same parameter must agree bit for bit."""
+    whole: dict[str, torch.Tensor] = {}
+    for outcome_ in outcomes:
+        for name, gradient in outcome_.gradients[step].items():
+            if name in whole:
+                assert torch.equal(whole[name], gradient), f"holders of {name} disagree"
+            whole[name] = gradient
+    return whole
+
+
+def assert_close(got, wanted, tolerance, what) -> None:
+    """Equal up to rounding, relative to the largest value of the tensor."""
+    scale = max(wanted.abs().max().item(), 1e-8)
+    difference = (got - wanted).abs().max().item()
+    assert difference <= tolerance * scale, f"{what}: off by {difference / scale:.1e}"

@@ -1,0 +1,144 @@
+"""A latent diffusion model small enough for hundreds of tests, with everything that can go wrong in it.
+
+Frozen encoder with a stochastic posterior, frozen text table, noise and timesteps drawn in the step,
+skips between blocks, a shared conditioning layer, logging. No gate starts at zero.
+"""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A residual block conditioned on time and text."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, condition):
+        h = self.norm(x) * (1 + self.scale(condition)[:, None])
+        return x + self.dropout(self.out(F.gelu(self.mix(h))))
+
+
+class Encoder(nn.Module):
+    """Stands for a VAE: mean and log-variance of a latent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, WIDTH, 3, padding=1)
+        self.second = nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=1)
+
+    def forward(self, image):
+        return self.second(torch.tanh(self.first(image))).transpose(1, 2)
+
+
+class TinyDiffusion(L.LightningModule):
+    """An ordinary LightningModule; nothing in it knows of pipelines."""
+
+    def __init__(self, num_blocks=6, dropout=0.0, tied=False, lr=1e-2, scheduler=True, log_extra=False):
+        super().__init__()
+        self.encoder = Encoder().requires_grad_(False).eval()
+        self.text = nn.Embedding(20, WIDTH).requires_grad_(False)
+        self.time = nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_blocks))
+        self.merge = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.head.weight = self.merge_weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+            self.entry = nn.Linear(WIDTH, WIDTH)
+            self.entry.weight = self.head.weight
+        self.tied, self.lr, self.scheduler, self.log_extra = tied, lr, scheduler, log_extra
+
+    def denoise(self, noisy, t, text):
+        condition = self.time(t[:, None]) + self.text(text).mean(1)
+        h = self.entry(noisy) if self.tied else noisy
+        skips = []
+        for block in self.blocks[: len(self.blocks) // 2]:
+            h = block(h, condition)
+            skips.append(h)
+        for block in self.blocks[len(self.blocks) // 2 :]:
+            h = block(h, condition)
+            if skips:
+                h = self.merge(torch.cat([h, skips.pop()], -1))
+        return self.head(h)
+
+    def loss(self, batch):
+        with torch.no_grad():
+            mean, log_variance = self.encoder(batch["image"]).chunk(2, -1)
+            latent = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
+        noise, t = torch.randn_like(latent), torch.rand(len(latent), dtype=latent.dtype)
+        noisy = (1 - t)[:, None, None] * latent + t[:, None, None] * noise
+        return F.mse_loss(self.denoise(noisy, t, batch["text"]), noise - latent)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        if self.log_extra:
+            self.log_dict({"train/double": 2 * loss, "train/one": 1.0}, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        decay = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
+        rest = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=self.lr
+        )
+        if not self.scheduler:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)}
+
+
+class Samples(Dataset):
+    """Made-up images and token ids, the same for an index everywhere."""
+
+    def __init__(self, size: int, dtype=torch.float64) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(size, 3, 5, generator=generator, dtype=torch.float64).to(dtype)
+        self.text = torch.randint(0, 20, (size, 4), generator=generator)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {"image": self.images[index], "text": self.text[index]}
+
+
+class Data(L.LightningDataModule):
+    """Samples in order, shared out over data-parallel pipelines as the strategy asks."""
+
+    def __init__(self, size=24, batch_size=6, drop_last=False, dtype=torch.float64):
+        super().__init__()
+        self.size, self.batch_size, self.drop_last, self.dtype = size, batch_size, drop_last, dtype
+
+    def loader(self, size):
+        samples = Samples(size, self.dtype)
+        sampler = None
+        kwargs = getattr(self.trainer, "distributed_sampler_kwargs", None)
+        if kwargs and kwargs["num_replicas"] > 1:
+            sampler = DistributedSampler(samples, shuffle=False, **kwargs)
+        return DataLoader(samples, self.batch_size, sampler=sampler, drop_last=self.drop_last)
+
+    def train_dataloader(self):
+        return self.loader(self.size)
+
+    def val_dataloader(self):
+        return self.loader(8)
+
+    test_dataloader = val_dataloader

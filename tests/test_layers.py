@@ -1,0 +1,112 @@
+"""Who may import whom. A forbidden edge is explained, because it always has a better place."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_diffpipe"
+ROOT = Path(__file__).parent.parent / PACKAGE
+
+# room -> rooms of this package it may import
+ALLOWED = {
+    "errors": set(),
+    "planning": {"errors"},
+    "viewing": {"planning", "errors"},
+    "graph": {"planning", "errors"},
+    "profiling": {"graph", "planning", "errors"},
+    "runtime": {"graph", "planning", "errors"},
+    "sampling": {"runtime", "graph", "planning", "errors"},
+}
+TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "loader", "refusals",
+       "example_batch", "__init__"}  # fmt: skip
+# room -> third-party packages it may import; None: any
+THIRD_PARTY = {
+    "errors": set(),
+    "planning": set(),
+    "viewing": {"matplotlib"},
+    "graph": {"torch", "numpy"},
+    "profiling": {"torch", "numpy", "diffusers", "transformers", "rich"},
+    "runtime": {"torch", "numpy"},
+    "sampling": {"torch", "numpy", "diffusers"},
+}
+REASONS = {
+    "planning": "planning is pure, so that it can be tested without a GPU; move the measurement to profiling/",
+    "viewing": "viewing is pure, so that plans can be read anywhere; only viewing/plot.py may draw with matplotlib",
+    "runtime": "the runtime obeys plans and knows no Lightning; translate hooks in strategy.py",
+    "graph": "the graph knows one process only; communication belongs to runtime/",
+}
+DISTRIBUTED = {"mesh", "transport", "checkpoint", "reduction", "results", "relay", "engine", "links"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules imported anywhere in a file, type checking included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_stay_in_their_room(path):
+    room = room_of(path)
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == PACKAGE and room in ALLOWED and len(parts) > 1:
+            allowed = ALLOWED[room] | {room}
+            assert parts[1] in allowed, (
+                f"{path.relative_to(ROOT)} imports {name}. {REASONS.get(room, '')}; "
+                f"{room} may import {sorted(allowed)}"
+            )
+        elif parts[0] != PACKAGE and parts[0] not in sys.stdlib_module_names and room in THIRD_PARTY:
+            assert parts[0] in THIRD_PARTY[room], (
+                f"{path.relative_to(ROOT)} imports {name}. {REASONS.get(room, '')}"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_hydra_wandb_and_distributed_have_one_home(path):
+    names = imports_of(path)
+    relative = str(path.relative_to(ROOT))
+    tops = {name.split(".")[0] for name in names}
+    assert "wandb" not in tops, f"{relative} imports wandb; log through trainer.logger"
+    if room_of(path) != "cli":
+        assert not tops & {"hydra", "omegaconf"}, f"{relative} imports hydra; only cli may"
+    if any(name.startswith("torch.distributed") for name in names) and room_of(path) == "runtime":
+        assert path.stem in DISTRIBUTED, f"{relative} communicates; use a Transport or the Mesh"
+    if room_of(path) in {"graph", "planning", "viewing"}:
+        assert not any(name.startswith("torch.distributed") for name in names)
+    if room_of(path) == "viewing" and "matplotlib" in tops:
+        assert path.stem == "plot", "only viewing/plot.py may draw with matplotlib"
+
+
+def test_every_room_is_known():
+    rooms = {room_of(path) for path in FILES}
+    unknown = rooms - ALLOWED.keys() - TOP - {"cli", "conf"}
+    assert not unknown, f"new rooms {sorted(unknown)}: say in this test who may import whom"
+
+
+def table() -> str:
+    """The import table of the architecture document."""
+    rows = ["| package | may import | third party |", "|---|---|---|"]
+    for room, allowed in ALLOWED.items():
+        third = ", ".join(sorted(THIRD_PARTY[room])) or "none: standard library only"
+        rows.append(f"| `{room}` | {', '.join(sorted(allowed)) or '-'} | {third} |")
+    return "\n".join(rows)
+
+
+def test_the_architecture_document_shows_this_table():
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    assert table() in text, f"docs/architecture.md should contain:\n\n{table()}"
