@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -239,7 +239,18 @@ def prepare(
     plan = PipelinePlan.from_json(_agree(text, world))
     _close(world)
     return _assemble(
-        module, step, small, graph, plan, options, seed, device, backend, rank, world_size, timeout_s
+        module,
+        step,
+        small,
+        graph,
+        plan,
+        options,
+        seed,
+        device,
+        backend,
+        rank,
+        world_size,
+        timeout_s,
     )
 
 
@@ -488,7 +499,9 @@ def _require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
 def _residents(module: nn.Module, pieces: Cut, mesh: Mesh, local_rank: int) -> frozenset[str]:
     """Parameters a position holds: its stages', all frozen layers', and on the first the unread."""
     stages = mesh.layout.placement.stages_of(local_rank)
-    held = frozenset().union(pieces.frozen.parameters, *(pieces.stages[s].parameters for s in stages))
+    held = frozenset().union(
+        pieces.frozen.parameters, *(pieces.stages[s].parameters for s in stages)
+    )
     if local_rank == 0:
         read = frozenset().union(
             pieces.frozen.parameters, *(stage.parameters for stage in pieces.stages)
@@ -497,9 +510,7 @@ def _residents(module: nn.Module, pieces: Cut, mesh: Mesh, local_rank: int) -> f
     return held
 
 
-def _owners(
-    module: nn.Module, pieces: Cut, residents: Sequence[frozenset[str]]
-) -> dict[str, int]:
+def _owners(module: nn.Module, pieces: Cut, residents: Sequence[frozenset[str]]) -> dict[str, int]:
     """First holder of every entry of the state dict that some rank lacks."""
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     owners = {}

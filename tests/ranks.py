@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning", "diffusers", "transformers"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "lightning", "diffusers", "transformers"]
+)
 
 
 class RankError(AssertionError):
@@ -92,7 +94,9 @@ def _results(processes: list[Any], folder: Path, timed_out: bool) -> list[Any]:
     if errors:
         head = "ranks did not end in time" if timed_out else "ranks failed"
         raise RankError("\n".join([head, *errors]))
-    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(processes))]
+    return [
+        pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(processes))
+    ]
 
 
 def _main(

@@ -37,7 +37,16 @@ REASONS = {
     "runtime": "the runtime obeys plans and knows no Lightning; translate hooks in strategy.py",
     "graph": "the graph knows one process only; communication belongs to runtime/",
 }
-DISTRIBUTED = {"mesh", "transport", "checkpoint", "reduction", "results", "relay", "engine", "links"}
+DISTRIBUTED = {
+    "mesh",
+    "transport",
+    "checkpoint",
+    "reduction",
+    "results",
+    "relay",
+    "engine",
+    "links",
+}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -70,7 +79,9 @@ def test_imports_stay_in_their_room(path):
                 f"{path.relative_to(ROOT)} imports {name}. {REASONS.get(room, '')}; "
                 f"{room} may import {sorted(allowed)}"
             )
-        elif parts[0] != PACKAGE and parts[0] not in sys.stdlib_module_names and room in THIRD_PARTY:
+        elif (
+            parts[0] != PACKAGE and parts[0] not in sys.stdlib_module_names and room in THIRD_PARTY
+        ):
             assert parts[0] in THIRD_PARTY[room], (
                 f"{path.relative_to(ROOT)} imports {name}. {REASONS.get(room, '')}"
             )

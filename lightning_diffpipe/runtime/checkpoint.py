@@ -20,7 +20,9 @@ from torch import Tensor
 from lightning_diffpipe.runtime.mesh import Mesh
 
 
-def collect(tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Tensor]:
+def collect(
+    tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
+) -> dict[str, Tensor]:
     """Brings tensors together on world rank 0.
 
     Args:
@@ -44,7 +46,9 @@ def collect(tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
     return gathered
 
 
-def spread(tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Tensor]:
+def spread(
+    tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
+) -> dict[str, Tensor]:
     """Gives every rank of a pipeline the tensors it lacks.
 
     Args:
@@ -84,7 +88,10 @@ def collect_optimizer_state(
     own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
     outlines: list[Any] = [None] * mesh.layout.ranks_per_pipeline if mesh.local_rank == 0 else []
     dist.gather_object(
-        {index: {key: _outline(value) for key, value in values.items()} for index, values in own.items()},
+        {
+            index: {key: _outline(value) for key, value in values.items()}
+            for index, values in own.items()
+        },
         outlines or None,
         dst=mesh.world_rank(0),
         group=mesh.control,
@@ -93,7 +100,9 @@ def collect_optimizer_state(
         for values in own.values():
             for value in values.values():
                 if isinstance(value, Tensor):
-                    dist.send(_as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.control)
+                    dist.send(
+                        _as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.control
+                    )
         return {}
     whole = {
         index: {key: _on_host(v) if isinstance(v, Tensor) else v for key, v in values.items()}

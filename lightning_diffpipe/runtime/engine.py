@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import torch.distributed as dist
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
@@ -204,9 +204,9 @@ class Engine:
             program,
             works,
             frozen,
-            picture=lambda position: self._picture(lowered, position, self.mesh.local_rank)
-            if self._picture
-            else "",
+            picture=lambda position: (
+                self._picture(lowered, position, self.mesh.local_rank) if self._picture else ""
+            ),
         )
         loss, logged = self._results.share(works)
         return StepResult(loss, logged, self._executor.spans)
@@ -266,9 +266,7 @@ def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
     return replace(pieces, frozen=nothing, stages=(uncut(graph),))
 
 
-def holders_of(
-    cut_step: Cut, mesh: Mesh, trained: frozenset[str]
-) -> Mapping[str, tuple[int, ...]]:
+def holders_of(cut_step: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
     """World ranks that hold each trained parameter, over all pipelines."""
     stages_of: dict[str, set[int]] = {}
     for stage in cut_step.stages:

@@ -83,7 +83,7 @@ class Executor:
         """
         self.spans = []
         try:
-            for self.position, instruction in enumerate(program):  # noqa: B020 - read by errors
+            for self.position, instruction in enumerate(program):
                 start_s = self._clock()
                 yield from self._execute(instruction, works, frozen)
                 self.spans.append(Span(self.local_rank, instruction, start_s, self._clock()))
@@ -106,9 +106,7 @@ class Executor:
                 runner.backward(stage, works[microbatch])
             case Send(kind, stage, microbatch, to_rank):
                 pack = (
-                    runner.outgoing_activation
-                    if kind == "activation"
-                    else runner.outgoing_gradient
+                    runner.outgoing_activation if kind == "activation" else runner.outgoing_gradient
                 )
                 buffer = pack(stage, works[microbatch])
                 transport.send(MessageKey(kind, stage, microbatch), buffer, to_rank)

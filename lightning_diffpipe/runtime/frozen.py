@@ -112,12 +112,10 @@ class FrozenWork:
         return MessageLayout.of([self._spec(part, key) for key in self._keys(part, stage)])
 
     def _spec(self, part: EncodePart, key: TensorKey) -> TensorSpec:
-        graph = self._works[part.microbatch].partitioned.graph
-        spec = graph.spec(key)
-            rows = spec.rows
-        if not rows:
+        spec = self._works[part.microbatch].partitioned.graph.spec(key)
+        if not spec.rows:
             return spec
-        return replace(spec, shape=(rows * (part.stop - part.start), *spec.shape[1:]))
+        return replace(spec, shape=(spec.rows * part.num_samples, *spec.shape[1:]))
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """This part's own rows of its results."""
@@ -125,7 +123,7 @@ class FrozenWork:
         own = {}
         for key in self._keys(part, stage):
             tensor, rows = self._results[part.index][key], graph.spec(key).rows
-            if rows and tensor.shape[0] != rows * (part.stop - part.start):
+            if rows and tensor.shape[0] != rows * part.num_samples:
                 tensor = tensor[rows * part.start : rows * part.stop]
             own[key] = tensor
         return own

@@ -39,15 +39,11 @@ class GradientReducer:
     ) -> None:
         self._mesh = mesh
         self._buckets = [
-            (ranks, bucket)
-            for ranks, bucket in _buckets(parameters, holders)
-            if len(ranks) > 1
+            (ranks, bucket) for ranks, bucket in _buckets(parameters, holders) if len(ranks) > 1
         ]
         pipeline = set(mesh.layout.pipeline_ranks(mesh.pipeline))
         self._counted = frozenset(
-            name
-            for name in parameters
-            if min(pipeline.intersection(holders[name])) == mesh.rank
+            name for name in parameters if min(pipeline.intersection(holders[name])) == mesh.rank
         )
 
     def reduce(self) -> None:
@@ -85,7 +81,9 @@ class GradientReducer:
         ]
         device = self._mesh.device
         total = (
-            torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+            torch.stack([norm.to(device) for norm in norms])
+            if norms
+            else torch.zeros(1, device=device)
         )
         group = self._mesh.pipeline_group
         if math.isinf(norm_type):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.runtime.message import MessageLayout
 from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.message import MessageLayout
 
 
 class RelayChannel:
@@ -50,7 +49,7 @@ class RelayChannel:
         if not layout.num_bytes:
             return pytree.tree_unflatten(outline, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        buffer = (layout.pack(tensors, mesh.device) if runs else layout.empty(mesh.device))
+        buffer = layout.pack(tensors, mesh.device) if runs else layout.empty(mesh.device)
         dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
         if runs:
             return output

@@ -90,7 +90,9 @@ class ResultSharing:
             sums[1, present] += work.num_samples
         return sums
 
-    def _agree(self, own: list[list[tuple[str, dict[str, Any]]]]) -> list[tuple[str, dict[str, Any]]]:
+    def _agree(
+        self, own: list[list[tuple[str, dict[str, Any]]]]
+    ) -> list[tuple[str, dict[str, Any]]]:
         """Makes the reporter's list of metrics known to all ranks of the pipeline."""
         if self._mesh.layout.ranks_per_pipeline == 1:
             return own[0] if own else []

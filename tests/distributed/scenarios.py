@@ -91,7 +91,9 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
     """Trains with the strategy; called on every rank."""
     module, recorder = build(settings), Recorder()
     initial = {name: value.clone() for name, value in module.state_dict().items()}
-    strategy = DiffPipeStrategy(**{"seed": SEED, "profile": "flops", "timeout_s": 20, **settings.strategy})
+    strategy = DiffPipeStrategy(
+        **{"seed": SEED, "profile": "flops", "timeout_s": 20, **settings.strategy}
+    )
     callbacks = [recorder, *settings.trainer.get("callbacks", [])]
     options = {**settings.trainer, "callbacks": callbacks}
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)

@@ -46,7 +46,9 @@ class Encoder(nn.Module):
 class TinyDiffusion(L.LightningModule):
     """An ordinary LightningModule; nothing in it knows of pipelines."""
 
-    def __init__(self, num_blocks=6, dropout=0.0, tied=False, lr=1e-2, scheduler=True, log_extra=False):
+    def __init__(
+        self, num_blocks=6, dropout=0.0, tied=False, lr=1e-2, scheduler=True, log_extra=False
+    ):
         super().__init__()
         self.encoder = Encoder().requires_grad_(False).eval()
         self.text = nn.Embedding(20, WIDTH).requires_grad_(False)
@@ -85,7 +87,9 @@ class TinyDiffusion(L.LightningModule):
         loss = self.loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         if self.log_extra:
-            self.log_dict({"train/double": 2 * loss, "train/one": 1.0}, on_step=False, on_epoch=True)
+            self.log_dict(
+                {"train/double": 2 * loss, "train/one": 1.0}, on_step=False, on_epoch=True
+            )
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -98,11 +102,15 @@ class TinyDiffusion(L.LightningModule):
         decay = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         rest = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=self.lr
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+            lr=self.lr,
         )
         if not self.scheduler:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7),
+        }
 
 
 class Samples(Dataset):

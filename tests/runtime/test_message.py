@@ -26,7 +26,9 @@ def test_dtypes_mix_in_one_message():
     ]
     layout = MessageLayout.of(specs(*tensors))
     received = layout.unpack(layout.pack(tensors, CPU).clone())
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, received, strict=True))
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, received, strict=True)
+    )
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
@@ -38,7 +40,10 @@ def test_strides_survive(num_tensors):
     (received, *_) = layout.unpack(layout.pack(tensors, CPU).clone())
     assert received.stride() == tensor.stride()
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    noise = [torch.empty_like(t).normal_(generator=g) for t, g in zip((tensor, received), generators, strict=True)]
+    noise = [
+        torch.empty_like(t).normal_(generator=g)
+        for t, g in zip((tensor, received), generators, strict=True)
+    ]
     assert torch.equal(*noise)
 
 

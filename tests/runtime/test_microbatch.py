@@ -22,7 +22,12 @@ def test_a_batch_smaller_than_its_microbatches_is_refused():
 
 
 def test_tensors_and_lists_are_cut_and_containers_kept():
-    batch = {"x": torch.arange(5), "text": list("abcde"), "pair": (torch.arange(10).view(5, 2), 7), "t": torch.tensor(3)}
+    batch = {
+        "x": torch.arange(5),
+        "text": list("abcde"),
+        "pair": (torch.arange(10).view(5, 2), 7),
+        "t": torch.tensor(3),
+    }
     first, second = split(batch, [3, 2])
     assert first["text"] == ["a", "b", "c"]
     assert second["x"].tolist() == [3, 4]
