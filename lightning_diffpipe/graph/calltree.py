@@ -1,0 +1,181 @@
+"""Which module calls become layers: the frontier of the tree of calls, by cost.
+
+One run of the step records the tree of module calls and what each costs. From the top, a call dearer
+than `max_share` of the whole is replaced by the calls inside it, until no layer dominates:
+
+    unet ── conv_in                    conv_in
+         ├─ down_blocks.0 ─ resnets.0  down_blocks.0.resnets.0      (dear container: expanded)
+         │                └ resnets.1  down_blocks.0.resnets.1
+         ├─ mid_block                  mid_block                    (cheap enough: one layer)
+         └─ ...
+
+A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what
+is a layer. Calls without parameters are glue, unless they are dear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+ATOMIC_TYPES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+"""Their fast paths read parameters of their children without calling them."""
+
+Forward = Callable[..., Any]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Deterministic: FLOPs of matrix products, number of elements written by all other operators."""
+    if func.is_view:
+        return 0
+    flops = flop_registry.get(func.overloadpacket)
+    if flops is not None:
+        return int(flops(*args, **kwargs, out_val=out))
+    return sum(t.numel() for t in tensors_in(out))
+
+
+@contextlib.contextmanager
+def forward_replaced(
+    root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
+) -> Iterator[None]:
+    """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` step aside."""
+    wanted, undo = set(names), []
+    try:
+        for name, module in root.named_modules():
+            current = module.__dict__.get("forward")
+            original = getattr(current, "diffpipe_original", None)
+            if name not in wanted and original is None:
+                continue
+            undo.append((module, current))
+            original = original or module.forward
+            wrapper = make(name, original) if name in wanted else original
+            if name in wanted:
+                functools.update_wrapper(wrapper, original)
+            module.forward = wrapper
+        yield
+    finally:
+        for module, current in reversed(undo):
+            if current is None:
+                del module.forward
+            else:
+                module.forward = current
+
+
+@dataclass
+class Node:
+    """One module call with the calls inside it."""
+
+    name: str
+    cost: int = 0
+    children: list[Node] = field(default_factory=list)
+
+
+class CallTree(TorchDispatchMode):
+    """Records the tree of module calls and their costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [Node("")]
+
+    @property
+    def top(self) -> Node:
+        """The step itself."""
+        return self.stack[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        cost = operator_cost(func, args, kwargs or {}, out)
+        for node in self.stack:
+            node.cost += cost
+        return out
+
+    def wrap(self, name: str, forward: Forward) -> Forward:
+        """Makes the wrapper of one module."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            node = Node(name)
+            self.stack[-1].children.append(node)
+            self.stack.append(node)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.stack.pop()
+
+        return recorded
+
+
+def callable_modules(root: nn.Module) -> list[str]:
+    """Names of all modules whose calls may be seen: not the root, nothing inside an atomic module."""
+    names: list[str] = []
+    closed: list[str] = []
+    for name, module in root.named_modules():
+        if not name or any(name.startswith(prefix) for prefix in closed):
+            continue
+        names.append(name)
+        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if compiled or isinstance(module, ATOMIC_TYPES):
+            closed.append(name + ".")
+    return names
+
+
+def choose_layers(
+    root: nn.Module, top: Node, max_share: float, expand: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Cuts the tree of calls where no call is dearer than `max_share` of the whole.
+
+    Args:
+        root: The module that was run.
+        top: The recorded tree.
+        max_share: Largest share of the whole cost that one layer should have.
+        expand: Modules that must be expanded, whatever they cost.
+
+    Returns:
+        Names of the modules whose calls are layers, names of those that are expanded.
+    """
+    owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
+    limit, expanded = max_share * top.cost, set(expand)
+
+    def has_layers(node: Node) -> bool:
+        return any(c.name in owns or has_layers(c) for c in node.children)
+
+    def walk(node: Node, layers: set[str]) -> None:
+        for child in node.children:
+            if child.name in expanded or (child.cost > limit and has_layers(child)):
+                expanded.add(child.name)
+                walk(child, layers)
+            elif child.name in owns or child.cost > limit:
+                layers.add(child.name)
+
+    while True:
+        before, layers = set(expanded), set[str]()
+        walk(top, layers)
+        if expanded == before and not expanded & layers:
+            return layers, expanded
+
+
+def uncalled_owners(root: nn.Module, seen: Collection[str], layers: Collection[str]) -> set[str]:
+    """Modules with parameters that were neither called nor lie inside a layer: a call of them is news."""
+    inside = tuple(name + "." for name in layers)
+    return {
+        name
+        for name, module in root.named_modules()
+        if name
+        and name not in seen
+        and not name.startswith(inside)
+        and any(True for _ in module.parameters())
+        and type(module).forward is not torch.nn.modules.module._forward_unimplemented
+    }

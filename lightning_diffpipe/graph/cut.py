@@ -1,0 +1,241 @@
+"""Cutting the trained path into stages: what each stage runs, holds, receives and sends.
+
+The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages
+passes through those between. Frozen layers are no part of any stage: whoever runs them, their results
+reach the stages that read them as `frozen_received`.
+
+    path:      l0   l1  |  l2   l3  |  l4   loss
+    reads:               l1        l1 (skip), l3
+    received:            (1, 0)      (1, 0) passed through, (3, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning_diffpipe.errors import PartitionError
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """What one stage does. Tuples of keys are sorted, so that both ends of a message agree.
+
+    Attributes:
+        index: Position in the pipeline; -1 for the frozen layers.
+        layers: Layers executed here.
+        received: Tensors that come from the stage before, including those only passed on.
+        sent: Tensors that go to the stage after it, including those passed through; for the frozen
+            layers: all results that some stage reads.
+        frozen_received: Results of frozen layers that are read here.
+        needed: Tensors that must be real here; all others are dummies.
+        received_gradients: Those of `received` for which a gradient goes back.
+        sent_gradients: Those of `sent` for which a gradient comes back.
+        parameters: Parameters that must be resident, trained or not.
+        written_buffers: Buffers that change here and nowhere else.
+        is_last: Whether the loss is computed here.
+    """
+
+    index: int
+    layers: frozenset[int]
+    received: tuple[TensorKey, ...]
+    sent: tuple[TensorKey, ...]
+    frozen_received: tuple[TensorKey, ...]
+    needed: frozenset[TensorKey]
+    received_gradients: tuple[TensorKey, ...]
+    sent_gradients: tuple[TensorKey, ...]
+    parameters: frozenset[str]
+    written_buffers: frozenset[str]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The trained path cut into stages.
+
+    Attributes:
+        positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
+        frozen: The frozen layers, as if they were a stage of their own.
+        stages: The stages, in order.
+        shared_parameters: Trained parameters read on several stages, with these stages: their gradients
+            must be summed over them, and counted once in a norm.
+    """
+
+    positions: tuple[int, ...]
+    frozen: StageCut
+    stages: tuple[StageCut, ...]
+    shared_parameters: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+
+def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
+    """Cuts the trained path in front of the given positions.
+
+    Args:
+        graph: The probed step.
+        positions: Increasing positions in `graph.path`; none means a single stage.
+
+    Returns:
+        The stages with everything that crosses between them.
+
+    Raises:
+        PartitionError: A stage would have no layer.
+    """
+    path = graph.path
+    bounds = [0, *positions, len(path)]
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise PartitionError(
+            f"cannot cut a path of {len(path)} layers at {list(positions)}: every stage needs at least one "
+            f"layer; choose increasing positions between 1 and {len(path) - 1}, or fewer stages, or "
+            "a finer probe (a smaller max_share)"
+        )
+    own = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
+    last = len(own) - 1
+    reads = [_reads(graph, layers, s == last) for s, layers in enumerate(own)]
+    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
+    frozen = frozenset(graph.frozen)
+
+    def alive(s: int) -> tuple[TensorKey, ...]:
+        """Tensors made before stage s and read by it or after it."""
+        later = set().union(*reads[s:])
+        return tuple(sorted(k for k in later if k[0] in stage_of and stage_of[k[0]] < s))
+
+    stages = tuple(
+        _stage_cut(graph, s, layers, reads[s], alive(s), alive(s + 1) if s < last else (), s == last)
+        for s, layers in enumerate(own)
+    )
+    results = tuple(sorted(k for k in set().union(*reads) if k[0] in frozen))
+    frozen_cut = _stage_cut(graph, -1, frozen, frozenset(), (), results, False)
+    holders = {n: tuple(s.index for s in stages if n in s.parameters) for n in sorted(graph.trained)}
+    shared = {name: where for name, where in holders.items() if len(where) > 1}
+    return Cut(tuple(positions), frozen_cut, stages, shared)
+
+
+def uncut(graph: LayerGraph) -> StageCut:
+    """Everything, frozen layers included, as one stage: the reference all cuts must agree with."""
+    return _stage_cut(graph, 0, frozenset(range(len(graph.layers))), frozenset(), (), (), True)
+
+
+def _reads(graph: LayerGraph, layers: Iterable[int], is_last: bool) -> frozenset[TensorKey]:
+    own = frozenset(layers)
+    keys = frozenset().union(*(graph.layers[i].reads for i in own))
+    keys |= graph.tail_reads if is_last else frozenset()
+    return frozenset(key for key in keys if key[0] not in own)
+
+
+def _stage_cut(
+    graph: LayerGraph,
+    index: int,
+    layers: frozenset[int],
+    needed: frozenset[TensorKey],
+    received: tuple[TensorKey, ...],
+    sent: tuple[TensorKey, ...],
+    is_last: bool,
+) -> StageCut:
+    parameters = frozenset().union(*(graph.layers[i].parameters for i in layers))
+    frozen = tuple(sorted(k for k in needed if graph.layers[k[0]].frozen))
+    return StageCut(
+        index=index,
+        layers=layers,
+        received=received,
+        sent=sent,
+        frozen_received=frozen,
+        needed=needed,
+        received_gradients=tuple(k for k in received if graph.needs_gradient(k)),
+        sent_gradients=tuple(k for k in sent if graph.needs_gradient(k)),
+        parameters=parameters | (graph.tail_parameters if is_last else frozenset()),
+        written_buffers=frozenset().union(*(graph.layers[i].written_buffers for i in layers)),
+        is_last=is_last,
+    )
+
+
+def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
+    """Bytes that cross a cut in front of each position of the path (0 .. len(path)).
+
+    These are the sizes for the batch the graph was probed with; what the loss reads crosses the end.
+    """
+    path = graph.path
+    place = {layer: k for k, layer in enumerate(path)}
+    last_use: dict[TensorKey, int] = {}
+    for k, layer in enumerate(path):
+        last_use.update({key: k for key in graph.layers[layer].reads if key[0] in place})
+    last_use.update({key: len(path) for key in graph.tail_reads if key[0] in place})
+    sizes = [0] * (len(path) + 1)
+    for key, until in last_use.items():
+        for k in range(place[key[0]] + 1, until + 1):
+            sizes[k] += graph.spec(key).nbytes
+    return tuple(sizes)
+
+
+def crossings(graph: LayerGraph) -> tuple[float, ...]:
+    """How undesirable a cut in front of each path position is: containers cut in two, then bytes.
+
+    A container cut in two cannot be folded, so that all terms of its residual stream cross.
+    """
+    path, sizes = graph.path, boundary_bytes(graph)
+    scale = 1 + len(path) * max(sizes, default=0)
+    split = [0] + [
+        sum(c.first <= path[k - 1] and path[k] < c.stop for c in graph.calls) for k in range(1, len(path))
+    ]
+    return tuple(split[k] + sizes[k] / scale for k in range(len(path)))
+
+
+def balanced_positions(
+    costs: Sequence[float],
+    num_stages: int,
+    crossing: Sequence[float] | None = None,
+    slack: float = 0.05,
+) -> tuple[int, ...]:
+    """Cuts a chain so that the dearest stage is as cheap as possible, then where cutting hurts least.
+
+    Args:
+        costs: Cost of every layer of the path.
+        num_stages: Number of stages.
+        crossing: How undesirable a cut in front of each layer is; see `crossings`.
+        slack: Share by which the dearest stage may be dearer than necessary for a better place to cut.
+
+    Returns:
+        `num_stages - 1` positions.
+
+    Raises:
+        PartitionError: There are fewer layers than stages.
+
+    Example:
+        >>> balanced_positions([1, 1, 1, 3], 2)
+        (3,)
+    """
+    n = len(costs)
+    if not 1 <= num_stages <= n:
+        raise PartitionError(
+            f"cannot cut {n} layers into {num_stages} stages; choose num_stages between 1 and {n}"
+        )
+    total = [0.0, *accumulate(costs)]
+
+    def solve(limit: float | None) -> tuple[float, tuple[int, ...]]:
+        """Minimises the dearest stage, or under a limit for it the crossings, then unevenness."""
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for s in range(1, num_stages + 1):
+            row: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for i, (value, positions) in best.items():
+                for j in [n] if s == num_stages else range(i + 1, n - num_stages + s + 1):
+                    cost = total[j] - total[i]
+                    if limit is None:
+                        new = max(value, cost)
+                    elif cost <= limit:
+                        uneven = (cost / (total[-1] or 1.0)) ** 2
+                        new = value + uneven + (crossing[j] if crossing and j < n else 0.0)
+                    else:
+                        continue
+                    if j not in row or new < row[j][0]:
+                        row[j] = (new, (*positions, j) if j < n else positions)
+            best = row
+        return best[n]
+
+    optimum, positions = solve(None)
+    return solve(optimum * (1 + slack) + 1e-12)[1] if crossing is not None else positions

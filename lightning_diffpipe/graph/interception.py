@@ -1,0 +1,325 @@
+"""Standing between the step and its modules, once and for all.
+
+`forward` of some instances is replaced by a `Site`, which asks who is running: nobody (the call passes
+through, or is refused if its parameters live elsewhere), or a *run* of some view, which decides. The run
+is found in a context variable, so that a paused run in one thread and an active one in another coexist.
+Nothing else about the module changes: names, lengths, attributes, parameters, state-dict keys.
+
+Activation checkpointing is intercepted, too: called by glue around layers, it would recompute stubs. So
+the glue calls the function itself, and the layers called meanwhile are checkpointed one by one.
+Reentrant checkpointing hides parameters from autograd until backward and is replaced by the other kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch.utils.checkpoint
+from torch import nn
+
+from lightning_diffpipe.errors import ForeignLayerError
+from lightning_diffpipe.graph.calltree import callable_modules
+from lightning_diffpipe.graph.placement import is_placeholder
+
+
+class Run(Protocol):
+    """Somebody who runs a step in his own way."""
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the call of a module."""
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answers `self.log` (method "log") or `self.log_dict`."""
+
+    def checkpoints_layers(self) -> bool:
+        """Whether a checkpoint called now would lie around layers."""
+
+    checkpointing: bool
+    """Layers called now are to be checkpointed."""
+
+
+class Site:
+    """Replaces `forward` of one module instance. Costs about half a microsecond per call.
+
+    A copy or pickle of the module gets an ordinary bound method instead.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "_interception",
+        "_variable",
+        "attribute",
+        "diffpipe_original",
+        "foreign",
+        "module",
+        "name",
+    )
+
+    def __init__(self, interception: Interception, name: str, module: nn.Module) -> None:
+        compiled = module._compiled_call_impl is not None
+        self.attribute = "_compiled_call_impl" if compiled else "forward"
+        self.diffpipe_original: Callable[..., Any] = getattr(module, self.attribute)
+        self._interception, self._variable = interception, interception.variable
+        self.name, self.module = name, module
+        self.foreign: str | None = None
+        functools.update_wrapper(self, self.diffpipe_original)  # keeps inspect.signature(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._variable.get() or self._interception.recomputing
+        if run is not None:
+            return run.call(self, args, kwargs)
+        if self.foreign is not None:
+            raise ForeignLayerError(self.foreign)
+        return self.diffpipe_original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        original = self.diffpipe_original
+        if getattr(original, "__self__", None) is self.module:
+            return types.MethodType(original.__func__, copy.deepcopy(self.module, memo))
+        return copy.deepcopy(original, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")
+
+
+class Interception:
+    """All sites of one module; see the module docstring.
+
+    Args:
+        root: The module whose step runs as a pipeline.
+        names: Modules to intercept from the start; views add what they need.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[str] = ()) -> None:
+        self.root = root
+        self.variable: ContextVar[Run | None] = ContextVar("run", default=None)
+        # Autograd runs CUDA nodes in threads of its own, which inherit no context variables.
+        self.recomputing: Run | None = None
+        self._names = set(names)
+        self._sites: dict[str, Site] = {}
+        self._spare: dict[str, Site] = {}
+        self._saved: list[tuple[nn.Module, str, Any]] = []
+        self._installed = False
+
+    def install(self) -> Interception:
+        """Puts all sites in place. Installing twice does nothing."""
+        if self._installed:
+            return self
+        self._installed = True
+        self._install_logging()
+        _Checkpointing.attach(self)
+        self.watch(self._names)
+        return self
+
+    def uninstall(self) -> None:
+        """Puts everything back as it was."""
+        for module, attribute, value in reversed(self._saved):
+            if value is None:
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = value
+        self._saved.clear()
+        self._sites.clear()
+        self._installed = False
+        _Checkpointing.detach(self)
+
+    def watch(self, names: Collection[str]) -> None:
+        """Intercepts more modules. Parts of a compiled module cannot be seen and are left out."""
+        self._names |= set(names)
+        if not self._installed:
+            return
+        visible = set(callable_modules(self.root))
+        modules = dict(self.root.named_modules())
+        for name in sorted(self._names - self._sites.keys()):
+            if name in visible:
+                site = Site(self, name, modules[name])
+                self._saved.append(
+                    (site.module, site.attribute, site.module.__dict__.get(site.attribute))
+                )
+                site.module.__dict__[site.attribute] = site
+                self._sites[name] = site
+
+    @contextlib.contextmanager
+    def also_watching(self, names: Collection[str]) -> Iterator[None]:
+        """Intercepts more modules for some time, so that they cost nothing later."""
+        visible = set(callable_modules(self.root)) if not names <= self._spare.keys() else set()
+        modules = dict(self.root.named_modules()) if visible else {}
+        for name in names & visible - self._spare.keys():
+            self._spare[name] = Site(self, name, modules[name])
+        placed = []
+        for name in names & self._spare.keys() - self._sites.keys():
+            site = self._spare[name]
+            placed.append((site, site.module.__dict__.get(site.attribute)))
+            site.module.__dict__[site.attribute] = site
+        try:
+            yield
+        finally:
+            for site, before in placed:
+                if before is None:
+                    del site.module.__dict__[site.attribute]
+                else:
+                    site.module.__dict__[site.attribute] = before
+
+    def refuse(self, owners: Mapping[str, str]) -> None:
+        """Lets calls of foreign modules outside a step fail with a message that names their owner.
+
+        Args:
+            owners: For each parameter name, where it lives, e.g. "stage 2 (rank 1)". Modules that hold
+                placeholders in parameters of their own are refused.
+        """
+        foreign = {
+            name: next(key for key, p in module._parameters.items() if _is_foreign(p))
+            for name, module in self.root.named_modules()
+            if name and any(_is_foreign(p) for p in module._parameters.values())
+        }
+        parents = {name for name in self._names if any(_inside(f, name) for f in foreign)}
+        self.watch(foreign.keys() | parents)
+        for name, site in self._sites.items():
+            inner = next((f for f in foreign if _inside(f, name)), None)
+            site.foreign = None
+            if inner is not None:
+                where = owners.get(f"{inner}.{foreign[inner]}", "another rank")
+                site.foreign = _foreign_message(name, where)
+
+    @contextlib.contextmanager
+    def running(self, run: Run | None) -> Iterator[None]:
+        """Lets a run answer all calls of this thread."""
+        token = self.variable.set(run)
+        try:
+            yield
+        finally:
+            self.variable.reset(token)
+
+    @contextlib.contextmanager
+    def recomputed_by(self, run: Run) -> Iterator[None]:
+        """Lets a run answer the calls of threads that belong to autograd."""
+        self.recomputing, before = run, self.recomputing
+        try:
+            yield
+        finally:
+            self.recomputing = before
+
+    def current(self) -> Run | None:
+        """Who answers calls of this thread."""
+        return self.variable.get() or self.recomputing
+
+    def _install_logging(self) -> None:
+        for method in ("log", "log_dict"):
+            original = getattr(self.root, method, None)
+            if not callable(original):
+                continue
+            self._saved.append((self.root, method, self.root.__dict__.get(method)))
+            self.root.__dict__[method] = _LogSite(self, method, original)
+
+
+class _LogSite:
+    """Replaces `log` or `log_dict` of the root."""
+
+    def __init__(self, interception: Interception, method: str, original: Any) -> None:
+        self._interception, self._method, self._original = interception, method, original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._interception.variable.get()
+        if run is None:
+            return self._original(*args, **kwargs)
+        return run.log(self._method, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        root = copy.deepcopy(self._interception.root, memo)
+        return types.MethodType(self._original.__func__, root)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._interception.root, self._method)
+
+
+def _is_foreign(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and is_placeholder(parameter)
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(outer + ".")
+
+
+def _foreign_message(name: str, where: str) -> str:
+    return (
+        f"{name} was called outside a pipeline step, but its parameters live on {where}. During training "
+        "a rank holds its own stage only: call the model inside training_step, validation_step or "
+        "test_step, which run on all ranks together, or use a Predictor to sample"
+    )
+
+
+class _Checkpointing:
+    """Intercepts `torch.utils.checkpoint` below its entry point, so that early bindings are seen, too.
+
+    diffusers and transformers keep the function in attributes and partials; all of them end in the two
+    module-level names replaced here.
+    """
+
+    _attached: list[Interception] = []  # noqa: RUF012
+    _saved: tuple[Any, Any] | None = None
+    _lock = threading.Lock()
+
+    @classmethod
+    def attach(cls, interception: Interception) -> None:
+        with cls._lock:
+            cls._attached.append(interception)
+            if cls._saved is None:
+                module: Any = torch.utils.checkpoint
+                cls._saved = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+                module._checkpoint_without_reentrant_generator = cls._generator
+                module.CheckpointFunction = _ReentrantCheckpoint
+
+    @classmethod
+    def detach(cls, interception: Interception) -> None:
+        with cls._lock:
+            if interception in cls._attached:
+                cls._attached.remove(interception)
+            if not cls._attached and cls._saved is not None:
+                module: Any = torch.utils.checkpoint
+                module._checkpoint_without_reentrant_generator, module.CheckpointFunction = cls._saved
+                cls._saved = None
+
+    @classmethod
+    def current(cls) -> Run | None:
+        runs = (interception.current() for interception in cls._attached)
+        return next((run for run in runs if run is not None), None)
+
+    @classmethod
+    def original(cls) -> tuple[Any, Any]:
+        assert cls._saved is not None
+        return cls._saved
+
+    @classmethod
+    def _generator(cls, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        run = cls.current()
+        if run is None or not run.checkpoints_layers():
+            return cls.original()[0](function, *args, **kwargs)
+        return _checkpoint_layers(run)
+
+
+class _ReentrantCheckpoint:
+    """Stands for `CheckpointFunction`: non-reentrant while a view runs."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if _Checkpointing.current() is None:
+            return _Checkpointing.original()[1].apply(function, preserve_rng_state, *args)
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+def _checkpoint_layers(run: Run) -> Iterator[None]:
+    before, run.checkpointing = run.checkpointing, True
+    try:
+        yield
+    finally:
+        run.checkpointing = before

@@ -1,0 +1,321 @@
+"""What a training step is made of, once it has been probed: layers, their outputs, who reads them.
+
+A *layer* is one call of a module chosen by the probe. Everything between layers is *glue* and runs on
+every stage. Layers form a directed acyclic graph in call order; a U-Net's skips are just edges of it.
+
+    layer 0  unet.conv_in            reads {}                  -> (0, 0)
+    layer 1  unet.down_blocks.0      reads {(0, 0)}            -> (1, 0) (1, 1) (1, 2)
+    layer 2  unet.mid_block          reads {(1, 0)}            -> (2, 0)
+    layer 3  unet.up_blocks.0        reads {(2, 0) (1, 2)}     -> (3, 0)
+
+A tensor is named by a `TensorKey`: the index of its layer, and its position among the leaves of that
+layer's output. All of this is plain data: picklable, and equal on all ranks (compare `digest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import GraphError
+
+TensorKey = tuple[int, int]
+"""(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
+
+CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+"""Outputs of these types are handed out by stubs as the probe saw them, and guarded where they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor looks like, so that memory for it can be reserved before it exists.
+
+    Attributes:
+        shape: Sizes of all dimensions.
+        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers
+            drawn with `*_like` fill memory in this order.
+        dtype: Element type.
+        device: Kind of device ("cpu", "cuda"); the index is this rank's business.
+        requires_grad: Whether autograd tracks it.
+        rows: Rows of dimension 0 per sample; 0 if all samples share it, None if unknown.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    rows: int | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: int | None = None) -> TensorSpec:
+        """Describes a tensor."""
+        return cls(
+            tuple(tensor.shape),
+            dense_stride(tensor),
+            tensor.dtype,
+            tensor.device.type,
+            tensor.requires_grad,
+            rows,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Reserves memory with the right strides, for receiving into."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=device or self.device
+        )
+
+    def mismatch(self, tensor: Tensor) -> str:
+        """Says in which way a tensor differs in shape or type; empty if it does not."""
+        if tensor.shape == self.shape and tensor.dtype == self.dtype:
+            return ""
+        return (
+            f"{tensor.dtype} {tuple(tensor.shape)}, the probe saw {self.dtype} {tuple(self.shape)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SameAs:
+    """An output leaf that is the very same tensor as an earlier leaf of the same layer."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An output leaf of a type that cannot be handed to other stages."""
+
+    type_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One call of a chosen module.
+
+    Attributes:
+        index: Position in the sequence of layer calls.
+        name: Qualified name of the module.
+        reads: Tensors read by it, directly or through the glue that feeds it.
+        parameters: Names of the parameters read by it or by the glue that feeds it.
+        cost_flops: Forward cost: FLOPs of matrix products, elements written by all else.
+        num_seeds: Numbers it takes from the stream of the glue to seed the private streams inside it.
+        frozen: Its value depends on no trained parameter, so it may be computed in advance.
+        mutated: Output leaves that code outside writes in place.
+        spec: Tree structure of the output.
+        outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.
+        argument_rows: For each leaf of (args, kwargs): rows per sample, 0 if shared by all samples, None
+            if no tensor. None instead of the tuple if the layer cannot be cut into samples.
+        fine: Half-open range of layers of the fine graph inside it.
+        written_buffers: Names of the buffers it changes (running statistics).
+    """
+
+    index: int
+    name: str
+    reads: frozenset[TensorKey]
+    parameters: frozenset[str]
+    cost_flops: int
+    num_seeds: int
+    frozen: bool
+    mutated: frozenset[int]
+    spec: Any
+    outputs: tuple[Any, ...]
+    argument_rows: tuple[int | None, ...] | None = None
+    fine: tuple[int, int] = (0, 0)
+    written_buffers: frozenset[str] = frozenset()
+
+    @property
+    def deps(self) -> frozenset[int]:
+        """Indices of the layers whose outputs it reads."""
+        return frozenset(layer for layer, _ in self.reads)
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.num_seeds > 0
+
+    @property
+    def tensor_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of all tensors among its outputs."""
+        return tuple(
+            (self.index, i) for i, o in enumerate(self.outputs) if isinstance(o, TensorSpec)
+        )
+
+    @property
+    def splits_samples(self) -> bool:
+        """Whether shapes allow to run it on some of the samples only."""
+        return self.argument_rows is not None and all(
+            o.rows is not None for o in self.outputs if isinstance(o, TensorSpec)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an expanded container: the layers `first` .. `stop - 1` were called inside it.
+
+    Attributes:
+        name: Qualified name of the container.
+        first: First layer called inside, or the next one to come if there is none.
+        stop: One past the last layer called inside.
+        draws_random: Its own glue draws random numbers, so it must stay expanded (all stages draw them).
+    """
+
+    name: str
+    first: int
+    stop: int
+    draws_random: bool
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Everything the probe found out about one callable and one batch signature.
+
+    Attributes:
+        layers: All layers in call order.
+        tail_reads: Tensors read by the loss, by what is logged and by other results.
+        tail_parameters: Parameters read there.
+        trained: Parameters that get a gradient from the loss.
+        calls: Calls of expanded containers.
+        fine_names: Module of every layer of the fine graph, in call order: the granularity at which
+            random streams are seeded and frozen work can pause. Equal to `layer_names` before folding.
+        seeded: Modules of the fine graph that get a private random stream.
+        leaky: Containers that must stay expanded, as tensors leave them by other ways than returning.
+        watched: Modules with parameters that the probe never saw called as glue or layer.
+        host_random: The step draws from `random` or `numpy.random`, too.
+        signature: Signature of the batch it was probed with; see `batch_signature`.
+        num_samples: Samples in that batch, None if unknown.
+        mode: "fake", or "real" with the reason.
+    """
+
+    layers: tuple[Layer, ...]
+    tail_reads: frozenset[TensorKey]
+    tail_parameters: frozenset[str]
+    trained: frozenset[str]
+    calls: tuple[Call, ...]
+    fine_names: tuple[str, ...]
+    seeded: frozenset[str]
+    leaky: frozenset[str]
+    watched: frozenset[str]
+    host_random: bool
+    signature: str
+    num_samples: int | None
+    mode: str = field(compare=False)
+
+    @cached_property
+    def path(self) -> tuple[int, ...]:
+        """Indices of the layers of the trained path, in call order: what is cut into stages."""
+        return tuple(layer.index for layer in self.layers if not layer.frozen)
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        """Indices of the frozen layers, in call order."""
+        return tuple(layer.index for layer in self.layers if layer.frozen)
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        """Module of every layer, in call order."""
+        return tuple(layer.name for layer in self.layers)
+
+    @cached_property
+    def site_names(self) -> frozenset[str]:
+        """Modules whose calls a view must see."""
+        return frozenset(self.layer_names) | frozenset(self.fine_names) | self.watched
+
+    def spec(self, key: TensorKey) -> TensorSpec:
+        """What the tensor of a key looks like.
+
+        Raises:
+            GraphError: There is no such tensor.
+        """
+        layer, leaf = key
+        if 0 <= layer < len(self.layers) and 0 <= leaf < len(self.layers[layer].outputs):
+            spec = self.layers[layer].outputs[leaf]
+            if isinstance(spec, TensorSpec):
+                return spec
+        raise GraphError(f"{key} names no tensor of this graph of {len(self.layers)} layers")
+
+    def needs_gradient(self, key: TensorKey) -> bool:
+        """Whether a gradient for this tensor flows back to the stage that made it."""
+        return self.spec(key).requires_grad and not self.layers[key[0]].frozen
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all that stages must agree on; equal on all ranks, whatever their device."""
+        lines = [self.signature, repr(sorted(self.tail_reads)), repr(sorted(self.tail_parameters))]
+        lines += [repr(sorted(self.trained)), repr(self.fine_names), repr(sorted(self.seeded))]
+        lines += [line for layer in self.layers for line in _canonical(layer)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        cost = sum(layer.cost_flops for layer in self.layers) or 1
+        rows = [f"{len(self.layers)} layers, {len(self.frozen)} frozen, probed {self.mode}"]
+        for layer in self.layers:
+            kind = "frozen" if layer.frozen else "seeded" if layer.draws_random else ""
+            share = 100 * layer.cost_flops / cost
+            rows.append(f"{layer.index:4d} {share:5.1f}% {kind:6s} {layer.name}")
+        return "\n".join(rows)
+
+
+def _canonical(layer: Layer) -> Iterator[str]:
+    yield f"{layer.index} {layer.name} {layer.num_seeds} {layer.frozen} {layer.fine}"
+    yield repr((sorted(layer.reads), sorted(layer.parameters), sorted(layer.mutated)))
+    for output in layer.outputs:
+        if isinstance(output, TensorSpec):
+            yield repr((output.shape, output.stride, str(output.dtype), output.requires_grad))
+        else:
+            yield repr(output)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides that `torch.empty_like` would choose: those of the tensor where it is dense.
+
+    Example:
+        >>> dense_stride(torch.zeros(2, 3).t()), dense_stride(torch.zeros(1).expand(2, 3))
+        ((1, 3), (3, 1))
+    """
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def batch_signature(batch: Any) -> str:
+    """Shapes, dtypes and structure of a batch: batches of equal signature share one graph.
+
+    Values of numbers and strings do not count, booleans and None do, as they steer control flow.
+
+    Example:
+        >>> batch_signature({"x": torch.zeros(2, 3), "captions": ["a", "b"], "null": None})
+        "{'captions': [str, str], 'null': None, 'x': float32[2, 3]}"
+    """
+    if isinstance(batch, Tensor):
+        order = "" if batch.is_contiguous() else f" strides {tuple(batch.stride())}"
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}{order}"
+    if isinstance(batch, dict):
+        items = sorted(batch.items(), key=lambda item: str(item[0]))
+        return "{" + ", ".join(f"{k!r}: {batch_signature(v)}" for k, v in items) + "}"
+    if isinstance(batch, list | tuple):
+        return "[" + ", ".join(map(batch_signature, batch)) + "]"
+    return repr(batch) if batch is None or isinstance(batch, bool) else type(batch).__name__
+
+
+def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
+    """Names the first position at which two sequences of calls differ, for error messages.
+
+    Example:
+        >>> first_difference(["a", "b"], ["a", "c"])
+        'call 1 is c, expected b'
+    """
+    for i, (a, b) in enumerate(zip(expected, got, strict=False)):
+        if a != b:
+            return f"call {i} is {b}, expected {a}"
+    return f"{len(got)} calls, expected {len(expected)}"

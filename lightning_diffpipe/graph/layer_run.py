@@ -1,0 +1,291 @@
+"""Walking through a step layer by layer: what stage runs and frozen runs have in common.
+
+A run answers every layer call of a step: it executes its own layers, and hands out received tensors or
+dummies for the others. All that can be known in advance is worked out once per view (`RunPlan`), so that
+a stubbed call costs a few microseconds. The sequence of calls and the shapes, types and constants of all
+executed outputs are compared with the probe; a step that behaves differently stops with a clear error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.cut import StageCut
+from lightning_diffpipe.graph.interception import Site
+from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
+
+
+class Stop(BaseException):
+    """Ends the step after the last own layer (no Exception, so that steps do not swallow it)."""
+
+
+class OpaqueOutput:
+    """Stands for an output of a foreign layer that cannot travel; any use of it is an error."""
+
+    def __init__(self, layer_name: str, type_name: str) -> None:
+        self._names = layer_name, type_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        layer_name, type_name = self._names
+        raise GraphError(
+            f"{layer_name} returns a {type_name}, of which {name!r} is read on another stage; only tensors, "
+            "numbers, strings and containers known to torch.utils._pytree can cross: register the type "
+            "with torch.utils._pytree.register_dataclass, or return a tuple"
+        )
+
+
+class RunPlan:
+    """What a view knows before it runs.
+
+    Args:
+        graph: The probed step.
+        cut: What is executed here.
+        fill: Value of dummies; NaN shows that they reach no result.
+    """
+
+    def __init__(self, graph: LayerGraph, cut: StageCut, fill: float = 0.0) -> None:
+        self.graph, self.cut, self.fill = graph, cut, fill
+        self.names, self.sites = graph.layer_names, graph.site_names
+        self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
+        self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
+        received = set(cut.received)
+        self.sent = _by_layer(key for key in cut.sent if key not in received)
+        self.needed = _by_layer(cut.needed)
+        self._dummies: dict[TensorKey, Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def dummy(self, layer: Layer, leaf: int) -> Tensor:
+        """A tensor of the right shape, strides and type; all share the memory of the largest one."""
+        key = (layer.index, leaf)
+        if key not in self._dummies:
+            self._dummies[key] = self._make_dummy(layer.outputs[leaf])
+        dummy = self._dummies[key]
+        return dummy.clone() if leaf in layer.mutated else dummy.detach()
+
+    def _make_dummy(self, spec: TensorSpec) -> Tensor:
+        if spec.dtype not in self._scratch:
+            specs = [o for x in self.graph.layers for o in x.outputs if isinstance(o, TensorSpec)]
+            size = max(torch.Size(o.shape).numel() for o in specs if o.dtype == spec.dtype)
+            floating = spec.dtype.is_floating_point or spec.dtype.is_complex
+            self._scratch[spec.dtype] = torch.full(
+                (size,), self.fill if floating else 0, dtype=spec.dtype, device=spec.device
+            )
+        return self._scratch[spec.dtype].as_strided(spec.shape, spec.stride)
+
+
+def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for layer, leaf in keys:
+        found.setdefault(layer, set()).add(leaf)
+    return {layer: frozenset(leaves) for layer, leaves in found.items()}
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class LayerRun:
+    """One walk through the step.
+
+    Attributes:
+        outputs: Tensors made here that others read, still attached to the autograd graph.
+        checkpointing: Layers called now are to be checkpointed.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.outputs: dict[TensorKey, Tensor] = {}
+        self.checkpointing = False
+        self._plan = plan
+        self._position = 0
+        self._inside = self._in_fine = self._stopping = False
+
+    def checkpoints_layers(self) -> bool:
+        """Whether a checkpoint called now lies around layers."""
+        return not self._inside
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Values logged here may be dummies: muted."""
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes or stubs the next layer."""
+        if self._inside:
+            return self.call_inside(site, args, kwargs)
+        plan, position = self._plan, self._position
+        if site.name not in plan.sites:
+            return site.diffpipe_original(*args, **kwargs)  # an expanded container: glue
+        if self._stopping:
+            raise Stop
+        if position >= len(plan.names) or plan.names[position] != site.name:
+            raise self._unexpected(site.name)
+        layer = plan.graph.layers[position]
+        self._position = position + 1
+        if position not in plan.cut.layers:
+            for _ in range(layer.num_seeds):
+                rng.draw_seed()
+            return self._stub(layer)
+        out = self._checked(layer, self.execute(layer, site, args, kwargs))
+        if position == plan.final:
+            self._stop_after(site.module)
+        return out
+
+    def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Inside a layer, the layers of the fine graph keep their private random streams."""
+        plan = self._plan
+        if self._in_fine or site.name not in plan.fine:
+            return site.diffpipe_original(*args, **kwargs)
+        self._in_fine = True
+        try:
+            self.before_fine_layer(site.name)
+            if site.name not in plan.seeded:
+                return site.diffpipe_original(*args, **kwargs)
+            with rng.private_stream(plan.graph.host_random):
+                return site.diffpipe_original(*args, **kwargs)
+        finally:
+            self._in_fine = False
+
+    def before_fine_layer(self, name: str) -> None:
+        """Frozen runs pause here."""
+
+    def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
+        """Calls an own layer."""
+        checkpointing = self.checkpointing and torch.is_grad_enabled()
+        self._inside = True
+        try:
+            if checkpointing:
+                return torch.utils.checkpoint.checkpoint(
+                    self.call_inside, site, args, kwargs, use_reentrant=False
+                )
+            return self.call_inside(site, args, kwargs)
+        finally:
+            self._inside = False
+
+    def received(self, layer: Layer, leaf: int) -> Tensor:
+        """The tensor of a foreign layer that is read here."""
+        raise NotImplementedError
+
+    def walk(self, call: Callable[[], Any]) -> Any:
+        """Runs the step until its end, or until all own layers are done (then the result is None)."""
+        plan = self._plan
+        if plan.final < 0:
+            return None
+        try:
+            result = call()
+        except Stop:
+            return None
+        if self._position < min(plan.final + 1, len(plan.names)):
+            raise GraphError(
+                f"the step ended after {self._position} layer calls, the probe saw {len(plan.names)}; the next "
+                f"would have been {plan.names[self._position]}. All batches must call the same layers"
+            )
+        return result
+
+    def _unexpected(self, name: str) -> GraphError:
+        names, position = self._plan.names, self._position
+        expected = names[position] if position < len(names) else "the end of the step"
+        return GraphError(
+            f"layer call {position} is {name}, but the probe saw {expected}: the step takes another way "
+            "than when it was probed. Branches on random numbers, counters or epochs must lie inside the "
+            "forward of one module, so that all batches call the same layers"
+        )
+
+    def _stop_after(self, module: nn.Module) -> None:
+        if module._forward_hooks or nn.modules.module._global_forward_hooks:
+            self._stopping = True  # its hooks shall see the output; the next layer call stops
+        else:
+            raise Stop
+
+    def _stub(self, layer: Layer) -> Any:
+        needed = self._plan.needed.get(layer.index, _NONE)
+        flat: list[Any] = []
+        for leaf, expected in enumerate(layer.outputs):
+            if isinstance(expected, TensorSpec):
+                if leaf in needed:
+                    flat.append(self.received(layer, leaf))
+                else:
+                    flat.append(self._plan.dummy(layer, leaf))
+            elif isinstance(expected, SameAs):
+                flat.append(flat[expected.leaf])
+            elif isinstance(expected, Opaque):
+                flat.append(OpaqueOutput(layer.name, expected.type_name))
+            else:
+                flat.append(expected)
+        return pytree.tree_unflatten(flat, layer.spec)
+
+    def _checked(self, layer: Layer, out: Any) -> Any:
+        """Compares an output with the probe, keeps what will be sent, hands out the rest."""
+        flat, spec = pytree.tree_flatten(out)
+        if len(flat) != len(layer.outputs):
+            raise GraphError(
+                f"{layer.name} returned {len(flat)} values, the probe saw {len(layer.outputs)}; a module "
+                "must return the same structure for all batches of one signature"
+            )
+        sent = self._plan.sent.get(layer.index, _NONE)
+        changed = bool(layer.mutated)
+        for leaf, expected in enumerate(layer.outputs):
+            value = flat[leaf]
+            if isinstance(expected, TensorSpec):
+                if not isinstance(value, Tensor) or expected.mismatch(value):
+                    raise _wrong_output(layer, leaf, value, expected)
+                if leaf in sent:
+                    flat[leaf] = self._keep(layer, leaf, value, expected)
+                    changed = changed or flat[leaf] is not value
+            elif not isinstance(expected, SameAs | Opaque) and not _equal(value, expected):
+                raise _wrong_output(layer, leaf, value, expected)
+        return self._handed_out(layer, flat, spec) if changed else out
+
+    def _handed_out(self, layer: Layer, flat: list[Any], spec: Any) -> Any:
+        for leaf in layer.mutated:
+            flat[leaf] = flat[leaf].clone()
+        for leaf, expected in enumerate(layer.outputs):
+            if isinstance(expected, SameAs):
+                flat[leaf] = flat[expected.leaf]
+        return pytree.tree_unflatten(flat, spec)
+
+    def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
+        if torch.is_grad_enabled() and value.requires_grad != expected.requires_grad:
+            raise GraphError(
+                f"output {leaf} of {layer.name} has requires_grad={value.requires_grad}, the probe saw "
+                f"{expected.requires_grad}; parameters were frozen or unfrozen since, which changes the plan: "
+                "do it before training starts"
+            )
+        value = with_layout(value, expected)
+        self.outputs[layer.index, leaf] = value
+        return value
+
+
+def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor in the memory layout of the probe: receivers reserve it, and `*_like` depends on it."""
+    stride = value.stride()
+    if stride == spec.stride or all(
+        size < 2 or a == b for size, a, b in zip(spec.shape, stride, spec.stride, strict=True)
+    ):
+        return value
+    empty = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device)
+    return empty.copy_(value)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    return type(value) is type(expected) and (value == expected or value != value)
+
+
+def _wrong_output(layer: Layer, leaf: int, value: Any, expected: Any) -> GraphError:
+    if isinstance(expected, TensorSpec) and isinstance(value, Tensor):
+        return GraphError(
+            f"output {leaf} of {layer.name} is {expected.mismatch(value)}; batches of another size need "
+            "a graph of their own (reprobe), sizes that depend on values cannot be cut here"
+        )
+    if isinstance(expected, TensorSpec):
+        expected = "a tensor"
+    return GraphError(
+        f"output {leaf} of {layer.name} is {value!r}, the probe saw {expected!r}. Other stages use the value "
+        "the probe saw, so it must not vary between batches: return it as a tensor, or compute it outside"
+    )

@@ -1,0 +1,102 @@
+"""Which parameters live on this rank: all others become placeholders without memory.
+
+A placeholder is one NaN, expanded to the shape of the parameter: modules, names, list lengths and
+state-dict keys stay as they are, and a value that should not have been read is loud. `Parameter` objects
+keep their identity, so that optimizers built before or after find the same ones.
+
+Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+
+_STRIDE = "_diffpipe_stride"
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether a parameter lives on another rank."""
+    return hasattr(tensor, _STRIDE)
+
+
+def true_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a parameter where it lives; of any other tensor its own."""
+    return tuple(getattr(tensor, _STRIDE, None) or tensor.stride())
+
+
+def place_parameters(
+    root: nn.Module, resident: Collection[str], device: torch.device | str
+) -> tuple[str, ...]:
+    """Frees all parameters but the resident ones, and moves those, and all buffers, to the device.
+
+    Args:
+        root: The module; changed in place. May be called again with other resident names as long as
+            no placeholder becomes resident.
+        resident: Names of the parameters that stay.
+        device: Where they shall live, and where placeholders pretend to live.
+
+    Returns:
+        Names of the placeholders.
+
+    Raises:
+        GraphError: A name is unknown, or names a parameter whose values are gone.
+    """
+    parameters = dict(root.named_parameters())
+    unknown = set(resident) - parameters.keys()
+    gone = [name for name in resident if name in parameters and is_placeholder(parameters[name])]
+    if unknown:
+        raise GraphError(f"{len(unknown)} resident parameters do not exist, e.g. {min(unknown)}")
+    if gone:
+        raise GraphError(f"{gone[0]} was freed on this rank; load it with restore_parameters() first")
+    foreign = []
+    for name, parameter in parameters.items():
+        if name in resident:
+            if parameter.device != torch.device(device):
+                parameter.data = parameter.data.to(device)
+            continue
+        _free(parameter, torch.device(device))
+        foreign.append(name)
+    for module in root.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != torch.device(device):
+                module._buffers[key] = buffer.to(device)
+    return tuple(foreign)
+
+
+def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Gives placeholders their values, and thereby memory, back.
+
+    Args:
+        root: The module; changed in place.
+        values: Values by parameter name, of the right shape.
+
+    Raises:
+        GraphError: A value has the wrong shape.
+    """
+    parameters = dict(root.named_parameters())
+    for name, value in values.items():
+        parameter = parameters[name]
+        if value.shape != parameter.shape:
+            raise GraphError(
+                f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
+            )
+        real = torch.empty_strided(
+            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+        )
+        parameter.data = real.copy_(value)
+        if is_placeholder(parameter):
+            delattr(parameter, _STRIDE)
+
+
+def _free(parameter: nn.Parameter, device: torch.device) -> None:
+    if not is_placeholder(parameter):
+        setattr(parameter, _STRIDE, tuple(parameter.stride()))
+    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+    value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
+    parameter.grad = None
+    parameter.data = value.expand(parameter.shape)

@@ -1,0 +1,225 @@
+"""Where every value came from: a dispatch mode that tags storages with layers and parameters.
+
+While the step runs once, every operator passes by. Its outputs get the union of the tags of its inputs,
+so that, when a layer starts, the tags of what it reads tell exactly which outputs of earlier layers and
+which parameters it depends on, through any amount of glue. No knowledge about architectures enters.
+
+Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
+(an output of a layer), a string (a parameter), `Leak` (made or changed inside a layer and not, or not
+yet, returned by it), or None (data: random, or from a storage that is neither parameter nor buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
+from lightning_diffpipe.graph.rng import draws
+
+_VALUE_READS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Tag of a value that lives inside a layer."""
+
+    layer: int
+
+
+class LeakError(Exception):
+    """A value left a layer by another way than being returned; the layer has to be expanded."""
+
+    def __init__(self, layer: int, reader: str) -> None:
+        super().__init__(layer, reader)
+        self.layer, self.reader = layer, reader
+
+
+class EscapeError(Exception):
+    """A fake copy reached back to the module it was copied from."""
+
+
+@dataclass
+class Record:
+    """What is known about a layer while the probe runs."""
+
+    index: int
+    name: str
+    reads: set[Any] = field(default_factory=set)
+    cost: int = 0
+    drew: bool = False
+    num_seeds: int = 0
+    num_fine: int = 0
+    fine_start: int = 0
+    mutated: set[int] = field(default_factory=set)
+    written_buffers: set[str] = field(default_factory=set)
+    spec: Any = None
+    outputs: list[Any] = field(default_factory=list)
+    argument_dims: list[Any] = field(default_factory=list)
+    output_dims: list[Any] = field(default_factory=list)
+
+
+class Provenance(TorchDispatchMode):
+    """Tags storages while a step runs; see the module docstring.
+
+    Attributes:
+        current: The layer being executed, None in glue.
+        control: Tags that Python control flow may depend on from now on.
+        glue_draws: Called when glue draws random numbers.
+    """
+
+    def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self.current: Record | None = None
+        self.control: set[Any] = set()
+        self.glue_drew = False
+        self.paused = False
+        self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
+        self._owner: dict[int, tuple[int, int]] = {}
+        self._buffer: dict[int, str] = {}
+        self._parameters = {id(p) for p in module.parameters()}
+        # Storages of the module a fake copy was made from: reading one means that the copy leaks.
+        self._originals = (
+            {_key(t) for t in [*original.parameters(), *original.buffers()]} if original else set()
+        )
+        for name, buffer in module.named_buffers():
+            self.set_tags(buffer, [])
+            self._buffer[_key(buffer)] = name
+        for name, parameter in module.named_parameters():
+            known = self._tags.get(_key(parameter), (None, frozenset()))[1]
+            self.set_tags(parameter, known | {name})
+
+    def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
+        """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
+        self._tags[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), frozenset(tags))
+
+    def own(self, tensor: Tensor, key: tuple[int, int]) -> None:
+        """Declares a tensor to be an output of a layer."""
+        self.set_tags(tensor, {key})
+        self._owner[_key(tensor)] = key
+
+    def _raw(self, tensors: list[Tensor]) -> set[Any]:
+        tags: set[Any] = set()
+        for tensor in tensors:
+            entry = self._tags.get(_key(tensor))
+            if entry is not None:
+                tags |= entry[1]
+                continue
+            tags.add(None)
+            if _key(tensor) in self._originals:
+                raise EscapeError
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
+                raise GraphError(
+                    f"the step reads a parameter of shape {tuple(tensor.shape)} that is not registered on "
+                    "its module, so it would run on every stage; make its owner a submodule, e.g. "
+                    "`self.encoder = encoder.requires_grad_(False)` instead of keeping it in a list"
+                )
+        return tags
+
+    def of(self, tree: Any) -> set[Any]:
+        """Tags of all tensors in a tree.
+
+        Raises:
+            LeakError: One of them lives inside a layer that is not the current one.
+        """
+        tags = self._raw(tensors_in(tree))
+        inside = None if self.current is None else self.current.index
+        for tag in tags:
+            if isinstance(tag, Leak) and tag.layer != inside:
+                reader = "code between layers" if self.current is None else self.current.name
+                raise LeakError(tag.layer, reader)
+        return {tag for tag in tags if not isinstance(tag, Leak)}
+
+    def value_read(self, tree: Any) -> None:
+        """A value becomes a Python object: all that follows may depend on it."""
+        (self.control if self.current is None else self.current.reads).update(self.of(tree))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        raw, read = self._raw(inputs), self.of(inputs)
+        name = func.overloadpacket.__name__
+        if name.startswith("new_") or (name.endswith("_like") and not name.startswith("rand")):
+            read = set()  # reads the shape only; random ones depend on strides, too
+        if draws(func, args, kwargs):
+            raw, read = raw | {None}, read | {None}
+            self._note_draw()
+        before = {_key(t) for t in inputs}
+        out = func(*args, **kwargs)
+        new = self._new_tags(func, raw, read)
+        if self.current is not None:
+            self.current.cost += operator_cost(func, args, kwargs, out)
+        for tensor in tensors_in(out):
+            if _key(tensor) not in before:
+                self.set_tags(tensor, new)
+        if func._schema.is_mutable:
+            self._note_writes(func, args, kwargs, new)
+        return out
+
+    def _note_draw(self) -> None:
+        if self.current is None:
+            self.glue_drew = True
+        else:
+            self.current.drew = True
+
+    def _new_tags(self, func: Any, raw: set[Any], read: set[Any]) -> set[Any]:
+        if self.current is None:
+            if _VALUE_READS & set(func.tags):  # .item(), `if tensor:`, nonzero()
+                self.control |= read
+            return read
+        self.current.reads |= read
+        # Made of parameters only, e.g. a cached table or a cast weight: every stage can make it again.
+        constant = all(isinstance(tag, str) for tag in raw)
+        return read if constant else {Leak(self.current.index)}
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, new: set[Any]) -> None:
+        inside = None if self.current is None else self.current.index
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            for tensor in tensors_in(value):
+                owner = self._owner.get(_key(tensor))
+                if owner is not None and owner[0] != inside:
+                    self.records[owner[0]].mutated.add(owner[1])
+                if not self._is_own_state(tensor):
+                    self.set_tags(tensor, self._raw([tensor]) | new)
+
+    def _is_own_state(self, tensor: Tensor) -> bool:
+        """A module that updates its own buffers (running statistics) does not leak."""
+        buffer = self._buffer.get(_key(tensor))
+        if self.current is None or buffer is None:
+            return False
+        self.current.written_buffers.add(buffer)
+        return buffer.startswith(self.current.name + ".")
+
+
+class ValueReads(TorchFunctionMode):
+    """Sees the ways in which values become Python objects without passing the dispatcher."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        super().__init__()
+        self._provenance = provenance
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
+            self._provenance.value_read(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,163 @@
+"""Running any code on all ranks in lock step, each layer where its parameters live.
+
+For validation and sampling on the training partition: nobody probed that code, and no gradient flows.
+All ranks run the same code on the same data. A call of a module whose parameters live on one rank is
+executed there, and its output handed to the others; a module whose parameters are spread is entered; one
+without, or with parameters that every rank has, runs everywhere. Parameters read outside of such calls
+(by a container's own code, or tied weights) are lent by their owner.
+
+    rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
+    rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_diffpipe.errors import ForeignLayerError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.placement import is_placeholder
+
+Share = Callable[[int, Any], Any]
+"""`share(owner, output)` gives every rank the owner's output; a collective call."""
+
+_FORM_READS = frozenset(
+    "size dim numel stride is_floating_point is_complex element_size __len__ __hash__ __format__ "
+    "requires_grad_ type nelement is_contiguous get_device untyped_storage data_ptr __repr__".split()
+)
+_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real"})
+
+
+class RelayView:
+    """Lets the ranks of a pipeline run code together.
+
+    Args:
+        root: The module; the same on all ranks, apart from placeholders.
+        interception: Installed on the root.
+        owners: For every parameter that some rank lacks, the rank that answers for it; equal on all
+            ranks. Parameters not named here are held by all.
+        share: Hands an output from its owner to all.
+    """
+
+    def __init__(
+        self, root: nn.Module, interception: Interception, owners: Mapping[str, int], share: Share
+    ) -> None:
+        self._root, self._interception, self._share = root, interception, share
+        named = dict(root.named_parameters())
+        self._owners = {id(p): (owners[n], n) for n, p in named.items() if n in owners}
+        self._names = {
+            name
+            for name, module in root.named_modules()
+            if name and any(id(p) in self._owners for p in module.parameters())
+        }
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, all ranks must run the same code."""
+        run = RelayRun(self._owners, self._share)
+        with (
+            self._interception.also_watching(self._names),
+            self._interception.running(run),
+            _LentParameters(run),
+        ):
+            yield
+
+
+class RelayRun:
+    """Answers calls while a relay view is active."""
+
+    def __init__(self, owners: Mapping[int, tuple[int, str]], share: Share) -> None:
+        self.checkpointing = False
+        self.inside = False
+        self._owners, self._share = owners, share
+        self._decisions: dict[str, int | None] = {}
+        self._lent: dict[int, Tensor] = {}
+
+    def checkpoints_layers(self) -> bool:
+        """Nothing is recomputed here."""
+        return False
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """All ranks see the same values."""
+        return original(*args, **kwargs)
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a module, receives its output, or enters it."""
+        if self.inside:
+            return site.diffpipe_original(*args, **kwargs)
+        if site.name not in self._decisions:
+            self._decisions[site.name] = self._decide(site.module)
+        owner = self._decisions[site.name]
+        if owner is None:
+            return site.diffpipe_original(*args, **kwargs)
+        if any(is_placeholder(p) for p in site.module.parameters()):
+            return self._share(owner, None)
+        return self._share(owner, self._execute(site, args, kwargs))
+
+    def lend(self, parameter: Tensor) -> Tensor | None:
+        """The value of a parameter that not all ranks hold, None if all do."""
+        entry = self._owners.get(id(parameter))
+        if entry is None or self.inside:
+            return None
+        owner, name = entry
+        if id(parameter) not in self._lent:
+            here = None if is_placeholder(parameter) else parameter.detach()
+            value = self._share(owner, here)
+            if not isinstance(value, Tensor):
+                raise ForeignLayerError(f"{name} is read here, but no rank holds it")
+            self._lent[id(parameter)] = value
+        return self._lent[id(parameter)]
+
+    def _decide(self, module: nn.Module) -> int | None:
+        owners = {self._owners[id(p)][0] for p in module.parameters() if id(p) in self._owners}
+        return owners.pop() if len(owners) == 1 else None
+
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Leaves the global random streams as they are where the module does not run."""
+        self.inside = True
+        try:
+            with rng.preserved(host=True):
+                seed = zlib.crc32(rng.capture(host=False).cpu.numpy().tobytes())
+                rng.seed_all(seed, host=True)
+                return site.diffpipe_original(*args, **kwargs)
+        finally:
+            self.inside = False
+
+
+class _LentParameters(TorchFunctionMode):
+    """Replaces parameters that code between modules reads by their owner's values."""
+
+    def __init__(self, run: RelayRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._run.inside and _reads_values(func):
+            args = tuple(map(self._lent, args))
+            kwargs = {key: self._lent(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _lent(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            with torch._C.DisableTorchFunction():
+                lent = self._run.lend(value)
+            return value if lent is None else lent
+        if type(value) in (list, tuple):
+            return type(value)(map(self._lent, value))
+        return value
+
+
+def _reads_values(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
+    return name not in _FORM_READS

@@ -1,0 +1,273 @@
+"""One traced run of the step: layer calls become records, containers become spans.
+
+The tracer wraps three kinds of modules: layers (traced), expanded containers (their extent in the
+sequence of layers is noted, and whether their own glue draws random numbers) and, inside a folded
+layer, the layers of the fine graph (counted, as each of them seeds a stream of its own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
+from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
+
+LOG_METHODS = ("log", "log_dict")
+
+
+@contextlib.contextmanager
+def logging_replaced(module: nn.Module, sink: Callable[..., None]) -> Iterator[None]:
+    """Sends `self.log` and `self.log_dict` to `sink(args, kwargs)` for the time of a probe."""
+    saved = {name: module.__dict__.get(name) for name in LOG_METHODS if hasattr(module, name)}
+    for name in saved:
+        module.__dict__[name] = lambda *args, **kwargs: sink(args, kwargs)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = value
+
+
+@contextlib.contextmanager
+def checkpointing_off() -> Iterator[None]:
+    """Activation checkpointing changes no value: the probe calls the function itself, at any binding."""
+    module: Any = torch.utils.checkpoint
+    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    class Plain:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return run(*args)
+
+    def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    module._checkpoint_without_reentrant_generator = plain_generator
+    module.CheckpointFunction = Plain
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = function
+
+
+@contextlib.contextmanager
+def gradients_refused(allowed: Callable[[], bool]) -> Iterator[None]:
+    """Refuses gradients that the step takes itself: between layers they would cross stages."""
+    saved = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            if allowed():
+                return saved[name](*args, **kwargs)
+            raise GraphError(
+                f"the step computes gradients itself ({_caller()} calls torch.autograd.{name}), but in a "
+                "pipeline they would have to cross stages. Return the loss and leave its gradient to the "
+                "trainer (automatic optimization); if the gradient is part of a model, compute it inside "
+                "the forward of one small module, which then becomes one layer"
+            )
+
+        return taken
+
+    for name in saved:
+        setattr(torch.autograd, name, refuse(name))
+    try:
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(torch.autograd, name, function)
+
+
+def _caller() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        path = frame.filename.replace("\\", "/")
+        if "/torch/" not in path and "/lightning_diffpipe/graph/" not in path:
+            return f"{frame.filename}:{frame.lineno}"
+    return "it"
+
+
+class Tracer:
+    """Runs a step once and keeps what its layers read.
+
+    Args:
+        module: The module that runs (a fake copy, or the real one).
+        original: The module it is a copy of, if it is.
+        layers: Modules whose outermost calls are layers.
+        containers: Expanded modules.
+        fine: Modules of the layers of the fine graph, to be counted inside folded layers.
+        seeded: Those of them that draw random numbers; None: find out.
+        fake: Values are fake, so that states of generators tell nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: nn.Module | None,
+        layers: Collection[str],
+        containers: Collection[str],
+        fine: Collection[str],
+        seeded: Collection[str] | None,
+        fake: bool,
+    ) -> None:
+        self.provenance = Provenance(module, original)
+        self.calls: list[Call] = []
+        self.fine_names: list[str] = []
+        self.logged: set[Any] = set()
+        self._module, self._layers, self._containers = module, set(layers), set(containers)
+        self._fine, self._seeded, self._fake = set(fine), seeded, fake
+        self._open: list[bool] = []
+        self._in_fine = False
+
+    @property
+    def records(self) -> list[Record]:
+        """The layers, in call order."""
+        return self.provenance.records
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Runs the step.
+
+        Raises:
+            LeakError: A layer must be expanded.
+            GraphError: The step takes gradients itself, or reads parameters nobody registered.
+        """
+        names = self._layers | self._containers | self._fine
+        inside = lambda: self.provenance.current is not None  # noqa: E731
+        with (
+            forward_replaced(self._module, names, self._wrap),
+            logging_replaced(self._module, self._log),
+            checkpointing_off(),
+            gradients_refused(inside),
+            ValueReads(self.provenance),
+            self.provenance,
+        ):
+            return call()
+
+    def _log(self, args: Any, kwargs: Any) -> None:
+        self.logged |= self.provenance.of((args, kwargs))
+
+    def _wrap(self, name: str, forward: Forward) -> Forward:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self.provenance.current is not None:
+                return self._inside(name, forward, args, kwargs)
+            if name in self._layers:
+                return self._layer(name, forward, args, kwargs)
+            if name in self._containers:
+                return self._container(name, forward, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return traced
+
+    def _inside(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if name not in self._fine or self._in_fine:
+            return forward(*args, **kwargs)
+        with self._fine_call(name):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _fine_call(self, name: str) -> Iterator[None]:
+        record = self.provenance.current
+        assert record is not None
+        self._in_fine = True
+        self.fine_names.append(name)
+        record.num_fine += 1
+        record.num_seeds += self._seeded is not None and name in self._seeded
+        try:
+            yield
+        finally:
+            self._in_fine = False
+
+    def _container(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        first, before = len(self.records), self.provenance.glue_drew
+        self.provenance.glue_drew = False
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            drew = self.provenance.glue_drew
+            self.calls.append(Call(name, first, len(self.records), drew))
+            self.provenance.glue_drew = drew or before
+
+    def _layer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        mode = self.provenance
+        record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
+        record.argument_dims = leading_dims((args, kwargs))
+        self.records.append(record)
+        state = None if self._fake else rng.capture(host=False)
+        mode.current = record
+        try:
+            with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
+                out = forward(*args, **kwargs)
+            record.reads |= mode.of(out)  # what is passed through
+        finally:
+            mode.current = None
+        if state is not None:
+            record.drew = not _same(state, rng.capture(host=False))
+        return self._hand_out(record, out)
+
+    def _hand_out(self, record: Record, out: Any) -> Any:
+        """Gives every output a storage of its own, so that inputs passed through keep their tags."""
+        flat, record.spec = pytree.tree_flatten(out)
+        record.output_dims = leading_dims(out)
+        seen: dict[int, int] = {}
+        copies: list[Any] = []
+        self.provenance.paused = True
+        for leaf, value in enumerate(flat):
+            if not isinstance(value, Tensor):
+                known = isinstance(value, CONSTANT_TYPES)
+                record.outputs.append(value if known else Opaque(type(value).__name__))
+                copies.append(value)
+            elif id(value) in seen:
+                record.outputs.append(SameAs(seen[id(value)]))
+                copies.append(copies[seen[id(value)]])
+            else:
+                seen[id(value)] = leaf
+                record.outputs.append(TensorSpec.of(value))
+                copies.append(value.clone())
+                self.provenance.own(copies[-1], (record.index, leaf))
+        self.provenance.paused = False
+        return pytree.tree_unflatten(copies, record.spec)
+
+
+def leading_dims(tree: Any) -> list[Any]:
+    """Size of dimension 0 of every tensor leaf (-1 for scalars), other leaves as text."""
+    return [
+        (leaf.shape[0] if leaf.ndim else -1)
+        if isinstance(leaf, Tensor)
+        else (repr(leaf) if isinstance(leaf, CONSTANT_TYPES) else type(leaf).__name__)
+        for leaf in pytree.tree_leaves(tree)
+    ]
+
+
+def _same(a: rng.RandomState, b: rng.RandomState) -> bool:
+    cuda = a.cuda is b.cuda or (a.cuda is not None and b.cuda is not None and a.cuda.equal(b.cuda))
+    return a.cpu.equal(b.cpu) and cuda
+
+
+def trained_parameters(loss: Tensor, names: dict[int, str]) -> frozenset[str]:
+    """Parameters that a gradient of the loss reaches, found in the autograd graph without running it."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in names:
+            found.add(names[id(variable)])
+        stack.extend(child for child, _ in node.next_functions)
+    return frozenset(found)

@@ -1,0 +1,188 @@
+"""Running one stage: the step's own code, with stubs for the layers of other stages.
+
+    view = StageView(module, graph, cut.stages[1], interception)
+    run = view.forward(lambda: module.training_step(microbatch, 0), seed=17, received=tensors)
+    send(run.outputs)                                # to the stage after it
+    gradients = run.backward(gradients_of_outputs)   # for the stage before it
+
+Every stage runs the same callable from the same seed. A layer call is executed where it belongs;
+elsewhere it hands out received tensors if something here reads them, or else dummies. So a stage is a
+function of received tensors and parameters, and by the chain rule gradients are plain sums over stages.
+The run stops when its last own layer is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.cut import StageCut
+from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
+from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan, with_layout
+from lightning_diffpipe.graph.probe import loss_of
+
+__all__ = ["FrozenView", "StageRun", "StageView"]
+
+Log = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Receives what the step logs: name of the method ("log" or "log_dict"), arguments."""
+
+
+class StageView:
+    """Runs a step as one stage of it.
+
+    Args:
+        root: The module whose step it is.
+        graph: The probed step, for batches of one signature.
+        cut: What this stage executes, receives and sends.
+        interception: Installed on the root; shared by all views of it.
+        verify: Fill dummies with NaN, so that reading one can never go unnoticed.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: LayerGraph,
+        cut: StageCut,
+        interception: Interception,
+        *,
+        verify: bool = False,
+    ) -> None:
+        self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
+        interception.watch(graph.site_names)
+        self._plan = RunPlan(graph, cut, float("nan") if verify else 0.0)
+
+    def forward(
+        self,
+        call: Callable[[], Any],
+        *,
+        seed: int,
+        received: Mapping[TensorKey, Tensor] | None = None,
+        log: Log | None = None,
+    ) -> StageRun:
+        """Runs the layers of this stage for one microbatch.
+
+        Args:
+            call: Runs the user's step, e.g. `lambda: module.training_step(microbatch, 0)`.
+            seed: Seed of the glue; the same on all stages for one microbatch.
+            received: Tensors from the stage before (`cut.received`) and from frozen layers
+                (`cut.frozen_received`).
+            log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the
+                step's own logging alone.
+
+        Returns:
+            The run, with its outputs; on the last stage with its loss.
+
+        Raises:
+            GraphError: The step differs from its probe, or a tensor is missing.
+        """
+        run = StageRun(self._plan, self.interception, received or {}, log)
+        host = self.graph.host_random
+        with rng.preserved(host), self.interception.running(run):
+            rng.seed_all(seed, host)
+            run._finish(run.walk(call))
+        return run
+
+
+class StageRun(LayerRun):
+    """One microbatch on one stage, between its forward and its backward pass.
+
+    Attributes:
+        loss: The loss, on the last stage.
+        result: All that the step returned, on the last stage.
+        outputs: Tensors for the stage after it, including those passed through, attached to autograd.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        interception: Interception,
+        received: Mapping[TensorKey, Tensor],
+        log: Log | None,
+    ) -> None:
+        super().__init__(plan)
+        self.loss: Tensor | None = None
+        self.result: Any = None
+        self._interception, self._log = interception, log
+        self._received = received
+        self._leaves: dict[TensorKey, Tensor] = {}
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Only the last stage sees real values."""
+        if not self._plan.cut.is_last:
+            return None
+        if self._log is None:
+            return original(*args, **kwargs)
+        return self._log(method, args, kwargs)
+
+    def received(self, layer: Layer, leaf: int) -> Tensor:
+        """A received tensor as a leaf of this stage's autograd graph."""
+        key, spec = (layer.index, leaf), layer.outputs[leaf]
+        value = self._received.get(key)
+        if value is None:
+            raise GraphError(f"stage {self._plan.cut.index} did not receive output {leaf} of {layer.name}")
+        if spec.mismatch(value):
+            raise GraphError(f"received for output {leaf} of {layer.name}: {spec.mismatch(value)}")
+        tensor = with_layout(value.detach(), spec)
+        tensor.requires_grad_(spec.requires_grad and not layer.frozen)
+        self._leaves[key] = tensor
+        return tensor.clone() if leaf in layer.mutated else tensor
+
+    def _finish(self, result: Any) -> None:
+        cut = self._plan.cut
+        if cut.is_last:
+            self.result, self.loss = result, loss_of(result)
+        for key in cut.sent:
+            if key not in self.outputs:
+                self.outputs[key] = self._received[key].detach()
+        self._received = {}
+
+    def backward(
+        self,
+        grad_outputs: Mapping[TensorKey, Tensor] | None = None,
+        loss_scale: float | Tensor = 1.0,
+    ) -> dict[TensorKey, Tensor]:
+        """Backpropagates through this stage, into `.grad` of its parameters.
+
+        Args:
+            grad_outputs: Gradients of `cut.sent_gradients`.
+            loss_scale: Weight of this microbatch's loss, on the last stage.
+
+        Returns:
+            Gradients of `cut.received_gradients`; zeros where nothing here reads a tensor.
+        """
+        cut, grads = self._plan.cut, grad_outputs or {}
+        roots = [k for k in cut.sent_gradients if k in grads and self.outputs[k].requires_grad]
+        tensors = [self.outputs[key] for key in roots]
+        gradients = [grads[key] for key in roots]
+        if self.loss is not None and self.loss.requires_grad:
+            tensors.append(self.loss)
+            gradients.append(torch.ones_like(self.loss) * loss_scale)
+        self._inside = True  # what runs now is recomputation inside layers
+        interception = self._interception
+        if tensors:
+            with (
+                rng.preserved(self._plan.graph.host_random),
+                interception.running(self),
+                interception.recomputed_by(self),
+            ):
+                torch.autograd.backward(tensors, gradients)
+        result = {key: self._gradient(key, grads) for key in cut.received_gradients}
+        self.outputs.clear()
+        self._leaves.clear()
+        return result
+
+    def _gradient(self, key: TensorKey, grads: Mapping[TensorKey, Tensor]) -> Tensor:
+        leaf, passed = self._leaves.get(key), grads.get(key)
+        own = leaf.grad if leaf is not None else None
+        if own is not None and passed is not None:
+            return own + passed
+        if own is not None or passed is not None:
+            return own if own is not None else passed
+        return self._plan.graph.spec(key).empty(leaf.device if leaf is not None else None).zero_()
