@@ -39,7 +39,6 @@ from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.estimate import estimate_profile
-from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.runtime.engine import (
     Engine,
     PartitionedStepCache,
@@ -410,6 +409,8 @@ def _profile(
     if source == "flops":
         return estimate_profile(module, graph)
     if source == "measure":
+        from lightning_diffpipe.profiling.measure import measure_profile
+
         return measure_profile(module, step, batch, graph, device=device)
     path = Path(source)
     if not path.is_file():

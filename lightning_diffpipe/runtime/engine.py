@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
+from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.view import FrozenView, StageView
+from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule

@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.graph.layer import TensorKey, TensorSpec
+from lightning_diffpipe.graph.frozen import join_samples
+from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
 from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.message import MessageLayout
@@ -115,7 +116,9 @@ class FrozenWork:
         spec = self._works[part.microbatch].partitioned.graph.spec(key)
         if not spec.rows:
             return spec
-        return replace(spec, shape=(spec.rows * part.num_samples, *spec.shape[1:]))
+        shape = (spec.rows * part.num_samples, *spec.shape[1:])
+        strided = torch.empty_strided(shape, spec.stride, device="meta")
+        return replace(spec, shape=shape, stride=dense_stride(strided))
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """This part's own rows of its results."""
@@ -135,22 +138,8 @@ class FrozenWork:
     def _join(
         self, work: MicrobatchWork, pieces: list[tuple[EncodePart, dict[TensorKey, Tensor]]]
     ) -> dict[TensorKey, Tensor]:
-        if len(pieces) == 1:
-            return pieces[0][1]
-        graph, joined = work.partitioned.graph, {}
-        for key in pieces[0][1]:
-            spec = graph.spec(key)
-            rows = spec.rows
-            if not rows:  # shared by all samples: every part computed the same
-                joined[key] = pieces[0][1][key]
-                continue
-            whole = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=self._device
-            )
-            for part, tensors in pieces:
-                whole[rows * part.start : rows * part.stop].copy_(tensors[key])
-            joined[key] = whole
-        return joined
+        ordered = sorted(pieces, key=lambda piece: piece[0].start)
+        return join_samples(work.partitioned.graph, [tensors for _, tensors in ordered])
 
 
 def _key(part: EncodePart, stage: int) -> MessageKey:

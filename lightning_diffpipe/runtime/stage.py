@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import BoundaryError
 from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
-from lightning_diffpipe.graph.view import FrozenView, StageRun, StageView
+from lightning_diffpipe.graph.view import StageRun, StageView
 from lightning_diffpipe.runtime.message import MessageLayout
 from lightning_diffpipe.runtime.stash import Stash
 

@@ -1,0 +1,142 @@
+"""Checkpoints are ordinary Lightning checkpoints, whoever wrote them and whoever reads them."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_diffpipe import DiffPipeStrategy
+from tests.distributed.scenarios import SEED, Settings, assert_close, build, quiet_trainer
+from tests.distributed.tiny import Data
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def strategy_for(world_size):
+    return (
+        DiffPipeStrategy(num_microbatches=2, seed=SEED, profile="flops", timeout_s=20)
+        if world_size
+        else "auto"
+    )
+
+
+def train(rank, world_size, epochs, save=None, load=None):
+    """Trains on `world_size` ranks, or with Lightning's own strategy for 0."""
+    module = build(Settings())
+    trainer = quiet_trainer(
+        devices=world_size or 1, strategy=strategy_for(world_size), max_epochs=epochs
+    )
+    trainer.fit(module, datamodule=Data(), ckpt_path=load)
+    if save:
+        trainer.save_checkpoint(save)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class SaveAtEnd(L.Callback):
+    """Saves while the pipeline still stands, as ModelCheckpoint does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+
+
+def save_from(rank, world_size, path, epochs=1):
+    module = build(Settings())
+    trainer = quiet_trainer(
+        devices=world_size or 1,
+        strategy=strategy_for(world_size),
+        max_epochs=epochs,
+        callbacks=[SaveAtEnd(path)],
+    )
+    trainer.fit(module, datamodule=Data())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
+    piped, plain = tmp_path / "piped.ckpt", tmp_path / "plain.ckpt"
+    weights, _ = run_ranks(save_from, 2, 2, piped)
+    run_ranks(save_from, 1, 0, plain)
+    got = torch.load(piped, weights_only=True)
+    wanted = torch.load(plain, weights_only=True)
+    assert got.keys() == wanted.keys()
+    assert list(got["state_dict"]) == list(wanted["state_dict"])
+    for name, value in got["state_dict"].items():
+        assert torch.equal(value, weights[name]), name
+    (got_state,), (wanted_state,) = got["optimizer_states"], wanted["optimizer_states"]
+    assert got_state["state"].keys() == wanted_state["state"].keys()
+    for index, values in wanted_state["state"].items():
+        assert {key: value.shape for key, value in values.items()} == {
+            key: value.shape for key, value in got_state["state"][index].items()
+        }
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, after):
+    path = tmp_path / "half.ckpt"
+    run_ranks(save_from, before, before, path)
+    resumed = run_ranks(train, after, after, 2, None, path)
+    straight = run_ranks(train, 1, 1, 2)
+    for weights in resumed:
+        for name, value in straight[0].items():
+            assert_close(weights[name], value, 1e-10, name)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+def test_checkpoints_travel_between_strategies(tmp_path, before, after):
+    """Plain Lightning draws other noise, so only what was loaded is compared."""
+    path = tmp_path / "other.ckpt"
+    saved = run_ranks(save_from, max(before, 1), before, path)[0]
+    for weights in run_ranks(train, max(after, 1), after, 1, None, path):
+        for name, value in saved.items():
+            assert torch.equal(weights[name], value), name
+    run_ranks(train, max(after, 1), after, 2, None, path)  # optimizer state fits: another epoch runs
+
+
+def watch(rank, world_size, folder):
+    module = build(Settings())
+    checkpoint = ModelCheckpoint(folder, monitor="val/loss", save_top_k=2, filename="{epoch}")
+    stopping = EarlyStopping("train/loss", patience=1, min_delta=1e9)
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy_for(world_size),
+        max_epochs=10,
+        enable_checkpointing=True,
+        callbacks=[checkpoint, stopping],
+    )
+    trainer.fit(module, datamodule=Data())
+    return trainer.current_epoch, checkpoint.best_model_path, float(checkpoint.best_model_score)
+
+
+def test_callbacks_that_decide_by_metrics_decide_alike_on_all_ranks(tmp_path):
+    """History: a metric known on the last stage only made one rank save and wait for the other."""
+    first, second = run_ranks(watch, 2, 2, tmp_path)
+    assert first == second
+    assert first[0] < 10, "EarlyStopping did not stop"
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
+
+
+def load_broken(rank, path):
+    trainer = quiet_trainer(devices=2, strategy=strategy_for(2))
+    trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
+
+
+def test_a_checkpoint_cut_short_is_named(tmp_path):
+    path = tmp_path / "whole.ckpt"
+    run_ranks(save_from, 2, 2, path)
+    broken = tmp_path / "broken.ckpt"
+    broken.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(RankError, match="cannot read the checkpoint .*broken.ckpt"):
+        run_ranks(load_broken, 2, broken)
+
+
+def test_a_checkpoint_of_another_module_is_refused(tmp_path):
+    path = tmp_path / "whole.ckpt"
+    run_ranks(save_from, 2, 2, path)
+    checkpoint = torch.load(path)
+    checkpoint["state_dict"]["extra"] = checkpoint["state_dict"].pop("head.bias")
+    torch.save(checkpoint, path)
+    with pytest.raises(RankError, match=r"1 names missing \['head.bias'\], 1 unknown \['extra'\]"):
+        run_ranks(load_broken, 2, path)

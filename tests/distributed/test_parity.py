@@ -1,0 +1,167 @@
+"""The oracle of the project: on any number of ranks, the numbers of one process.
+
+Double precision; the reference runs the untouched `training_step` on one device, microbatch by
+microbatch, in Lightning's own loops. Losses, every gradient of every step and all weights are compared.
+"""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quiet_trainer,
+    reference,
+)
+from tests.distributed.tiny import TinyDiffusion
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+FIVE_STEPS = {"max_steps": 5, "max_epochs": -1}
+
+
+def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, **settings):
+    settings = Settings(**settings)
+    settings.trainer = {**FIVE_STEPS, **settings.trainer}
+    expected = reference(settings, num_microbatches, num_pipelines)
+    settings.strategy = {"num_microbatches": num_microbatches, **settings.strategy}
+    outcomes = run_ranks(fit, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, tolerance)
+    return outcomes, expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_two_stages(schedule):
+    check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
+
+
+def test_three_stages_and_one_microbatch():
+    check(3, 1, strategy={"num_stages": 3})
+
+
+def test_fewer_microbatches_than_stages():
+    check(4, 2, strategy={"num_stages": 4})
+
+
+def test_one_rank():
+    check(1, 2)
+
+
+def test_everything_on_auto():
+    outcomes, _ = check(2, 2, strategy={"num_microbatches": 2})
+    assert outcomes[0].plan.num_ranks == 2
+
+
+def test_uneven_last_microbatch_and_uneven_last_batch():
+    """22 samples in batches of 7 and 4 microbatches: sizes 2,2,2,1, and a last batch without one."""
+    check(2, 3, data={"size": 20, "batch_size": 7}, strategy={"num_stages": 2})
+
+
+def test_two_pipelines_side_by_side():
+    check(4, 2, 2, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 4})
+
+
+@pytest.mark.parametrize("replicas", [(1, 3), (3, 1), (2, 1, 1), (2, 2)])
+def test_unequal_replicas(replicas):
+    """History: with a mean over each replica's microbatches, 4 over 3 replicas weighs them unequally."""
+    check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
+
+
+def test_accumulation_with_a_trailing_window():
+    """8 batches in windows of 3: the last window has two."""
+    trainer = {"accumulate_grad_batches": 3, "max_steps": -1, "max_epochs": 2}
+    data = {"size": 24, "batch_size": 3}
+    check(2, 2, trainer=trainer, data=data, strategy={"num_stages": 2})
+
+
+def test_accumulation_over_two_pipelines():
+    trainer = {"accumulate_grad_batches": 2}
+    check(4, 2, 2, trainer=trainer, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 3})
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 3)])
+def test_clipping_by_the_norm_over_all_stages(replicas):
+    """History: Lightning clips what a rank holds, so every stage was scaled by another factor."""
+    world_size = sum(replicas)
+    strategy = {"num_replicas": replicas, "num_stages": 2}
+    outcomes, expected = check(
+        world_size, 4, trainer={"gradient_clip_val": 0.05}, strategy=strategy, tolerance=1e-9
+    )
+    free = reference(Settings(trainer=FIVE_STEPS), 4)
+    assert free.losses[-1] != expected.losses[-1], "the clip value does not bind"
+
+
+def test_tied_weights_on_two_stages():
+    check(2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1})
+
+
+def test_results_do_not_depend_on_stages_even_with_dropout():
+    """Dropout draws from a stream of its own layer, so cutting elsewhere changes nothing."""
+    settings = Settings(module={"dropout": 0.3}, trainer=FIVE_STEPS, strategy={"num_microbatches": 2})
+    (alone,) = run_ranks(fit, 1, settings, 1)
+    for stages in (2, 3):
+        settings.strategy["num_stages"] = stages
+        assert_equal_runs(run_ranks(fit, stages, settings, stages), alone)
+
+
+def test_metrics_reach_every_rank():
+    outcomes, expected = check(
+        2,
+        3,
+        module={"log_extra": True},
+        strategy={"num_stages": 2},
+        trainer={"max_steps": -1, "max_epochs": 2},
+    )
+    for outcome in outcomes:
+        assert outcome.metrics.keys() >= {"train/loss", "train/double", "train/one", "val/loss"}
+        assert outcome.metrics["train/one"] == 1.0
+        assert outcome.metrics == outcomes[0].metrics
+    last_epoch = expected.losses[-4:]
+    assert outcomes[0].metrics["train/loss"] == pytest.approx(last_epoch[-1])
+    assert outcomes[0].metrics["train/double"] == pytest.approx(2 * sum(last_epoch) / 4)
+
+
+def test_hooks_fire_in_the_order_of_one_device():
+    outcomes, expected = check(2, 2, strategy={"num_stages": 2}, trainer={"accumulate_grad_batches": 2})
+    assert outcomes[1].hooks == expected.hooks
+
+
+class Precision(TinyDiffusion):
+    """Notes the type its blocks compute in."""
+
+    def denoise(self, noisy, t, text):
+        h = super().denoise(noisy, t, text)
+        assert h.dtype == torch.bfloat16, f"computed in {h.dtype}"
+        return h
+
+
+def fit_bf16(rank, world_size):
+    torch.manual_seed(3)
+    from lightning_diffpipe import DiffPipeStrategy
+    from tests.distributed.tiny import Samples
+
+    module = Precision()
+    strategy = DiffPipeStrategy(num_microbatches=2, seed=11, profile="flops", timeout_s=20)
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, precision="bf16-mixed", **FIVE_STEPS)
+    trainer.fit(module, DataLoader(Samples(24, torch.float32), 6))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_bf16_mixed():
+    """History: without the precision plugin's context a bf16 run silently computes in fp32."""
+    (alone,) = run_ranks(fit_bf16, 1, 1)
+    for weights in run_ranks(fit_bf16, 2, 2):
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, atol=2e-3, rtol=2e-2)
+
+
+def test_all_weights_move():
+    """Parity tests pass for the wrong reason when weights never move."""
+    _, expected = check(2, 2, strategy={"num_stages": 2})
+    frozen = {n for n, p in build(Settings()).named_parameters() if not p.requires_grad}
+    still = {n for n, v in expected.weights.items() if torch.equal(v, expected.initial[n])}
+    assert still == frozen
