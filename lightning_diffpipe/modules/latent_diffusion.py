@@ -36,7 +36,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
-from lightning_diffpipe.modules.text import Tokens, tokenize
+from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
 
 
 class LatentDiffusion(PartsModule):
@@ -125,8 +125,10 @@ class LatentDiffusion(PartsModule):
 
     def encode_text(self, tokens: Tokens) -> Tensor:
         """Returns the text states, `(B, L, D)`."""
-        mask = tokens.attention_mask if self._uses_text_mask else None
-        return self.text_encoder(input_ids=tokens.input_ids, attention_mask=mask)[0]
+        bias = None
+        if self._uses_text_mask:
+            bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
+        return self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
 
     def denoise(self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor) -> Tensor:
         """Predicts the target of the noise schedule.

@@ -19,6 +19,7 @@ import importlib
 import inspect
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -70,6 +71,15 @@ def _read_index(path: str) -> dict[str, Any]:
         ) from error
 
 
+def _without_foreign_parts(index: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:
+    """Marks parts that are not read, such as a safety checker, as absent, the way diffusers does."""
+    return {
+        key: [None, None] if isinstance(value, (list, tuple)) else value
+        for key, value in index.items()
+        if key not in own
+    }
+
+
 def _index_entry(part: Any) -> list[str]:
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
@@ -108,6 +118,11 @@ class PartsModule(L.LightningModule):
 
     part_names: ClassVar[tuple[str, ...]] = ()
     frozen_parts: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What `model_index.json` says beside the parts, such as diffusers' pipeline class.
+        self.pipeline_index: dict[str, Any] = {}
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -149,7 +164,9 @@ class PartsModule(L.LightningModule):
             if name not in kwargs and entry and entry[0] is not None:
                 parts[name] = load_part(str(path), name, *entry)
         cls._check_parts({**parts, **kwargs}, f"{path}/model_index.json")
-        return cls(**parts, **kwargs)
+        module = cls(**parts, **kwargs)
+        module.pipeline_index = _without_foreign_parts(index, cls.part_names)
+        return module
 
     @classmethod
     def _check_parts(cls, given: dict[str, Any], origin: str) -> None:
@@ -175,7 +192,8 @@ class PartsModule(L.LightningModule):
         folder.mkdir(parents=True, exist_ok=True)
         index_path = folder / "model_index.json"
         index = json.loads(index_path.read_text()) if index_path.exists() else {}
-        index |= {"_class_name": type(self).__name__, "_diffusers_version": diffusers.__version__}
+        index = {"_class_name": type(self).__name__} | self.pipeline_index | index
+        index |= {"_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
             index[name] = _index_entry(part)
             if isinstance(part, nn.Module) and dtype is not None:

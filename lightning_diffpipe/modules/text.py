@@ -1,6 +1,6 @@
 """Captions to token tensors of one fixed length.
 
-Fixed, because every microbatch must have the same shapes: padding to the longest caption of a batch
+The length is fixed, because every microbatch must have the same shapes: padding to the longest caption of a batch
 would give stages boundaries that change from batch to batch.
 """
 
@@ -50,3 +50,21 @@ def tokenize(
         torch.tensor(encoded["input_ids"], device=device),
         torch.tensor(encoded["attention_mask"], device=device),
     )
+
+
+def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turns a token mask into what is added to attention scores.
+
+    transformers would do so itself, but first looks whether any token is padding: that waits for the
+    device, and makes the course of the computation depend on the captions.
+
+    Args:
+        attention_mask: 1 where there is a token, `(B, L)`.
+        dtype: Of the text encoder.
+
+    Returns:
+        Zero where there is a token and a large negative number elsewhere, `(B, 1, L, L)`.
+    """
+    length = attention_mask.shape[1]
+    bias = (1 - attention_mask.to(dtype)) * torch.finfo(torch.float16).min
+    return bias[:, None, None, :].expand(-1, 1, length, -1)

@@ -26,7 +26,7 @@ from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
-from lightning_diffpipe.modules.text import tokenize
+from lightning_diffpipe.modules.text import attention_bias, tokenize
 
 
 @torch.no_grad()
@@ -101,9 +101,8 @@ class TextAlignment(PartsModule):
 
     def _text_features(self, captions: list[str]) -> Tensor:
         tokens = tokenize(self.tokenizer, captions, self.device)
-        states = self.text_encoder(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
-        ).last_hidden_state
+        bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
+        states = self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
         logits = (states @ self.query).float() + (tokens.attention_mask - 1) * 1e4
         pooled = (states * logits.softmax(dim=1)[..., None]).sum(dim=1)
         return F.normalize(self.projection(pooled).float(), dim=-1)

@@ -1,0 +1,235 @@
+from unittest import mock
+
+import diffusers
+import lightning as L
+import pytest
+import torch
+import transformers
+from tests.modules.tiny_parts import (
+    SCHEDULERS,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_transformer,
+    tiny_unet,
+    tiny_vae,
+)
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.modules.text import tokenize
+
+
+def loss_of(model, batch, seed=0):
+    torch.manual_seed(seed)
+    with mock.patch.object(model, "log"):  # Lightning logs only within a trainer's loop
+        return model.training_step(batch, 0)
+
+
+def fit(model, batch, tmp_path, steps=3, **kwargs):
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **kwargs,
+    )
+    trainer.fit(model, DataLoader([batch] * steps, batch_size=None))
+    return trainer
+
+
+@pytest.mark.parametrize("denoiser", ["unet", "transformer"])
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_training_lowers_the_loss(make_model, batch, tmp_path, denoiser, prediction):
+    model = make_model(denoiser, prediction, caption_dropout=0.0)
+    before = [loss_of(model, batch, seed).item() for seed in range(4)]
+    fit(model, batch, tmp_path, steps=12)
+    after = [loss_of(model, batch, seed).item() for seed in range(4)]
+    assert sum(after) < sum(before)
+
+
+def test_only_the_denoiser_is_trained(make_model, batch, tmp_path):
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fit(model, batch, tmp_path)
+    changed = {n.partition(".")[0] for n, v in model.state_dict().items() if not v.equal(before[n])}
+    assert changed == {"unet"}
+
+
+def test_frozen_parts_stay_in_evaluation_mode(make_model, batch, tmp_path):
+    model = make_model()
+    model.train()
+    assert model.unet.training
+    assert not model.text_encoder.training
+    assert not model.vae.training
+    assert not any(p.requires_grad for p in model.vae.parameters())
+    fit(model, batch, tmp_path)
+    assert not any(module.training for module in model.text_encoder.modules())
+
+
+def test_a_text_encoder_can_be_trained_along(make_model, batch):
+    model = make_model(train_text_encoder=True).train()
+    assert model.text_encoder.training
+    loss_of(model, batch).backward()
+    assert all(p.grad is not None for p in model.text_encoder.parameters())
+    assert all(p.grad is None for p in model.vae.parameters())
+
+
+def test_without_a_caption_all_samples_see_the_same_text(make_model, batch):
+    model = make_model(caption_dropout=1.0).eval()
+    other = {**batch, "caption": ["x"] * 4}
+    assert loss_of(model, batch).equal(loss_of(model, other))
+    model.hparams.caption_dropout = 0.0
+    assert not loss_of(model, batch).equal(loss_of(model, other))
+
+
+def test_caption_dropout_is_one_draw_per_sample(make_model):
+    model = make_model(caption_dropout=0.3)
+    torch.manual_seed(0)
+    tokens = tokenize(model.tokenizer, ["digit four"] * 2000, model.device)
+    dropped = model._drop_captions(tokens).attention_mask.sum(1) == 1
+    assert 0.25 < dropped.float().mean() < 0.35
+
+
+def test_the_loss_is_fp32_under_bf16(make_model, batch):
+    model = make_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss_of(model, batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lightnings_half_precisions_train(make_model, batch, tmp_path, precision):
+    trainer = fit(make_model(), batch, tmp_path, precision=precision)
+    assert trainer.callback_metrics["train/loss"].isfinite()
+
+
+def test_training_step_reads_no_tensor_on_the_host(make_model, batch, monkeypatch):
+    model = make_model()
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a tensor was read"))
+    loss_of(model, batch)
+
+
+def test_text_states_are_those_of_transformers_own_mask(make_model, batch):
+    model = make_model()
+    tokens = tokenize(model.tokenizer, batch["caption"], model.device)
+    expected = model.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+    torch.testing.assert_close(model.encode_text(tokens), expected)
+
+
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_samples_are_pictures_and_repeatable(make_model, prediction):
+    model = make_model(prediction=prediction).eval()
+    pictures = [
+        model.sample(["a", "b"], 3, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    ]
+    assert pictures[0].shape == (2, 3, 8, 8)
+    assert 0 <= pictures[0].min() <= pictures[0].max() <= 1
+    assert pictures[0].equal(pictures[1])
+    assert not pictures[0][0].equal(pictures[0][1])
+
+
+def test_sampling_leaves_training_random_numbers_alone(make_model):
+    model = make_model().eval()
+    state = torch.get_rng_state()
+    model.sample(["a"], 2, generator=torch.Generator().manual_seed(1))
+    assert torch.get_rng_state().equal(state)
+
+
+def test_no_guidance_is_the_conditional_model_alone(make_model):
+    model = make_model().eval()
+    seed = lambda: torch.Generator().manual_seed(1)
+    plain = model.sample(["a"], 3, guidance_scale=1.0, generator=seed())
+    nearly = model.sample(["a"], 3, guidance_scale=1.0 + 1e-6, generator=seed())
+    torch.testing.assert_close(plain, nearly, atol=1e-4, rtol=1e-4)
+
+
+def test_a_learned_variance_is_left_out(make_model):
+    model = make_model("transformer")
+    model.transformer = tiny_transformer(learns_variance=True)
+    states, mask = torch.zeros(2, 24, 16), torch.ones(2, 24)
+    assert model.denoise(torch.zeros(2, 4, 4, 4), torch.ones(2), states, mask).shape == (2, 4, 4, 4)
+
+
+def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path):
+    model = make_model().eval()
+    model.save_pretrained(tmp_path)
+    again = LatentDiffusion.from_pretrained(tmp_path).eval()
+    for name, value in model.state_dict().items():
+        assert value.equal(again.state_dict()[name]), name
+    unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, subfolder="unet")
+    assert unet.conv_in.weight.equal(model.unet.conv_in.weight)
+    assert diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae").config.scaling_factor == 0.7
+    diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler")
+
+
+def test_half_precision_files_load_as_fp32(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path, dtype=torch.float16)
+    again = LatentDiffusion.from_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_a_stable_diffusion_folder_stays_one(make_model, tmp_path):
+    clip_config = dict(
+        vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    text_encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip_config))
+    model = LatentDiffusion(
+        tiny_vae(), text_encoder, tiny_tokenizer(), SCHEDULERS["epsilon"](), unet=tiny_unet()
+    )
+    model.save_pretrained(tmp_path)
+    index_path = tmp_path / "model_index.json"
+    text = index_path.read_text().replace('"LatentDiffusion"', '"StableDiffusionPipeline"')
+    index_path.write_text(text.replace("{", '{"safety_checker": [null, null],', 1))
+    again = LatentDiffusion.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path / "copy")
+    index = diffusers.DiffusionPipeline.load_config(tmp_path / "copy")
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["safety_checker"] == [None, None]
+    assert not again._uses_text_mask
+
+
+def test_a_checkpoint_alone_rebuilds_the_model(make_model, batch, tmp_path):
+    model = make_model(caption_dropout=0.25)
+    trainer = fit(model, batch, tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt")
+    assert again.hparams.caption_dropout == 0.25
+    for name, value in model.state_dict().items():
+        assert value.equal(again.state_dict()[name]), name
+    assert again.tokenizer.model_max_length == 24
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"x.ckpt holds no configs of its parts"):
+        LatentDiffusion.from_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nowhere' is neither a folder"):
+        LatentDiffusion.from_pretrained(tmp_path / "nowhere")
+
+
+def test_a_missing_part_is_named(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    path.write_text(path.read_text().replace('"vae"', '"vea"'))
+    with pytest.raises(ConfigurationError, match="has no 'vae', which LatentDiffusion needs"):
+        LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_exactly_one_denoiser(make_model):
+    parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
+    with pytest.raises(ConfigurationError, match="either unet or transformer; neither"):
+        LatentDiffusion(*parts)
+
+
+def test_a_tokenizer_without_length_is_refused(make_model, batch):
+    model = make_model()
+    model.tokenizer.model_max_length = int(1e30)
+    with pytest.raises(ConfigurationError, match="model_max_length is"):
+        loss_of(model, batch)

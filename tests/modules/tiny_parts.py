@@ -1,0 +1,69 @@
+"""Smallest parts of every kind a LatentDiffusion is made of."""
+
+import diffusers
+import transformers
+
+
+def tiny_vae():
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        scaling_factor=0.7,
+    )
+
+
+def tiny_unet():
+    return diffusers.UNet2DConditionModel(
+        sample_size=4,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=4,
+    )
+
+
+def tiny_transformer(learns_variance=False):
+    return diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8 if learns_variance else 4,
+        num_layers=2,
+        cross_attention_dim=16,
+        caption_channels=16,
+        sample_size=4,
+        patch_size=1,
+        interpolation_scale=1,
+        use_additional_conditions=False,
+    )
+
+
+def tiny_text_encoder():
+    config = transformers.T5Config(
+        vocab_size=384,
+        d_model=16,
+        d_kv=4,
+        d_ff=16,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.1,
+    )
+    return transformers.T5EncoderModel(config)
+
+
+def tiny_tokenizer():
+    return transformers.ByT5Tokenizer(model_max_length=24)
+
+
+SCHEDULERS = {
+    "flow": lambda: diffusers.FlowMatchEulerDiscreteScheduler(),
+    "epsilon": lambda: diffusers.DDIMScheduler(),
+    "v": lambda: diffusers.DDIMScheduler(prediction_type="v_prediction"),
+}
