@@ -1,0 +1,118 @@
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from lightning_diffpipe.callbacks import EMA
+from lightning_diffpipe.errors import ConfigurationError
+
+
+class Recorder(L.Callback):
+    """Keeps the weights after every optimizer step, and those validated."""
+
+    def __init__(self):
+        self.trained, self.validated = [], []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if not self.trained or trainer.global_step > len(self.trained) - 1:
+            self.trained.append(module.layer.weight.detach().clone())
+
+    def on_train_start(self, trainer, module):
+        self.trained.append(module.layer.weight.detach().clone())
+
+    def on_validation_batch_start(self, trainer, module, *args):
+        self.validated.append(module.layer.weight.detach().clone())
+
+
+def fit(tmp_path, ema, module=None, ckpt_path=None, **kwargs):
+    torch.manual_seed(0)
+    recorder = Recorder()
+    settings = dict(max_epochs=1, limit_train_batches=6, limit_val_batches=1) | kwargs
+    trainer = L.Trainer(
+        **settings,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        callbacks=[ema, recorder],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+    )
+    module = module or BoringModel()
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer, module, recorder
+
+
+def averaged_by_hand(weights, decay):
+    average = weights[0].clone()
+    for n, weight in enumerate(weights[1:]):
+        d = min(decay, (1 + n) / (10 + n))
+        average = d * average + (1 - d) * weight
+    return average
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_average_is_the_formula_over_optimizer_steps(tmp_path, accumulate):
+    ema = EMA(decay=0.3)
+    _, _, recorder = fit(tmp_path, ema, accumulate_grad_batches=accumulate)
+    assert len(recorder.trained) == 1 + -(-6 // accumulate)
+    expected = averaged_by_hand(recorder.trained, 0.3)
+    torch.testing.assert_close(ema.averages["layer.weight"], expected)
+
+
+def test_averages_are_validated_and_weights_trained_on(tmp_path):
+    ema = EMA(decay=0.3)
+    _, module, recorder = fit(tmp_path, ema)
+    torch.testing.assert_close(recorder.validated[0], ema.averages["layer.weight"])
+    assert module.layer.weight.equal(recorder.trained[-1])
+
+
+def test_averages_leave_training_unchanged(tmp_path):
+    class Nothing(L.Callback):
+        averages = None
+
+    _, plain, _ = fit(tmp_path, Nothing())
+    _, averaged, _ = fit(tmp_path, EMA(decay=0.3))
+    assert plain.layer.weight.equal(averaged.layer.weight)
+
+
+def test_a_resumed_run_goes_on_averaging(tmp_path):
+    whole = EMA(decay=0.3)
+    fit(tmp_path, whole, max_epochs=2)
+    first = EMA(decay=0.3)
+    trainer, _, _ = fit(tmp_path, first)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    second = EMA(decay=0.3)
+    fit(tmp_path, second, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    assert second._num_updates == whole._num_updates == 12
+    torch.testing.assert_close(second.averages["layer.weight"], whole.averages["layer.weight"])
+
+
+def test_the_context_swaps_in_and_back(tmp_path):
+    ema = EMA(decay=0.3)
+    _, module, _ = fit(tmp_path, ema)
+    trained = copy.deepcopy(module.layer.weight)
+    average = ema.averages["layer.weight"].clone()
+    with ema.averaged(module):
+        assert module.layer.weight.equal(average)
+    assert module.layer.weight.equal(trained)
+    assert ema.averages["layer.weight"].equal(average)
+
+
+def test_frozen_and_foreign_parameters_are_left_out(tmp_path):
+    module = BoringModel()
+    module.frozen = nn.Linear(2, 2).requires_grad_(False)
+    module.foreign = nn.Parameter(torch.zeros(1).expand(3, 4))
+    ema = EMA()
+    fit(tmp_path, ema, module, max_steps=2)
+    assert set(ema.averages) == {"layer.weight", "layer.bias"}
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_an_impossible_decay_is_refused(decay):
+    with pytest.raises(ConfigurationError, match=r"decay must be in \[0, 1\)"):
+        EMA(decay=decay)

@@ -1,0 +1,115 @@
+from contextlib import contextmanager
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, Logger
+from PIL import Image
+
+from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
+from lightning_diffpipe.callbacks.samples import picture_grid
+from lightning_diffpipe.callbacks.throughput import num_samples
+
+
+class Painter(BoringModel):
+    """Samples pictures of its first weight, so that one sees which weights were used."""
+
+    def sample(self, prompts, num_inference_steps, guidance_scale, generator):
+        assert not self.training
+        grey = self.layer.weight[0, 0].sigmoid()
+        return grey.expand(len(prompts), 3, 4, 4)
+
+
+class Memory(Logger):
+    name, version = "memory", 0
+
+    def __init__(self):
+        super().__init__()
+        self.images, self.metrics = [], {}
+
+    def log_image(self, key, images, step, caption):
+        self.images.append((key, len(images), step, caption))
+
+    def log_metrics(self, metrics, step):
+        self.metrics |= metrics
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def fit(tmp_path, callbacks, logger, module=None, **kwargs):
+    settings = dict(max_steps=6) | kwargs
+    trainer = L.Trainer(
+        **settings,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=logger,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module or Painter())
+    return trainer
+
+
+def test_pictures_come_every_few_optimizer_steps(tmp_path):
+    logger = Memory()
+    fit(tmp_path, [SampleImages(["a", "b"], every_n_steps=2)], logger, accumulate_grad_batches=2)
+    assert logger.images == [("samples", 2, step, [["a", "b"]]) for step in (2, 4, 6)]
+
+
+def test_pictures_are_files_without_a_logger_that_takes_them(tmp_path):
+    fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
+    paths = sorted((tmp_path / "csv" / "samples").iterdir())
+    assert [path.name for path in paths] == ["step_000003.png", "step_000006.png"]
+    assert Image.open(paths[0]).size == (32, 4)
+
+
+def test_pictures_show_averaged_weights(tmp_path):
+    ema, samples, module = EMA(decay=0.0), SampleImages(["a"]), Painter()
+    trainer = fit(tmp_path, [ema, samples], False, module)
+    ema.averages["layer.weight"].fill_(3.0)
+    image = samples.draw(trainer, module)
+    torch.testing.assert_close(image.mean(), torch.tensor(3.0).sigmoid())
+    assert module.training
+
+
+def test_a_divided_model_is_made_whole(tmp_path):
+    samples, module, entered = SampleImages(["a"]), Painter(), []
+    trainer = fit(tmp_path, [samples], False, module)
+
+    @contextmanager
+    def whole_model():
+        entered.append(True)
+        yield
+
+    trainer.strategy.whole_model = whole_model
+    samples.draw(trainer, module)
+    assert entered == [True]
+
+
+def test_a_grid_reads_like_a_page():
+    greys = torch.linspace(0, 1, 3).view(3, 1, 1, 1).expand(3, 3, 1, 1)
+    grid = picture_grid(greys, columns=2)
+    assert [grid.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 0]
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(5, 2), {"image": torch.zeros(5, 2), "caption": ["a"] * 5}, [torch.zeros(5)]]
+)
+def test_samples_of_a_batch_are_counted(batch):
+    assert num_samples(batch) == 5
+
+
+def test_samples_per_second_are_logged(tmp_path):
+    logger = Memory()
+    fit(tmp_path, [Throughput(every_n_steps=3)], logger)
+    assert logger.metrics["samples_per_s"] > 0
+
+
+def test_the_final_checkpoint_is_of_the_last_step(tmp_path):
+    fit(tmp_path, [FinalCheckpoint(tmp_path / "deep" / "final.ckpt")], False)
+    assert torch.load(tmp_path / "deep" / "final.ckpt", weights_only=True)["global_step"] == 6

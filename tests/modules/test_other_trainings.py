@@ -1,0 +1,107 @@
+import diffusers
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules import AutoencoderTraining, Optimization, TextAlignment
+from lightning_diffpipe.modules.text_alignment import look_at_neighbours
+from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
+
+
+def fit(module, batch, tmp_path, steps):
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        check_val_every_n_epoch=None,
+        val_check_interval=steps,
+        num_sanity_val_steps=0,
+    )
+    loader = DataLoader([batch] * steps, batch_size=None)
+    trainer.fit(module, loader, DataLoader([batch] * 2, batch_size=None))
+    return trainer
+
+
+def test_an_autoencoder_learns_to_reconstruct(batch, tmp_path):
+    module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-2, warmup_steps=1))
+    first = fit(module, batch, tmp_path, steps=1).callback_metrics["val/psnr"]
+    last = fit(module, batch, tmp_path, steps=40).callback_metrics["val/psnr"]
+    assert last > first + 1
+
+
+def test_the_scaling_factor_gives_latents_unit_variance(batch, tmp_path):
+    module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-2, warmup_steps=1))
+    fit(module, batch, tmp_path, steps=5)
+    module.save_pretrained(tmp_path / "saved")
+    vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "saved", subfolder="vae")
+    latent = vae.encode(batch["image"]).latent_dist.mode() * vae.config.scaling_factor
+    assert latent.std(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_the_scaling_factor_travels_in_the_checkpoint(batch, tmp_path):
+    module = AutoencoderTraining(tiny_vae())
+    fit(module, batch, tmp_path, steps=2).save_checkpoint(tmp_path / "last.ckpt")
+    module.save_pretrained(tmp_path / "direct")
+    AutoencoderTraining.from_checkpoint(tmp_path / "last.ckpt").save_pretrained(tmp_path / "again")
+    factors = [
+        diffusers.AutoencoderKL.load_config(tmp_path / name, subfolder="vae")["scaling_factor"]
+        for name in ("direct", "again")
+    ]
+    assert factors[0] == factors[1] != 0.7
+
+
+def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
+    module = TextAlignment(
+        tiny_text_encoder(), tiny_tokenizer(), optimization=Optimization(lr=3e-3, warmup_steps=10)
+    )
+    metrics = fit(module, batch, tmp_path, steps=80).callback_metrics
+    # Four pairs: guessing has a loss of 2 ln 4 = 2.77.
+    assert metrics["train/loss"] < 1.5
+
+
+def test_every_head_looks_at_one_neighbour():
+    encoder = tiny_text_encoder()
+    look_at_neighbours(encoder)
+    bias = encoder.encoder.block[0].layer[0].SelfAttention
+    scores = bias.compute_bias(9, 9)[0]
+    offsets = [int(scores[head, 4].argmax()) - 4 for head in range(4)]
+    assert offsets == [-1, -2, -3, 1]
+
+
+def test_only_t5_can_be_aligned():
+    with pytest.raises(ConfigurationError, match="a T5EncoderModel, not a Linear"):
+        TextAlignment(torch.nn.Linear(1, 1), tiny_tokenizer())
+
+
+def picture(optimization, num_steps=40, columns=40, rows=5):
+    factors = [optimization.factor(step, num_steps) for step in range(columns)]
+    heights = [round(factor * (rows - 1)) for factor in factors]
+    lines = ["".join("#" if h == row else " " for h in heights) for row in reversed(range(rows))]
+    return [line.rstrip() for line in lines]
+
+
+def test_learning_rate_warms_up_stays_and_falls():
+    optimization = Optimization(warmup_steps=8, decay="linear", decay_share=0.5, final_share=0.0)
+    assert picture(optimization) == [
+        "      #####################",
+        "     #                     ###",
+        "  ###                         #####",
+        " #                                 ###",
+        "#                                     ##",
+    ]
+
+
+def test_learning_rate_of_a_run_without_end_stays():
+    assert Optimization(warmup_steps=1).factor(10_000, float("inf")) == 1
+
+
+def test_nothing_to_train_is_refused(tmp_path):
+    module = AutoencoderTraining(tiny_vae())
+    module.vae.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="AutoencoderTraining has no trainable parameter"):
+        Optimization().configure(module)
