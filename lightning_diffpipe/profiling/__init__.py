@@ -1,0 +1,6 @@
+"""What it costs: every layer timed on this machine, or modelled for another one.
+
+Read in this order: `glue` (what the time of a layer is), `clock`, `step_run` (stamps at the borders of
+layers), `measure` (many runs, medians), `assembly` (into a profile); `cache` keeps profiles on disk,
+`profiler` is the public function. `estimate` and `modelled` answer without running anything.
+"""

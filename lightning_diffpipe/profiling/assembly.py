@@ -1,0 +1,127 @@
+"""From costs of layers to a profile: which bytes count where, and which layers form an encoder.
+
+However costs were found (measured, modelled, estimated from operation counts), a profile is put
+together in the same way, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_diffpipe.graph.cut import boundary_bytes
+from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    EncoderLayerProfile,
+    EncoderProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs, glue included; see `glue.attribute`.
+
+    Attributes:
+        forward_s: Forward.
+        backward_s: Whole backward; of a frozen layer nothing.
+        weight_gradient_s: The part of it that only makes weight gradients.
+        activation_bytes_per_sample: Bytes kept for the backward.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_gradient_s: Seconds
+    activation_bytes_per_sample: int = 0
+
+
+def assemble(
+    name: str, module: nn.Module, graph: LayerGraph, costs: Mapping[int, LayerCost]
+) -> ModelProfile:
+    """Puts a profile together.
+
+    A parameter counts for the first layer that reads it, one that only the loss reads for the last.
+
+    Args:
+        name: Name of the profile.
+        module: The module; only sizes of its parameters are read.
+        graph: Its layers, unfolded.
+        costs: Costs of all layers by index.
+
+    Returns:
+        One backbone with the layers of the trained path in call order, and one encoder for every
+        top-level module with frozen layers.
+    """
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    samples = graph.num_samples or 1
+    boundaries = boundary_bytes(graph)
+    path = [graph.layers[index] for index in graph.path]
+    claimed: set[str] = set()
+    layers = []
+    for position, layer in enumerate(path, start=1):
+        read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
+        own, claimed = read - claimed, claimed | read
+        cost = costs[layer.index]
+        layers.append(
+            LayerProfile(
+                name=layer.name,
+                forward_s=cost.forward_s,
+                backward_s=cost.backward_s,
+                weight_gradient_s=cost.weight_gradient_s,
+                parameter_bytes=sum(sizes.get(key, 0) for key in own),
+                gradient_bytes=sum(sizes.get(key, 0) for key in own & graph.trained),
+                boundary_bytes_per_sample=boundaries[position] // samples,
+                activation_bytes_per_sample=cost.activation_bytes_per_sample,
+            )
+        )
+    return ModelProfile(
+        name, (BackboneProfile("backbone", tuple(layers)),), _encoders(graph, sizes, costs)
+    )
+
+
+def _encoders(
+    graph: LayerGraph, sizes: Mapping[str, int], costs: Mapping[int, LayerCost]
+) -> tuple[EncoderProfile, ...]:
+    """Frozen layers, grouped by the top-level module they belong to."""
+    groups: dict[str, list[Layer]] = {}
+    for index in graph.frozen:
+        layer = graph.layers[index]
+        groups.setdefault(_encoder_name(layer), []).append(layer)
+    profiles: list[EncoderProfile] = []
+    for name, layers in groups.items():
+        needed = {_encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
+        earlier = {profile.name for profile in profiles}
+        entries = tuple(_encoder_layers(graph, layers, sizes, costs))
+        profiles.append(EncoderProfile(name, entries, tuple(sorted((needed - {name}) & earlier))))
+    return tuple(profiles)
+
+
+def _encoder_layers(
+    graph: LayerGraph,
+    layers: Iterable[Layer],
+    sizes: Mapping[str, int],
+    costs: Mapping[int, LayerCost],
+) -> Iterable[EncoderLayerProfile]:
+    claimed: set[str] = set()
+    for layer in layers:
+        own, claimed = layer.parameters - claimed, claimed | layer.parameters
+        yield EncoderLayerProfile(
+            layer.name,
+            costs[layer.index].forward_s,
+            sum(sizes.get(key, 0) for key in own),
+            output_bytes(layer, graph) // (graph.num_samples or 1),
+        )
+
+
+def output_bytes(layer: Layer, graph: LayerGraph) -> int:
+    """Bytes of all tensors a layer returns, for the batch that was probed."""
+    return sum(graph.spec(key).nbytes for key in layer.tensor_keys)
+
+
+def _encoder_name(layer: Layer) -> str:
+    return f"frozen {layer.name.partition('.')[0]}"

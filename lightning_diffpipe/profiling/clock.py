@@ -1,0 +1,70 @@
+"""Clocks: a stamp now, seconds between two stamps later.
+
+The host's clock tells the time at once. On a GPU kernels run after they were asked for, so a stamp is
+an event in the stream, and seconds are known once the device has caught up.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Tells what time passes between two points of a program."""
+
+    def stamp(self) -> Any:
+        """Marks this point."""
+
+    def settle(self) -> None:
+        """Waits until everything asked for so far has happened."""
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two stamps; call `settle` before."""
+
+
+class HostClock:
+    """For work that is done when the call returns."""
+
+    def stamp(self) -> float:
+        """See `Clock`."""
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """See `Clock`."""
+
+    def seconds(self, start: float, stop: float) -> float:
+        """See `Clock`."""
+        return stop - start
+
+
+class CudaClock:
+    """For work in the current stream of a GPU; gaps in which the GPU waits for the host count.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> torch.cuda.Event:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """See `Clock`."""
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """See `Clock`."""
+        return start.elapsed_time(stop) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,109 @@
+"""Leaving a module as it was found, bit by bit, after running its step many times.
+
+Put back are gradients, buffers (values, and which tensor is bound to the name), training flags, counters
+and other plain attributes, and the random number generators of torch, `random` and numpy. Values of
+parameters are not saved: no optimizer runs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph.fake import untouched
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Puts everything back on exit; gradients are set aside meanwhile."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    bindings = [(m, dict(m._buffers)) for m in module.modules()]
+    plain = [(m, {k: v for k, v in m.__dict__.items() if _is_plain(v)}) for m in module.modules()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with untouched(module):
+            yield
+    finally:
+        for owner, buffers in bindings:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        for owner, attributes in plain:
+            owner.__dict__.update(attributes)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@contextlib.contextmanager
+def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Lets a module live on another device for a while; its own tensors wait where they are.
+
+    Nothing is copied back: what runs here must not change parameters, and changes of buffers are lost.
+    """
+    parameters = [(p, p.data) for p in module.parameters() if p.device != device]
+    buffers = [(m, dict(m._buffers)) for m in module.modules()]
+    # `_device` is what `LightningModule.device` answers.
+    homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
+    try:
+        for parameter, value in parameters:
+            parameter.data = value.to(device)
+        for owner, named in buffers:
+            owner._buffers.update({k: b if b is None else b.to(device) for k, b in named.items()})
+        for owner, _ in homes:
+            owner.__dict__["_device"] = device
+        yield
+    finally:
+        for parameter, value in parameters:
+            parameter.data = value
+        for owner, named in buffers:
+            owner._buffers.update(named)
+        for owner, home in homes:
+            owner.__dict__["_device"] = home
+
+
+def tree_to(tree: Any, device: torch.device) -> Any:
+    """Moves all tensors of a tree."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+
+
+def take_samples(batch: Any, total: int, count: int) -> Any:
+    """The first samples of a batch: along dimension 0 of tensors, along lists of plain values.
+
+    Args:
+        batch: A tree of tensors and lists.
+        total: Samples in it; what has another length is shared by all samples.
+        count: Samples wanted.
+    """
+    plain = (str, bytes, int, float, bool)
+
+    def is_list(node: Any) -> bool:
+        return isinstance(node, list) and bool(node) and all(isinstance(x, plain) for x in node)
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == total:
+            return leaf[:count]
+        return leaf[:count] if is_list(leaf) and len(leaf) == total else leaf
+
+    return pytree.tree_map(cut, batch, is_leaf=is_list)
+
+
+def scratch_gradients(module: nn.Module, names: frozenset[str]) -> Callable[[], None]:
+    """Gives parameters gradients to be added to, as in every microbatch but the first; undoes it."""
+    chosen = [p for name, p in module.named_parameters() if name in names]
+    for parameter in chosen:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def drop() -> None:
+        for parameter in chosen:
+            parameter.grad = None
+
+    return drop

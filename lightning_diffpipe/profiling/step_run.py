@@ -1,0 +1,204 @@
+"""One whole step with stamps at the borders of its layers, forward and backward.
+
+Layers are timed where they run, one after the other in one step, not each alone in a loop: caches,
+allocator and autograd are then in the state they will be in, and glue has a time of its own.
+
+Going forward, stamps are taken around each layer's call. Going backward, a hook on a layer's outputs fires
+when their gradient is complete, just before the layer's own backward begins; autograd works in the
+reverse order of the forward, so the layer ends where that of an earlier layer begins. A second kind of backward
+asks for gradients of the layers' outputs only, not of weights: the difference is the weight-gradient part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.layer import LayerGraph, first_difference
+from lightning_diffpipe.graph.probe import loss_of
+from lightning_diffpipe.profiling.clock import Clock
+from lightning_diffpipe.profiling.glue import StepTimes
+
+Backward = Literal["whole", "inputs"]
+
+
+class StepRun:
+    """Answers the calls of one step: runs every layer and takes stamps.
+
+    Args:
+        graph: The layers, unfolded.
+        clock: Takes stamps.
+    """
+
+    def __init__(self, graph: LayerGraph, clock: Clock) -> None:
+        self.checkpointing = False
+        self._graph, self._clock = graph, clock
+        self._layers = frozenset(graph.layer_names)
+        self._names: list[str] = []
+        self._stamps: list[Any] = []
+        self._fired: dict[int, Any] = {}
+        self._outputs: list[Tensor] = []
+        self._inside = self._is_backward = False
+
+    @property
+    def position(self) -> int:
+        """The layer that runs, or whose glue runs; behind the last layer still the last one."""
+        upcoming = len(self._names) - self._inside
+        return min(upcoming, len(self._graph.layers) - 1)
+
+    def measure(
+        self, call: Callable[[], Any], interception: Interception, backward: Backward
+    ) -> StepTimes:
+        """Runs the step forward and backward.
+
+        Args:
+            call: Runs it and returns the loss.
+            interception: The module's wrappers, installed.
+            backward: "whole" adds weight gradients to `.grad`, "inputs" leaves them out.
+
+        Raises:
+            GraphError: The step did not call the layers of the graph.
+        """
+        with self._answering(interception):
+            self._clock.settle()
+            self._stamps.append(self._clock.stamp())
+            loss = loss_of(call())
+            self._stamps.append(self._clock.stamp())
+            self._check()
+            self._is_backward = True
+            if backward == "whole":
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, self._outputs, allow_unused=True)
+            end = self._clock.stamp()
+        self._clock.settle()
+        self._outputs.clear()
+        return self._times(end)
+
+    def forward_only(self, call: Callable[[], Any], interception: Interception) -> Any:
+        """Runs the step forward and returns what it returned."""
+        with self._answering(interception):
+            self._stamps.append(self._clock.stamp())
+            return call()
+
+    @contextlib.contextmanager
+    def _answering(self, interception: Interception) -> Iterator[None]:
+        with (
+            interception.running(self),
+            interception.recomputed_by(self),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a module; see `Run`."""
+        if self._inside or self._is_backward or site.name not in self._layers:
+            return site.diffpipe_original(*args, **kwargs)
+        index = len(self._names)
+        self._stamps.append(self._clock.stamp())
+        self._names.append(site.name)
+        self._inside = True
+        try:
+            out = self._run_layer(site, args, kwargs)
+        finally:
+            self._inside = False
+        self._stamps.append(self._clock.stamp())
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._outputs.append(leaf)
+                leaf.register_hook(partial(self._fire, index))
+        return out
+
+    def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
+        if self.checkpointing:
+            return torch.utils.checkpoint.checkpoint(
+                self._seeded, site, args, kwargs, use_reentrant=False
+            )
+        return self._seeded(site, args, kwargs)
+
+    def _seeded(self, site: Site, args: Any, kwargs: Any) -> Any:
+        if site.name not in self._graph.seeded:
+            return site.diffpipe_original(*args, **kwargs)
+        with rng.private_stream(self._graph.host_random):
+            return site.diffpipe_original(*args, **kwargs)
+
+    def _fire(self, index: int, gradient: Tensor) -> None:
+        if index not in self._fired:
+            self._fired[index] = self._clock.stamp()
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Nothing is logged while measuring."""
+
+    def checkpoints_layers(self) -> bool:
+        """Whether a checkpoint called now lies around layers."""
+        return not self._inside
+
+    def _check(self) -> None:
+        if tuple(self._names) != self._graph.layer_names:
+            difference = first_difference(self._graph.layer_names, self._names)
+            raise GraphError(
+                f"while it was timed the step called other layers than in its probe: {difference}"
+            )
+
+    def _times(self, end: Any) -> StepTimes:
+        steps = [self._clock.seconds(a, b) for a, b in pairwise(self._stamps)]
+        backward = [0.0] * len(self._names)
+        events = [*self._fired.items()]
+        for (index, stamp), later in zip(events, [s for _, s in events[1:]] + [end], strict=True):
+            backward[index] = self._clock.seconds(stamp, later)
+        first = events[0][1] if events else end
+        return StepTimes(
+            before=tuple(steps[0::2][:-1]),
+            inside=tuple(steps[1::2]),
+            tail=steps[-1],
+            backward=tuple(backward),
+            backward_tail=self._clock.seconds(self._stamps[-1], first),
+        )
+
+
+class SavedBytes:
+    """Counts what autograd keeps for the backward, for the layer that saves it first.
+
+    Parameters and buffers do not count, and a storage counts once.
+
+    Args:
+        run: Tells which layer runs.
+        known: Tensors that are there anyway.
+    """
+
+    def __init__(self, run: StepRun, known: Sequence[Tensor], num_layers: int) -> None:
+        self.num_bytes = [0] * num_layers
+        self._run = run
+        self._seen = {_storage(tensor) for tensor in known}
+        self._alive: list[Tensor] = []  # a storage that is freed may leave its address to another
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._alive.clear()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._seen:
+            self._seen.add(_storage(tensor))
+            self._alive.append(tensor)
+            self.num_bytes[self._run.position] += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
