@@ -173,6 +173,42 @@ def sample(config: DictConfig) -> Any:
     return images
 
 
+@verb("time every layer of a model: diffpipe profile model=glyph_unet output=profile.json")
+def profile(config: DictConfig) -> Any:
+    """Times the layers of `model` on batches of `data`, and writes a profile to `output`."""
+    _prepare(config)
+    from lightning_diffpipe.profiling import profile as measure
+    from lightning_diffpipe.profiling.cache import write_atomically
+    from lightning_diffpipe.profiling.profiler import default_step, in_precision
+
+    module = hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    data.prepare_data()
+    data.setup("fit")
+    result = measure(
+        module,
+        next(iter(data.train_dataloader())),
+        step=in_precision(default_step(module), config.precision, config.device),
+        device=config.device,
+        sample_counts=config.sample_counts,
+        repeats=config.repeats,
+        budget_s=config.budget_s,
+        name=config.name,
+        max_share=config.max_share,
+        cache=config.cache,
+        progress=config.progress,
+    )
+    write_atomically(Path(config.output), result.to_json())
+    layers, encoders = result.backbones[0].layers, result.encoders
+    frozen = sum(len(encoder.layers) for encoder in encoders)
+    for samples, _ in layers[0].forward_s.points:
+        path_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
+        frozen_s = sum(x.forward_s.at(samples) for encoder in encoders for x in encoder.layers)
+        print(f"{samples:5d} samples: path {1e3 * path_s:.1f} ms, frozen {1e3 * frozen_s:.1f} ms")
+    print(f"{config.output}  {len(layers)} layers of the path, {frozen} frozen layers")
+    return result
+
+
 # ---------------------------------------------------------------------- dispatch and messages
 
 
@@ -207,7 +243,9 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     choices = [a for a in arguments if a.partition("=")[0] in ("experiment", "model", "data")]
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         known = list(_flatten(hydra.compose(name, overrides=choices)))
-    known += [folder.name for folder in files("lightning_diffpipe.conf").iterdir() if folder.is_dir()]
+    known += [
+        folder.name for folder in files("lightning_diffpipe.conf").iterdir() if folder.is_dir()
+    ]
     near = difflib.get_close_matches(wrong, known, n=1)
     near = near or [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]][:1]
     return f"; did you mean {near[0]!r}?" if near else ""

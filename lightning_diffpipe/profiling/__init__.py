@@ -4,3 +4,8 @@ Read in this order: `glue` (what the time of a layer is), `clock`, `step_run` (s
 layers), `measure` (many runs, medians), `assembly` (into a profile); `cache` keeps profiles on disk,
 `profiler` is the public function. `estimate` and `modelled` answer without running anything.
 """
+
+from lightning_diffpipe.profiling.measure import measure_profile
+from lightning_diffpipe.profiling.profiler import profile
+
+__all__ = ["measure_profile", "profile"]

@@ -1,0 +1,146 @@
+"""`profile(module, batch)`: from an ordinary module and one batch to a profile, in one call."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.probe import Step, probe
+from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.profiling.cache import cached_profile
+from lightning_diffpipe.profiling.measure import Progress, measure_profile
+from lightning_diffpipe.profiling.state import take_samples
+
+_NUM_PROBED_SAMPLES = 2
+
+
+def profile(
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: Step | None = None,
+    device: torch.device | str | None = None,
+    sample_counts: Sequence[int] | None = None,
+    repeats: int | None = None,
+    budget_s: float = 10.0,
+    name: str | None = None,
+    max_share: float = 1 / 32,
+    cache: bool = False,
+    progress: bool = False,
+) -> ModelProfile:
+    """Measures what every layer of a module costs in training.
+
+    The module is left bit-identical: parameters, gradients, buffers, training flags, random numbers.
+
+    Args:
+        module: A LightningModule, or any module together with a `step`.
+        batch: A batch as `training_step` gets it, on the host or the device.
+        step: Module and batch to loss; `training_step` if not given.
+        device: Where to measure; where the module is, if not given.
+        sample_counts: Numbers of samples to measure; 1, 2, 4, ... up to half of the batch if not given.
+        repeats: Timed runs at each number; as many as fit into `budget_s` if not given.
+        budget_s: Seconds to spend, about.
+        name: Name of the profile; the module's class if not given.
+        max_share: No layer should cost more than this share of the step.
+        cache: Look in the cache first, and keep the result there.
+        progress: Show a progress bar.
+
+    Raises:
+        ConfigurationError: The module has no `training_step`, and no step was given.
+        GraphError: The step cannot be cut into layers.
+        ProfileError: It cannot be run at these numbers of samples.
+
+    Example:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> step = lambda module, batch: module(batch).mean()
+        >>> [layer.name for layer in profile(module, torch.ones(4, 4), step=step,
+        ...                                  budget_s=0.1).backbones[0].layers]
+        ['0', '1']
+    """
+    step = step or default_step(module)
+    total = count_samples(batch)
+    small = batch
+    if total is not None and total > _NUM_PROBED_SAMPLES:
+        small = take_samples(batch, total, _NUM_PROBED_SAMPLES)
+    graph = probe(module, step, small, max_share=max_share)
+    if device is None:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    measure = cached_profile if cache else measure_profile
+    with _bar(progress) as report:
+        return measure(
+            module,
+            step,
+            batch,
+            graph,
+            device=device,
+            sample_counts=sample_counts,
+            repeats=repeats,
+            budget_s=budget_s,
+            name=name,
+            progress=report,
+        )
+
+
+def default_step(module: nn.Module) -> Step:
+    """A step that calls `training_step`, with the batch's index if it takes one.
+
+    Raises:
+        ConfigurationError: There is no `training_step`.
+    """
+    training_step = getattr(module, "training_step", None)
+    if not callable(training_step):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no training_step; "
+            "pass step=lambda module, batch: ... that returns the loss"
+        )
+    takes_index = len(inspect.signature(training_step).parameters) > 1
+    arguments = (0,) if takes_index else ()
+    return lambda module, batch: module.training_step(batch, *arguments)
+
+
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def in_precision(step: Step, precision: str, device: str) -> Step:
+    """Runs a step under the autocast of a Lightning precision.
+
+    Raises:
+        ConfigurationError: An unknown precision.
+    """
+    if precision == "32-true":
+        return step
+    if precision not in _MIXED:
+        raise ConfigurationError(
+            f"unknown precision={precision!r}; choose one of 32-true, {', '.join(_MIXED)}"
+        )
+
+    def cast(module: Any, batch: Any) -> Any:
+        with torch.autocast(torch.device(device).type, _MIXED[precision]):
+            return step(module, batch)
+
+    return cast
+
+
+@contextlib.contextmanager
+def _bar(wanted: bool) -> Iterator[Progress | None]:
+    """A progress bar on standard error."""
+    if not wanted:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("profiling", total=1.0)
+        report: Callable[[str, float], None] = lambda what, share: bar.update(
+            task, description=what, completed=share
+        )
+        yield report
