@@ -12,7 +12,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 
 Auto = Literal["auto"]
 
-PARTITIONS = ("auto", "minimax", "uniform", "parameters")
+PARTITIONS = ("auto", "diffusionpipe", "minimax", "uniform", "parameters")
 FILLINGS = ("none", "auto")
 
 

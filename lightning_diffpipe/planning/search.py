@@ -1,28 +1,43 @@
 """The search: which stages, replicas, microbatches, pipelines and schedule make the fastest step?
 
-Closed forms propose, the simulator decides: every proposal is run on paper, with all links, uneven
-microbatches and frozen work, and the fastest that fits into memory wins.
+Bounds propose, the simulator decides. Shapes are tried in the order of a rough estimate; a shape whose
+lower bound is no better than the best step found so far is skipped without a simulation. Where there
+are few ways to cut, all are tried, cheapest bound first, so that the result is the optimum of the
+simulator. Where there are many, the cuts with the smallest bound are moved layer by layer for as long as
+that helps.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.planning.baselines import baseline_cuts
+from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
-from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.memory import peak_memory_bytes
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Stage
-from lightning_diffpipe.planning.pipeline_costs import pipeline_costs
-from lightning_diffpipe.planning.plan import PipelinePlan, Planned
+from lightning_diffpipe.planning.partition import Cut, minimax_cuts
+from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.planning.proposals import Candidate, candidates
-from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.proposals import (
+    Shape,
+    all_cuts,
+    count_of_cuts,
+    replicas_of,
+    shapes,
+)
+
+MOST_CUTS_TRIED = 500
+"""Up to so many ways to cut a shape, all are considered."""
+
+MOST_CLIMBS = 6
+"""Of a shape with more ways to cut, so many ways to share the ranks are improved layer by layer."""
+
+HOPELESS = 1.15
+"""A cut this much slower than the best one is not improved: moving layers gains less."""
 
 
 def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> PipelinePlan:
@@ -43,82 +58,158 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
         PlanError: Nothing fits into memory; says by how much.
     """
     model = CostModel(profile, cluster, options.optimizer_bytes_factor)
-    best: PipelinePlan | None = None
-    smallest: PipelinePlan | None = None
-    for candidate in candidates(model, options):
-        plan = evaluate(model, options, candidate)
-        need = max(plan.planned.peak_memory_bytes)
-        if smallest is None or need < max(smallest.planned.peak_memory_bytes):
-            smallest = plan
-        fits = cluster.memory_bytes is None or need <= cluster.memory_bytes
-        if fits and (best is None or _is_faster(plan, best)):
-            best = plan
-    if best is None:
-        raise _nothing_fits(cluster, options, smallest)
-    return best
+    search = Search(model, options)
+    for shape in sorted(shapes(model, options), key=search.estimate_s):
+        search.try_shape(shape)
+    if search.best is None:
+        raise _nothing_fits(model, options)
+    return search.evaluator.plan(search.best)
 
 
-def _is_faster(plan: PipelinePlan, best: PipelinePlan) -> bool:
-    return plan.planned.iteration_s < best.planned.iteration_s * (1 - 1e-9)
+@dataclass
+class Search:
+    """What has been found so far.
+
+    Attributes:
+        model: The cost model.
+        options: Wishes and limits.
+        evaluator: Simulates proposals.
+        best: The fastest proposal that fits into memory.
+        best_s: Its step.
+    """
+
+    model: CostModel
+    options: PlanOptions
+    evaluator: Evaluator = field(init=False)
+    best: Proposal | None = None
+    best_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.model, self.options)
+
+    def bounds(self, shape: Shape) -> Bounds:
+        """Lower bounds for a shape."""
+        return Bounds(
+            self.model,
+            shape.sizes,
+            shape.num_ranks,
+            shape.num_pipelines,
+            shape.schedule == "gpipe",
+            self.options.frozen_splittable,
+        )
+
+    def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
+        """A guess that decides which shape is tried first; no result depends on it but the time."""
+        sums = self.model.sums(0, shape.sizes[0])
+        work_s = sums.forward[-1] + sums.backward[-1]
+        steps = len(shape.sizes) + shape.num_stages - 1
+        frozen_s = self.model.encode_s(sum(shape.sizes) / shape.num_ranks)
+        return frozen_s + steps * work_s / shape.num_ranks, shape.num_stages, len(shape.sizes)
+
+    def try_shape(self, shape: Shape) -> None:
+        """Improves `best` if some way to cut this shape does."""
+        if self.options.partition != "auto":
+            self._try_all(shape, baseline_cuts(self.model, self.options, shape))
+        elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
+            bounds = self.bounds(shape)
+            cuts = all_cuts(self.model, self.options, shape)
+            bounded = sorted((bounds.cuts_s(cut), cut) for cut in cuts)
+            self._try_all(shape, (cut for bound, cut in bounded if self._may_help(bound)))
+        else:
+            self._try_best_bounds(shape)
+
+    def _try_best_bounds(self, shape: Shape) -> None:
+        """From the cuts with the best bounds, moves layers to where they are best."""
+        bounds, starts = self.bounds(shape), []
+        for replicas in replicas_of(self.options, shape):
+            found = bounds.best_cuts(replicas, self.best_s)
+            if found is not None and self._may_help(found[0]):
+                starts.append((self._try(Proposal(shape, found[1])), found[1]))
+        for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
+            if step_s < HOPELESS * self.best_s:
+                self._climb(shape, cuts)
+
+    def _may_help(self, bound_s: float) -> bool:
+        return bound_s < self.best_s * (1 - 1e-9)
+
+    def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
+        for cut in cuts:
+            self._try(Proposal(shape, cut))
+
+    def _try(self, proposal: Proposal) -> float:
+        """Simulates one proposal and keeps it if it is the best."""
+        step_s = self.evaluator.step_s(proposal)
+        if self._may_help(step_s) and self.evaluator.fits(proposal):
+            self.best, self.best_s = proposal, step_s
+        return step_s
+
+    def _climb(self, shape: Shape, cuts: tuple[Cut, ...]) -> None:
+        """Moves layers between neighbouring stages for as long as that makes the step shorter."""
+        current_s = self.evaluator.step_s(Proposal(shape, cuts))
+        improved = True
+        while improved:
+            improved = False
+            for moved in _neighbours(cuts):
+                proposal = Proposal(shape, moved)
+                step_s = self._try(proposal)
+                if step_s < current_s * (1 - 1e-9) and self.evaluator.fits(proposal):
+                    current_s, cuts, improved = step_s, moved, True
+                    break
 
 
-def evaluate(model: CostModel, options: PlanOptions, candidate: Candidate) -> PipelinePlan:
-    """Simulates one proposal and writes it down as a plan."""
-    profile = model.profile
-    placement = Placement.of_replicas([replicas for _, _, replicas in candidate.cuts])
-    samples = options.global_batch_size // candidate.num_pipelines
-    sizes = split_evenly(samples, candidate.num_microbatches)
-    runs = [LayerRun(0, first, stop) for first, stop, _ in candidate.cuts]
-    parts = (
-        encode_parts(sizes, placement.num_ranks, options.frozen_splittable)
-        if profile.encoders
-        else ()
-    )
-    costs = pipeline_costs(model, placement, runs, sizes, candidate.num_pipelines, parts)
-    schedule = SCHEDULES[candidate.schedule](placement, candidate.num_microbatches)
-    if parts:
-        schedule = prefix_frozen(schedule, parts)
-    timeline = simulate(lower(schedule), costs)
-
-    iteration_s = timeline.iteration_s
-    work_s = sum(span.duration_s for span in timeline.spans)
-    planned = Planned(
-        iteration_s=iteration_s,
-        bubble_ratio=timeline.bubble_ratio,
-        unfilled_iteration_s=iteration_s,
-        unfilled_bubble_ratio=timeline.bubble_ratio,
-        frozen_s=sum(costs.encode_s),
-        leftover_s=0.0,
-        no_bubble_limit_s=work_s / placement.num_ranks,
-        peak_memory_bytes=peak_memory_bytes(model, schedule, runs, sizes),
-        samples_per_s=options.global_batch_size / iteration_s if iteration_s else 0.0,
-    )
-    resolved = replace(
-        options,
-        num_stages=len(candidate.cuts),
-        num_microbatches=candidate.num_microbatches,
-        num_replicas=tuple(replicas for _, _, replicas in candidate.cuts),
-        data_parallel=candidate.num_pipelines,
-        schedule=candidate.schedule,
-        filling="none",
-    )
-    name = profile.backbones[0].name
-    stages = tuple(
-        Stage(index, name, first, stop - 1, replicas)
-        for index, (first, stop, replicas) in enumerate(candidate.cuts)
-    )
-    return PipelinePlan(resolved, stages, schedule.programs, planned, costs)
+def _neighbours(cuts: tuple[Cut, ...]) -> Iterator[tuple[Cut, ...]]:
+    """Cuts in which one stage gave layers to the next or took some; few layers are tried first."""
+    for shift in (1, -1, 2, -2, 3, -3, 5, -5):
+        for i in range(len(cuts) - 1):
+            (first, middle, r), (_, stop, s) = cuts[i : i + 2]
+            if first < middle + shift < stop:
+                moved = ((first, middle + shift, r), (middle + shift, stop, s))
+                yield (*cuts[:i], *moved, *cuts[i + 2 :])
 
 
-def _nothing_fits(
-    cluster: Cluster, options: PlanOptions, smallest: PipelinePlan | None
-) -> PlanError:
-    assert cluster.memory_bytes is not None
-    if smallest is None:
-        return PlanError(f"no plan meets {options} on {cluster.num_ranks} ranks")
-    need = max(smallest.planned.peak_memory_bytes)
+def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
+    """Says by how much memory is short, and which single option would help."""
+    limit = model.cluster.memory_bytes
+    assert limit is not None
+    need, where = min(_least_memory(model, options), key=lambda found: found[0])
+    helpful = [
+        f"{name}={getattr(plan.options, name)}"
+        for name in ("num_stages", "num_microbatches", "num_replicas", "data_parallel", "schedule")
+        if getattr(options, name) != "auto"
+        if (plan := _plan_if_any(model, PlanOptions.from_dict({**options.to_dict(), name: "auto"})))
+        is not None
+    ]
+    remedy = f"{' or '.join(helpful)} would fit" if helpful else "use more ranks or smaller batches"
     return PlanError(
-        f"no plan fits into {cluster.memory_bytes:,} bytes a rank: the smallest one found "
-        f"(num_stages={smallest.num_stages}, num_microbatches={smallest.num_microbatches}) needs "
-        f"{need:,}, {need - cluster.memory_bytes:,} too many"
+        f"no plan fits into {limit:,} bytes a rank: the smallest needs {need:,} ({where}), "
+        f"{need - limit:,} too many; {remedy}"
     )
+
+
+def _plan_if_any(model: CostModel, options: PlanOptions) -> PipelinePlan | None:
+    search = Search(model, options)
+    try:
+        for shape in sorted(shapes(model, options), key=search.estimate_s):
+            search.try_shape(shape)
+    except DiffPipeError:
+        return None
+    return None if search.best is None else search.evaluator.plan(search.best)
+
+
+def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:
+    """For every shape, what its most even cut needs."""
+    roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
+    evaluator = Evaluator(roomy, options)
+    for shape in shapes(roomy, options):
+        weights = [
+            layer.parameter_bytes
+            + (1 + options.optimizer_bytes_factor) * layer.gradient_bytes
+            + shape.sizes[0] * layer.activation_bytes_per_sample
+            for layer in roomy.profile.backbones[0].layers
+        ]
+        firsts = minimax_cuts(weights, shape.num_stages)
+        for replicas in replicas_of(options, shape):
+            cuts = zip(firsts, (*firsts[1:], len(weights)), replicas, strict=True)
+            need = max(evaluator.peak_bytes(Proposal(shape, tuple(cuts))))
+            yield need, f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
+            break
