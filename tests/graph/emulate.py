@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+from lightning_diffpipe.graph.probe import loss_of
 from lightning_diffpipe.graph.view import StageView
 
 Step = Callable[[Any, Any], Any]
@@ -91,10 +92,7 @@ def reference(
     root.zero_grad(set_to_none=True)
     if graph is None:
         torch.manual_seed(seed)
-        loss = step(root, batch)["loss"] if isinstance(step(root, batch), dict) else None
-        if loss is None:
-            torch.manual_seed(seed)
-            loss = step(root, batch)
+        loss = loss_of(step(root, batch))
         loss.backward()
     else:
         with intercepted(root) as interception:

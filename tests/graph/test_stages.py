@@ -1,0 +1,167 @@
+"""The stages of a pipeline add up to the step: same loss, same gradients, whatever the cuts.
+
+In float64, with NaN in every dummy and every foreign parameter; parameters that start at zero are moved.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.probe import probe
+from tests.graph.emulate import emulate, randomise, reference, relative_error
+from tests.graph.steps import BUILDERS, Tower, build, image_batch, rows, step
+from tests.zoo import CASES, in_double
+
+SEED = 1234
+TRANSFORMERS = [
+    "UNet2DModel",
+    "PixArtTransformer2DModel",
+    "DiTTransformer2DModel",
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanDiT2DModel",
+    "WanTransformer3DModel",
+]
+
+
+def check_stages(root, batch, max_share=1 / 24, splits=(1, 2, 3, 4), mode="real"):
+    """Compares the sum over stages with the unsplit step, for random cuts, unfolded and folded."""
+    randomise(root)
+    graph = probe(root, step, batch, max_share=max_share, mode=mode)
+    loss, expected = reference(root, step, batch, SEED, graph if graph.seeded else None)
+    choice = random.Random(0)
+    for num_stages in splits:
+        positions = sorted(choice.sample(range(1, len(graph.path)), num_stages - 1))
+        folded = fold(root, step, batch, graph, positions)
+        for pieces in ((graph, positions), folded):
+            got_loss, got = emulate(root, *pieces, step, batch, SEED)
+            error, where = relative_error(expected, got)
+            assert got_loss == loss, f"loss {got_loss} instead of {loss}, cut at {positions}"
+            assert error < 1e-10, f"{where} is off by {error:.1e}, cut at {positions}"
+    return graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDERS)
+def test_latent_diffusion(name):
+    with in_double():
+        graph = check_stages(build(name), image_batch())
+    assert any(graph.layers[i].name.startswith("vae") for i in graph.frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_denoisers_of_diffusers(name):
+    with in_double():
+        root, batch = CASES[name].build()
+        check_stages(root, batch, splits=(2, 4))
+
+
+def test_a_plain_sequential():
+    class Sequential(Tower):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(
+                *[part for _ in range(6) for part in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))]
+            )
+            del self.blocks
+
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
+
+    graph = check_stages(Sequential().double(), rows().double(), mode="fake")
+    assert not graph.seeded  # dropout between layers is glue: the numbers are those of the plain step
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_and_checkpointing_inside_layers(dropout, checkpointing):
+    root = Tower().double()
+    for block in root.blocks:
+        block.dropout.p = dropout
+
+    def run(module, batch):
+        if not checkpointing:
+            return module.training_step(batch, 0)
+        x = batch.clone().requires_grad_()
+        for block in module.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+    graph = probe(root, run, rows().double(), max_share=1 / 4)
+    assert bool(graph.seeded) == (dropout > 0)
+    loss, expected = reference(root, step, rows().double(), SEED, graph)
+    got_loss, got = emulate(root, graph, [2, 4], run, rows().double(), SEED)
+    assert got_loss == loss
+    assert relative_error(expected, got)[0] < 1e-12
+
+
+def test_results_do_not_depend_on_folding_when_layers_draw():
+    """Folded blocks seed the layers inside them, so that masks are those of the fine graph."""
+    with in_double():
+        root = build("dropout")
+        randomise(root)
+        graph = probe(root, step, image_batch(), max_share=1 / 24, mode="real")
+        folded, positions = fold(root, step, image_batch(), graph, [])
+        loss, _ = reference(root, step, image_batch(), SEED, graph)
+        again, _ = reference(root, step, image_batch(), SEED, folded)
+    assert len(folded.layers) < len(graph.layers)
+    assert sum(layer.num_seeds for layer in folded.layers) == len(
+        [name for name in graph.layer_names if name in graph.seeded]
+    )
+    assert again == loss
+    assert positions == ()
+
+
+def test_tied_weights_are_shared_between_their_stages():
+    class Tied(Tower):
+        def training_step(self, batch, batch_idx):
+            return (self.run(batch) @ self.blocks[0].linear.weight.t()).pow(2).mean()
+
+    root = Tied().double()
+    graph = check_stages(root, rows().double(), max_share=1 / 30)
+    shared = cut(graph, [3]).shared_parameters
+    assert shared == {"blocks.0.linear.weight": (0, 1)}
+
+
+def test_a_layer_called_twice_is_shared_between_its_stages():
+    class Twice(Tower):
+        def training_step(self, batch, batch_idx):
+            return self.run(self.run(batch)).pow(2).mean()
+
+    root = Twice().double()
+    graph = check_stages(root, rows().double(), max_share=1 / 30)
+    assert set(cut(graph, [6]).shared_parameters) == {n for n, _ in root.named_parameters()}
+
+
+def test_long_skips_pass_through_the_stages_between():
+    class Skips(Tower):
+        def training_step(self, batch, batch_idx):
+            hidden, x = [], batch
+            for block in self.blocks[:3]:
+                x = block(x)
+                hidden.append(x)
+            for block in self.blocks[3:]:
+                x = block(x + hidden.pop())
+            return x.pow(2).mean()
+
+    graph = check_stages(Skips().double(), rows().double(), max_share=1 / 4)
+    stages = cut(graph, [1, 3, 5]).stages
+    assert stages[2].received == ((0, 0), (1, 0), (2, 0))
+    assert (0, 0) not in stages[2].needed
+    assert (0, 0) in stages[2].sent
+
+
+def test_locked_parameters_get_no_gradient():
+    with in_double():
+        root = build("ControlNet with a locked U-Net")
+        randomise(root)
+        graph = probe(root, step, image_batch(), mode="real")
+        _, got = emulate(root, graph, [len(graph.path) // 2], step, image_batch(), SEED)
+    assert {name.split(".")[0] for name in got} == {"controlnet"}
+    assert graph.trained == set(got)
