@@ -74,28 +74,34 @@ def forget_fakes(mode: FakeTensorMode) -> None:
     Otherwise the first real step would find them there. Attributes become None and cached entries are
     dropped, as if the step had never run.
     """
-    survivors = [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode]
-    for tensor in survivors:
-        for holder in gc.get_referrers(tensor):
-            _drop(holder, tensor)
-    if survivors:
-        _log.debug("dropped %d fake tensors from caches outside the module", len(survivors))
+    gc.collect()  # the copy goes: modules are full of cycles
+    survivors = {
+        id(o): o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode
+    }
+    if not survivors:
+        return
+    # Each search for referrers walks the whole heap, so there is one for all.
+    holders = [h for h in gc.get_referrers(*survivors.values()) if h is not survivors]
+    outer = gc.get_referrers(*holders)
+    for holder in holders:
+        _drop(holder, survivors, outer)
+    _log.debug("dropped %d fake tensors from caches outside the module", len(survivors))
 
 
-def _drop(holder: Any, tensor: Tensor) -> None:
+def _drop(holder: Any, fakes: dict[int, Any], outer: list[Any]) -> None:
     if isinstance(holder, functools._lru_cache_wrapper):
         holder.cache_clear()
     elif isinstance(holder, dict):
-        for key in [k for k, v in holder.items() if v is tensor]:
-            owners = [o for o in gc.get_referrers(holder) if isinstance(o, type)]
+        owners = [o for o in outer if isinstance(o, type) and any(r is holder for r in gc.get_referents(o))]
+        for key in [k for k, v in holder.items() if id(v) in fakes]:
             for owner in owners:
                 setattr(owner, key, None)
             if not owners:
                 del holder[key]
     elif isinstance(holder, tuple):
-        for outer in gc.get_referrers(holder):
-            if isinstance(outer, functools._lru_cache_wrapper):
-                outer.cache_clear()
+        for wrapper in outer:
+            if isinstance(wrapper, functools._lru_cache_wrapper):
+                wrapper.cache_clear()
 
 
 @contextlib.contextmanager

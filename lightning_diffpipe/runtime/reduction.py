@@ -74,17 +74,15 @@ class GradientReducer:
         Returns:
             A scalar, equal on all ranks of the pipeline.
         """
+        device = self._mesh.device
+        # One type on all ranks, also on those that count no parameter; a norm loses nothing in it.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
         norms = [
-            torch.linalg.vector_norm(parameter.grad, norm_type)
+            torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
             for name, parameter in parameters.items()
             if name in self._counted and parameter.grad is not None
         ]
-        device = self._mesh.device
-        total = (
-            torch.stack([norm.to(device) for norm in norms])
-            if norms
-            else torch.zeros(1, device=device)
-        )
+        total = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
         group = self._mesh.pipeline_group
         if math.isinf(norm_type):
             total = total.max()
