@@ -20,6 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.placement import true_stride
@@ -68,54 +69,74 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
         return pytree.tree_map_only(Tensor, _fake_like, batch)
 
 
-def forget_fakes(mode: FakeTensorMode) -> None:
+class TrackedFakeMode(FakeTensorMode):
+    """A fake mode that knows which of its tensors are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(leaf, FakeTensor):
+                self._made.append(StorageWeakRef(leaf.untyped_storage()))
+        return out
+
+    def anything_alive(self) -> bool:
+        """Whether a tensor made under this mode survived the step."""
+        self._made = [made for made in self._made if not made.expired()]
+        return bool(self._made)
+
+
+def forget_fakes(mode: TrackedFakeMode) -> None:
     """Removes fake tensors that the step left in caches outside the copy (class attributes, lru_cache).
 
     Otherwise the first real step would find them there. Attributes become None and cached entries are
-    dropped, as if the step had never run.
+    dropped, as if the step had never run. The module must be out of use: looking at all objects of the
+    process takes a third of a second, and is only done if a tensor survived.
     """
-    gc.collect()  # the copy goes: modules are full of cycles
-    survivors = {
-        id(o): o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode
-    }
-    if not survivors:
+    if not mode.anything_alive():
         return
-    # Each search for referrers walks the whole heap, so there is one for all.
-    holders = [h for h in gc.get_referrers(*survivors.values()) if h is not survivors]
-    outer = gc.get_referrers(*holders)
-    for holder in holders:
-        _drop(holder, survivors, outer)
+    gc.collect()
+    if not mode.anything_alive():
+        return
+    survivors = [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode]
+    for holder in gc.get_referrers(*survivors) if survivors else ():
+        if holder is not survivors:
+            _drop(holder, {id(tensor) for tensor in survivors})
     _log.debug("dropped %d fake tensors from caches outside the module", len(survivors))
 
 
-def _drop(holder: Any, fakes: dict[int, Any], outer: list[Any]) -> None:
+def _drop(holder: Any, tensors: set[int]) -> None:
     if isinstance(holder, functools._lru_cache_wrapper):
         holder.cache_clear()
     elif isinstance(holder, dict):
-        owners = [o for o in outer if isinstance(o, type) and any(r is holder for r in gc.get_referents(o))]
-        for key in [k for k, v in holder.items() if id(v) in fakes]:
+        keys = [key for key, value in holder.items() if id(value) in tensors]
+        owners = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)]
+        for key in keys:
             for owner in owners:
                 setattr(owner, key, None)
             if not owners:
                 del holder[key]
-    elif isinstance(holder, tuple):
-        for wrapper in outer:
-            if isinstance(wrapper, functools._lru_cache_wrapper):
-                wrapper.cache_clear()
+    elif isinstance(holder, list | tuple):
+        for outer in gc.get_referrers(holder):
+            if isinstance(outer, functools._lru_cache_wrapper):
+                outer.cache_clear()
 
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
     """Puts back what a real probe changes: buffers, training flags, random number generators."""
-    buffers = [(b, b._version, b.detach().clone()) for b in root.buffers()]
+    buffers = [(b, b.detach().clone()) for b in root.buffers()]
     training = [(m, m.training) for m in root.modules()]
     with rng.preserved(host=True):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, version, value in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
+                # Versions do not tell: batch norm changes its statistics behind their back.
+                for buffer, value in buffers:
+                    buffer.copy_(value)
             for module, flag in training:
                 module.training = flag

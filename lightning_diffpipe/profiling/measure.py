@@ -10,7 +10,6 @@ A module that is too large for the device is timed layer by layer instead (`one_
 
 from __future__ import annotations
 
-import gc
 import logging
 import statistics
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import ProfileError
+from lightning_diffpipe.errors import GraphError, ProfileError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
@@ -92,7 +91,7 @@ def measure_profile(
             f"cannot time {max(counts)} samples with a batch of {total}; "
             "give a larger batch, or smaller sample_counts"
         )
-    with undisturbed(module), placed(module, device), _no_collections():
+    with undisturbed(module), placed(module, device):
         bench = _Bench(module, step, tree_to(batch, device), graph, device, progress)
         rounds = bench.rounds(counts, repeats, budget_s, fixed=sample_counts is not None)
         saved = bench.saved_bytes()
@@ -146,19 +145,6 @@ def layer_costs(
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keeps the garbage collector from running in the middle of a layer."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Bench:
@@ -247,6 +233,8 @@ class _Bench:
             if budget_s is not None and committed_s + 2 * took_s * (2 * _MIN_ROUNDS + 1) > budget_s:
                 break
         if not usable:
+            if isinstance(failure, GraphError):
+                raise failure
             raise ProfileError(f"the step runs with none of {list(counts)} samples: {failure}")
         return tuple(usable)
 

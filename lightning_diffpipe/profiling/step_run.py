@@ -12,6 +12,7 @@ asks for gradients of the layers' outputs only, not of weights: the difference i
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -94,12 +95,18 @@ class StepRun:
 
     @contextlib.contextmanager
     def _answering(self, interception: Interception) -> Iterator[None]:
-        with (
-            interception.running(self),
-            interception.recomputed_by(self),
-            torch.enable_grad(),
-        ):
-            yield
+        collects = gc.isenabled()
+        gc.disable()  # not in the middle of a layer
+        try:
+            with (
+                interception.running(self),
+                interception.recomputed_by(self),
+                torch.enable_grad(),
+            ):
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a module; see `Run`."""

@@ -1,0 +1,107 @@
+import json
+import warnings
+
+import pytest
+import torch
+
+from lightning_diffpipe import ModelProfile
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.profiling import cache
+from lightning_diffpipe.profiling.cache import cached_profile, profile_path, write_atomically
+from lightning_diffpipe.profiling.state import take_samples
+from tests.profiling.toys import toy
+
+OPTIONS = {"sample_counts": (2,), "repeats": 1}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Counts how often something was really measured."""
+    calls = []
+    original = cache.measure_profile
+
+    def counting(*args, **kwargs):
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(cache, "measure_profile", counting)
+    return calls
+
+
+def test_is_measured_once(folder, measured):
+    module, step, batch, graph = toy()
+    first = cached_profile(module, step, batch, graph, **OPTIONS)
+    assert cached_profile(module, step, batch, graph, **OPTIONS) == first
+    assert len(measured) == 1
+    (kept,) = folder.iterdir()
+    assert ModelProfile.from_json(kept.read_text()) == first
+    assert kept.name.startswith("Toy-")
+
+
+def test_other_layers_types_batches_devices_and_versions_have_other_files(folder, monkeypatch):
+    module, step, batch, graph = toy()
+    path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
+    paths = [path(), profile_path(module, graph, torch.device("meta"), (2,), "toy")]
+    paths.append(profile_path(module, graph, torch.device("cpu"), (2, 4), "toy"))
+    deeper, _, _, deeper_graph = toy(num_blocks=5)
+    paths.append(profile_path(deeper, deeper_graph, torch.device("cpu"), (2,), "toy"))
+    wider = probe(module, step, take_samples(batch, 8, 4), max_share=0.1)
+    paths.append(profile_path(module, wider, torch.device("cpu"), (2,), "toy"))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    paths.append(path())
+    monkeypatch.undo()
+    module.head.bfloat16()
+    paths.append(path())
+    assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (lambda kept: kept[: len(kept) // 2], "not valid JSON|JSON"),
+        (lambda kept: "", "JSON"),
+        (lambda kept: kept.replace("diffpipe-profile/1", "diffpipe-profile/9"), "format"),
+        (lambda kept: kept.replace("blocks.0", "unet.0"), "describes another model"),
+        (lambda kept: json.dumps({"somebody": "else"}), "unknown key 'somebody'"),
+    ],
+)
+def test_a_corrupt_or_foreign_file_is_named_and_rebuilt(folder, measured, text, reason):
+    module, step, batch, graph = toy()
+    cached_profile(module, step, batch, graph, **OPTIONS)
+    (kept,) = folder.iterdir()
+    kept.write_text(text(kept.read_text()))
+    with pytest.warns(UserWarning, match=kept.name) as caught:
+        cached_profile(module, step, batch, graph, **OPTIONS)
+    assert any(part in str(caught[0].message) for part in reason.split("|"))
+    assert len(measured) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cached_profile(module, step, batch, graph, **OPTIONS)
+    assert len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "file"))
+    module, step, batch, graph = toy()
+    with pytest.warns(UserWarning, match="cannot keep the profile"):
+        assert cached_profile(module, step, batch, graph, **OPTIONS).backbones
+
+
+def test_writing_leaves_nothing_half_done(tmp_path, monkeypatch):
+    target = tmp_path / "deep" / "p.json"
+    write_atomically(target, "one")
+    write_atomically(target, "two")
+    assert target.read_text() == "two"
+    assert list(target.parent.iterdir()) == [target]
+    target.unlink()
+    target.mkdir()  # a file cannot take the place of a folder
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(target, "three")
+    assert list(target.parent.iterdir()) == [target]

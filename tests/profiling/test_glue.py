@@ -1,0 +1,70 @@
+"""Attribution of glue, on paper."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from lightning_diffpipe.graph.layer import Call
+from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s
+
+
+@dataclass
+class Entry:
+    index: int
+    frozen: bool
+
+
+class Graph:
+    """As much of a `LayerGraph` as attribution reads; "f" is a frozen layer, "t" one of the path."""
+
+    def __init__(self, kinds, calls=()):
+        self.layers = tuple(Entry(i, kind == "f") for i, kind in enumerate(kinds))
+        self.frozen = tuple(i for i, kind in enumerate(kinds) if kind == "f")
+        self.path = tuple(i for i, kind in enumerate(kinds) if kind == "t")
+        self.calls = tuple(Call("container", *span, draws_random=False) for span in calls)
+
+
+def times(before, inside, tail=0.0, backward=None, backward_tail=0.0):
+    return StepTimes(
+        tuple(before), tuple(inside), tail, tuple(backward or [0.0] * len(inside)), backward_tail
+    )
+
+
+def test_glue_counts_for_the_layer_it_feeds_and_the_loss_for_the_last():
+    graph = Graph("tt")
+    assert forward_s(graph, times([1, 2], [10, 20], tail=4)) == [11, 26]
+
+
+def test_glue_in_front_of_a_frozen_layer_counts_for_the_path_too():
+    graph = Graph("ftft")
+    seconds = forward_s(graph, times([1, 2, 4, 8], [10, 20, 30, 40], tail=16))
+    assert seconds == [11, 20 + 2 + 1, 34, 40 + 8 + 4 + 16]
+
+
+def test_glue_inside_a_frozen_container_does_not():
+    graph = Graph("fft", calls=[(0, 2)])
+    assert forward_s(graph, times([1, 2, 4], [10, 20, 30])) == [11, 22, 30 + 4 + 1]
+
+
+def test_glue_inside_a_mixed_container_does():
+    graph = Graph("fft", calls=[(0, 3)])
+    assert forward_s(graph, times([1, 2, 4], [10, 20, 30])) == [11, 22, 30 + 4 + 1 + 2]
+
+
+def test_a_frozen_layer_behind_the_path_keeps_its_glue():
+    graph = Graph("tf")
+    assert forward_s(graph, times([1, 2], [10, 20], tail=4)) == [11 + 4, 22]
+
+
+def test_the_backward_of_the_loss_counts_for_the_last_layer():
+    graph = Graph("ftt")
+    assert backward_s(graph, times([0] * 3, [0] * 3, backward=[0, 5, 6], backward_tail=2)) == [
+        0,
+        5,
+        8,
+    ]
+
+
+def test_total_is_the_whole_step():
+    whole = times([1, 2], [10, 20], tail=4, backward=[5, 6], backward_tail=2)
+    assert whole.total_s == pytest.approx(50)

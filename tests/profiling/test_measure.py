@@ -1,0 +1,218 @@
+import random
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import nn
+
+from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.profiling import measure
+from lightning_diffpipe.profiling.measure import default_counts, measure_profile
+from lightning_diffpipe.profiling.state import take_samples
+from tests.profiling.toys import CpuClock, Toy, toy
+
+
+@pytest.fixture(autouse=True)
+def cpu_clock(monkeypatch):
+    monkeypatch.setattr(measure, "clock_for", lambda device: CpuClock())
+
+
+def everything(module):
+    """All there is to know about a module and the generators it draws from."""
+    gradients = {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
+    numpy_state = np.random.get_state()
+    return {
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "gradients": gradients,
+        "training": [m.training for m in module.modules()],
+        "num_steps": module.num_steps,
+        "wrappers": [sorted(m.__dict__) for m in module.modules()],
+        "random": (torch.get_rng_state(), repr(random.getstate()), repr(numpy_state[1].tolist())),
+    }
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return all(map(equal, a, b))
+    return a == b
+
+
+def test_leaves_the_module_bit_identical():
+    module, step, batch, graph = toy()
+    module.blocks[1].eval()
+    module.head.weight.grad = torch.ones_like(module.head.weight)
+    gradient, buffers = module.head.weight.grad, dict(module.named_buffers())
+    before = everything(module)
+    measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    assert equal(before, everything(module))
+    assert module.head.weight.grad is gradient
+    assert all(value is buffers[name] for name, value in module.named_buffers())
+
+
+def test_leaves_it_bit_identical_also_when_the_step_fails():
+    module, step, batch, graph = toy()
+    before = everything(module)
+
+    def fails(module, batch):
+        step(module, batch)
+        raise KeyError("text")
+
+    with pytest.raises(KeyError):
+        measure_profile(module, fails, batch, graph, sample_counts=(2,), repeats=1)
+    assert equal(before, everything(module))
+
+
+def test_has_every_layer_once_with_its_bytes():
+    module, step, batch, graph = toy()
+    profile = measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    layers = profile.backbones[0].layers
+    assert [layer.name for layer in layers] == [graph.layers[i].name for i in graph.path]
+    assert [encoder.name for encoder in profile.encoders] == ["frozen encoder"]
+    trained = sum(p.numel() * 4 for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.numel() * 4 for p in module.encoder.parameters())
+    assert sum(layer.parameter_bytes for layer in layers) == trained
+    assert sum(layer.gradient_bytes for layer in layers) == trained
+    encoder = profile.encoders[0].layers
+    assert sum(layer.parameter_bytes for layer in encoder) == frozen
+    assert {samples for samples, _ in layers[0].forward_s.points} == {2, 4}
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_counts_what_autograd_keeps_once():
+    """Inputs of both matrix products and the mask of the relu, which is its output."""
+    module, step, batch, graph = toy(width=64)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(4,), repeats=1)
+    saved = sum(layer.activation_bytes_per_sample for layer in profile.backbones[0].layers)
+    per_block = 64 + 4 * 64  # its input, and the activation that relu and `outer` share
+    head = 64 + 64  # its input, and the difference of which the square is taken
+    assert saved == 4 * (len(module.blocks) * per_block + head)
+
+
+def test_layers_add_up_to_the_step():
+    module, step, batch, graph = toy(num_samples=64, width=128)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(64,), repeats=9)
+    layers = profile.backbones[0].layers
+    planned_s = sum(layer.forward_s.at(64) + layer.backward_s.at(64) for layer in layers)
+    planned_s += sum(x.forward_s.at(64) for encoder in profile.encoders for x in encoder.layers)
+    clock, steps = CpuClock(), []
+    for _ in range(15):
+        start = clock.stamp()
+        step(module, batch).backward()
+        steps.append(clock.seconds(start, clock.stamp()))
+    measured_s = statistics.median(steps)
+    assert planned_s == pytest.approx(measured_s, rel=0.35)
+
+
+def test_finds_dear_layers_and_their_weight_gradients():
+    module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8), nn.Linear(8, 8)).train()
+    batch, step = torch.randn(512, 512), lambda module, batch: module(batch).mean()
+    graph = probe(module, step, batch[:2], max_share=0.01)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(512,), repeats=9)
+    dear, middle, cheap = profile.backbones[0].layers
+    assert dear.forward_s.at(512) > 4 * cheap.forward_s.at(512)
+    # Nothing in front of the first layer wants a gradient: its backward is weight gradients only.
+    assert dear.weight_gradient_s.at(512) > 0.8 * dear.backward_s.at(512)
+    # The middle one passes a gradient on as well.
+    assert middle.weight_gradient_s.at(512) < 0.9 * middle.backward_s.at(512)
+
+
+def test_frozen_layers_within_the_gradient_path_have_no_weight_gradient():
+    module, step, batch, _ = toy()
+    module.head.requires_grad_(False)
+    graph = probe(module, step, take_samples(batch, 8, 2), max_share=0.1)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(4,), repeats=2)
+    head = profile.backbones[0].layers[-1]
+    assert head.name == "head"
+    assert head.gradient_bytes == 0
+    assert head.parameter_bytes > 0
+    assert head.weight_gradient_s.at(4) == 0
+    assert head.backward_s.at(4) > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_counts_as_backward_of_its_layer(reentrant):
+    class Checkpointed(Toy):
+        def training_step(self, batch, batch_idx):
+            x = batch["x"].clone().requires_grad_()
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x).square().mean()
+
+    module = Checkpointed(num_blocks=3, width=256).train()
+    batch, step = {"x": torch.randn(64, 256)}, lambda module, batch: module.training_step(batch, 0)
+    graph = probe(module, step, {"x": batch["x"][:2]}, max_share=0.5)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(64,), repeats=7)
+    blocks = [x for x in profile.backbones[0].layers if x.name.startswith("blocks")]
+    assert len(blocks) == 3
+    for block in blocks:  # forward again, then twice as much
+        assert block.backward_s.at(64) > 1.8 * block.forward_s.at(64)
+
+
+def test_stops_at_counts_that_would_take_too_long():
+    module, step, batch, graph = toy(num_samples=64)
+    profile = measure_profile(module, step, batch, graph, budget_s=1e-6)
+    assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
+
+
+def test_leaves_out_counts_the_step_cannot_run(caplog):
+    module, step, batch, graph = toy()  # batch norm needs two samples
+    profile = measure_profile(module, step, batch, graph, sample_counts=(1, 2), repeats=1)
+    assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
+    assert "cannot time 1 samples" in caplog.text
+    with pytest.raises(ProfileError, match=r"none of \[1\] samples"):
+        measure_profile(module, step, batch, graph, sample_counts=(1,), repeats=1)
+
+
+def test_refuses_more_samples_than_there_are():
+    module, step, batch, graph = toy(num_samples=4)
+    with pytest.raises(ProfileError, match="cannot time 8 samples with a batch of 4"):
+        measure_profile(module, step, batch, graph, sample_counts=(8,))
+
+
+def test_refuses_a_step_that_changed_since_its_probe():
+    module, _, batch, graph = toy()
+    other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
+    with pytest.raises(GraphError, match=r"call 1 is head, expected blocks\.0"):
+        measure_profile(module, other, batch, graph, sample_counts=(4,), repeats=1)
+
+
+def test_reports_progress():
+    module, step, batch, graph = toy()
+    seen = []
+    measure_profile(
+        module, step, batch, graph, sample_counts=(2,), repeats=3,
+        progress=lambda what, share: seen.append(share),
+    )  # fmt: skip
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_default_counts_reach_half_of_the_batch():
+    assert default_counts(None) == (1,)
+    assert default_counts(3) == (1,)
+    assert default_counts(64) == (1, 2, 4, 8, 16)
+
+
+def test_take_samples_cuts_what_counts_samples():
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "table": torch.zeros(5),
+        "text": ["a", "b", "c"],
+        "k": 2,
+    }
+    small = take_samples(batch, 3, 2)
+    assert small["x"].tolist() == [[0, 1], [2, 3]]
+    assert small["table"].shape == (5,)
+    assert (small["text"], small["k"]) == (["a", "b"], 2)
+    assert pytree.tree_structure(small["x"]) == pytree.tree_structure(batch["x"])
