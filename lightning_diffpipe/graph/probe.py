@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
@@ -31,7 +30,13 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     uncalled_owners,
 )
-from lightning_diffpipe.graph.fake import fake_batch, fake_copy, forget_fakes, untouched
+from lightning_diffpipe.graph.fake import (
+    TrackedFakeMode,
+    fake_batch,
+    fake_copy,
+    forget_fakes,
+    untouched,
+)
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -170,15 +175,18 @@ def _in_some_mode(
 ) -> LayerGraph:
     reason = "asked for"
     if mode in ("auto", "fake"):
+        fake_mode = TrackedFakeMode()
         try:
-            return _fake(root, step, batch, work)
+            return _fake(root, step, batch, fake_mode, work)
         except GraphError:
             raise
         except Exception as error:  # any code may fail on tensors without values, in any way
             if mode == "fake":
                 raise
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-            _log.info("probing on real tensors, as the step needs values (%s)", reason)
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        finally:  # not earlier: the traceback of an error keeps everything alive
+            forget_fakes(fake_mode)
+        _log.info("probing on real tensors, as the step needs values (%s)", reason)
     if any(is_placeholder(p) for p in root.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(root):
@@ -187,17 +195,15 @@ def _in_some_mode(
 
 
 def _fake(
-    root: nn.Module, step: Step, batch: Any, work: Callable[[_Probe], LayerGraph]
+    root: nn.Module,
+    step: Step,
+    batch: Any,
+    mode: TrackedFakeMode,
+    work: Callable[[_Probe], LayerGraph],
 ) -> LayerGraph:
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with rng.preserved(host=True):
-            copy = fake_copy(root, fake_mode)
-            run = _Probe(copy, step, fake_batch(batch, fake_mode), 0, fake_mode, "fake", root)
-            return work(run)
-    finally:
-        copy = run = None  # type: ignore[assignment]
-        forget_fakes(fake_mode)
+    with rng.preserved(host=True):
+        copy = fake_copy(root, mode)
+        return work(_Probe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root))
 
 
 class _Probe:
@@ -209,7 +215,7 @@ class _Probe:
         step: Step,
         batch: Any,
         seed: int,
-        fake_mode: FakeTensorMode | None,
+        fake_mode: TrackedFakeMode | None,
         mode: str,
         original: nn.Module | None = None,
     ) -> None:

@@ -1,0 +1,375 @@
+"""What models do that a naive split gets wrong: each is exact, or refused with a reason."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.probe import probe
+from tests.graph.emulate import emulate
+from tests.graph.steps import Tower, rows, step
+from tests.graph.test_stages import check_stages
+
+
+class Layer(nn.Module):
+    """Not residual, so that a block output is all there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * 1.1
+
+
+class Plain(Tower):
+    block = Layer
+
+
+CASES: dict[str, type[Tower]] = {}
+
+
+def case(kind: type[Tower]) -> type[Tower]:
+    CASES[kind.__name__] = kind
+    return kind
+
+
+@case
+class GlueWritesIntoOutputs(Plain):
+    def training_step(self, x, i):
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return x.pow(2).mean()
+
+
+@case
+class GlueWritesIntoViewsOfOutputs(Plain):
+    def training_step(self, x, i):
+        skips = []
+        for block in self.blocks:
+            x = block(x)
+            skips.append(x)
+            x = x + 0
+            x[:, :3] *= 2
+        y = self.blocks[-1](x)
+        y[:, 1].add_(skips[0][:, 2])
+        y.mul_(1.5)
+        return (y - skips[2]).pow(2).mean()
+
+
+class WritesIntoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.relu_(x))
+
+
+@case
+class LayerWritesIntoItsInput(Plain):
+    block = WritesIntoInput
+
+    def training_step(self, x, i):
+        return self.run(x.clone()).pow(2).mean()
+
+
+@case
+class InputReadAfterALayerWroteIntoIt(Plain):
+    def __init__(self):
+        super().__init__()
+        self.writers = nn.ModuleList([WritesIntoInput() for _ in range(2)])
+
+    def training_step(self, x, i):
+        h = self.blocks[0](x)
+        y = self.writers[0](h)
+        y = self.writers[1](self.blocks[1](y + h))
+        return (self.blocks[2](self.blocks[3](y)) + h).pow(2).mean()
+
+
+@case
+class ControlFlowOnTrainedValues(Plain):
+    def training_step(self, x, i):
+        x = self.blocks[0](x)
+        first = 1 + int(x.sum() > 1e9)
+        for block in self.blocks[first:]:
+            x = block(x) if x.mean() < 100 else x
+        return x.pow(2).mean()
+
+
+@case
+class ValuesReadThroughNumpy(Plain):
+    def training_step(self, x, i):
+        x = self.blocks[0](x)
+        weight = float(x.detach().numpy().mean())
+        for block in self.blocks[1:]:
+            x = block(x)
+        return (x * weight).pow(2).mean()
+
+
+class KeepsAFeature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bank = self.first(x)
+        return self.second(self.bank)
+
+
+@case
+class FeaturesTakenFromAnAttribute(Plain):
+    def __init__(self):
+        super().__init__()
+        self.keeper = KeepsAFeature()
+
+    def training_step(self, x, i):
+        return (self.run(self.keeper(x)) + self.keeper.bank).pow(2).mean()
+
+
+@case
+class SelfConditioning(Plain):
+    def training_step(self, x, i):
+        with torch.no_grad():
+            estimate = self.run(x)
+        return self.run(x + estimate).pow(2).mean()
+
+
+@dataclass
+class Result:
+    a: Tensor
+    n: int = 3
+
+
+class ReturnsAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Result:
+        return Result(torch.tanh(self.v(torch.tanh(self.u(x)))))
+
+
+class ReturnsATree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.u(x)
+        return {"h": h, "same": h, "n": 3, "none": None, "list": [self.v(h), x]}
+
+
+@case
+class TreesObjectsAndConstants(Plain):
+    num_blocks = 4
+
+    def __init__(self):
+        super().__init__()
+        self.object, self.tree = ReturnsAnObject(), ReturnsATree()
+
+    def training_step(self, x, i):
+        out = self.object(x)
+        tree = self.tree(out.a * out.n)
+        x = tree["h"] + tree["list"][0] * tree["n"] + tree["list"][1] + 2 * tree["same"]
+        return self.run(x).pow(2).mean()
+
+
+@case
+class StopGradientAndTeacher(Plain):
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.ModuleList([Layer() for _ in range(3)])
+
+    def training_step(self, x, i):
+        with torch.no_grad():
+            target = x
+            for block in self.teacher:
+                target = block(target)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2:
+                middle = x.detach()
+        return F.mse_loss(x, target) + (middle * x).mean()
+
+
+@case
+class BatchNormAndInplaceRelu(Tower):
+    block = lambda self: nn.Sequential(  # noqa: E731
+        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+    )
+
+
+@case
+class AttentionAndRecurrence(Plain):
+    num_blocks = 2
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleList(
+            [nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(3)]
+        )
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+
+    def training_step(self, x, i):
+        x = self.run(x)[None]
+        for attend in self.attention:
+            x = x + attend(x, x, x)[0]
+        return self.recurrent(x)[0].pow(2).mean()
+
+
+@case
+class TransformerWithDropout(Tower):
+    num_blocks = 0
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+
+    def training_step(self, x, i):
+        return self.transformer(x[None], x[None]).pow(2).mean()
+
+
+class CachesATable(nn.Module):
+    table: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if CachesATable.table is None:
+            CachesATable.table = torch.arange(16.0).to(x.dtype).cos()
+        return self.linear(x) * CachesATable.table
+
+
+@case
+class TableCachedOnTheClass(Tower):
+    block = CachesATable
+
+
+@case
+class TransposedOutputs(Tower):
+    class block(Layer):  # noqa: N801
+        def forward(self, x):
+            return self.linear(x.t() if x.shape[0] == 16 else x).t()
+
+    def training_step(self, x, i):
+        y = self.run(x)
+        return (y * torch.randn_like(y)).pow(2).mean()
+
+
+@case
+class LoggedFrozenValue(Plain):
+    """A VAE under no_grad, without requires_grad_(False)."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Layer()
+
+    def training_step(self, x, i):
+        with torch.no_grad():
+            latents = self.encoder(x)
+        self.log("norm", latents.norm())
+        return F.mse_loss(self.run(latents + torch.randn_like(latents)), latents)
+
+
+@pytest.mark.parametrize("share", [1 / 4, 1 / 40])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_add_up(name, share):
+    torch.manual_seed(0)
+    root = CASES[name]().double()
+    root.log = lambda *args, **kwargs: None
+    check_stages(root, rows().double(), max_share=share, splits=(1, 2, 3), mode="auto")
+    assert type(CachesATable.table) in (type(None), Tensor)  # no fake tensor stays in a cache
+
+
+def test_autocast_is_bit_equal_on_two_stages():
+    class Mixed(Plain):
+        def training_step(self, x, i):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.run(x).float().pow(2).mean()
+
+    root = Mixed()
+    graph = probe(root, step, rows(), max_share=1 / 4)
+    loss = step(root, rows())
+    got, _ = emulate(root, graph, [3], step, rows(), 0)
+    assert got == loss
+
+
+def test_gradients_taken_between_layers_are_refused():
+    class Penalty(Plain):
+        def training_step(self, x, i):
+            x = self.blocks[0](x.requires_grad_())
+            (g,) = torch.autograd.grad(self.blocks[1](x).sum(), x, create_graph=True)
+            return g.pow(2).mean()
+
+    with pytest.raises(GraphError, match=r"test_hard_cases.py:\d+ calls torch.autograd.grad"):
+        probe(Penalty(), step, rows(), max_share=1 / 4)
+
+
+def test_manual_optimization_is_refused():
+    class Manual(Plain):
+        def training_step(self, x, i):
+            loss = self.run(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+    with pytest.raises(GraphError, match="automatic optimization"):
+        probe(Manual(), step, rows())
+
+
+def test_gradients_taken_inside_a_layer_are_part_of_it():
+    class Score(Layer):
+        def forward(self, x):
+            with torch.enable_grad():
+                y = x.requires_grad_() if x.is_leaf else x
+                energy = super().forward(y).pow(2).sum()
+                return torch.autograd.grad(energy, y, create_graph=True)[0]
+
+    class Energy(Plain):
+        num_blocks = 3
+
+        def __init__(self):
+            super().__init__()
+            self.score = Score()
+
+        def training_step(self, x, i):
+            return self.score(self.run(x)).pow(2).mean()
+
+    check_stages(Energy().double(), rows().double(), max_share=1 / 2, splits=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: None, "returned NoneType"),
+        (lambda loss: loss.expand(3), "return a scalar"),
+        (lambda loss: loss.detach(), "no parameter gets a gradient"),
+    ],
+)
+def test_losses_that_cannot_be_trained_are_refused(returned, message):
+    class Odd(Plain):
+        def training_step(self, x, i):
+            return returned(self.run(x).mean())
+
+    with pytest.raises(GraphError, match=message):
+        probe(Odd(), step, rows())
+
+
+def test_modules_that_nobody_registered_are_refused():
+    class Hidden(Plain):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [Layer()]
+
+        def training_step(self, x, i):
+            return self.run(self.hidden[0](x)).pow(2).mean()
+
+    with pytest.raises(GraphError, match="make its owner a submodule"):
+        probe(Hidden(), step, rows())
