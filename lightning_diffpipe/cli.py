@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import logging
 import os
 import re
 import sys
@@ -58,11 +59,22 @@ def _be_quiet() -> None:
     """Silences what every run would print and no user can act on."""
     import warnings
 
+    import diffusers
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
     warnings.filterwarnings("ignore", message=".*module.s. in eval mode at the start of training")
+
+
+def _show_log() -> None:
+    """Lets the first process say what this package logs, such as the plan."""
+    logger = logging.getLogger("lightning_diffpipe")
+    logger.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
 
 
 def _built_in(name: str) -> str:
@@ -82,6 +94,7 @@ def _prepare(config: DictConfig) -> None:
     if config.offline:
         _stay_offline()
     _be_quiet()
+    _show_log()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     L.seed_everything(config.seed, workers=True, verbose=False)

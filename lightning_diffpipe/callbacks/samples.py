@@ -87,20 +87,16 @@ class SampleImages(L.Callback):
         """
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
         averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
-        was_training = module.training
-        module.eval()
         with contextlib.ExitStack() as stack:
             for average in averages[:1]:
                 stack.enter_context(average.averaged(module))
             stack.enter_context(whole_model())
-            images = module.sample(
+            return module.sample(
                 self.prompts,
                 num_inference_steps=self.num_inference_steps,
                 guidance_scale=self.guidance_scale,
                 generator=torch.Generator().manual_seed(self.seed),
             )
-        module.train(was_training)
-        return images
 
     def _publish(self, trainer: L.Trainer, images: Tensor, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,4 +104,4 @@ class SampleImages(L.Callback):
         pictures = [picture_grid(image[None], columns=1) for image in images]
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
-                logger.log_image("samples", pictures, step=step, caption=[self.prompts])
+                logger.log_image("samples", pictures, step=step, caption=self.prompts)

@@ -234,6 +234,20 @@ class LatentDiffusion(PartsModule):
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1].
         """
+        was_training = self.training
+        self.eval()
+        try:
+            return self._sample(prompts, num_inference_steps, guidance_scale, generator)
+        finally:
+            self.train(was_training)
+
+    def _sample(
+        self,
+        prompts: Sequence[str],
+        num_inference_steps: int,
+        guidance_scale: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
         guided = guidance_scale != 1
         tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
         states = self.encode_text(tokens)

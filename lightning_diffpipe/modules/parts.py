@@ -138,9 +138,14 @@ class PartsModule(L.LightningModule):
         return self
 
     def freeze_parts(self) -> None:
-        """Takes the frozen parts out of training; call at the end of `__init__`."""
+        """Takes the frozen parts out of training; call at the end of `__init__`.
+
+        Trained parts go into training mode: `from_pretrained` of diffusers leaves them in evaluation
+        mode, and Lightning keeps whatever mode it finds.
+        """
         for name in self.frozen_parts:
-            getattr(self, name).requires_grad_(False).eval()
+            getattr(self, name).requires_grad_(False)
+        self.train()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:

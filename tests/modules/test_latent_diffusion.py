@@ -131,6 +131,15 @@ def test_samples_are_pictures_and_repeatable(make_model, prediction):
     assert not pictures[0][0].equal(pictures[0][1])
 
 
+def test_a_loaded_denoiser_is_ready_to_train_and_sampling_leaves_it_so(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    model = LatentDiffusion.from_pretrained(tmp_path)
+    assert model.unet.training
+    model.sample(["a"], 2)
+    assert model.unet.training
+    assert not model.vae.training
+
+
 def test_sampling_leaves_training_random_numbers_alone(make_model):
     model = make_model().eval()
     state = torch.get_rng_state()

@@ -1,0 +1,179 @@
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lightning_diffpipe import cli
+
+ROOT = Path(__file__).parent.parent
+TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
+    "data.batch_size=4",
+    "data.alphabets=[digits]",
+    "data.faces=[sans]",
+    "callbacks.samples.every_n_steps=2",
+    "callbacks.samples.num_inference_steps=2",
+    "callbacks.samples.prompts=[a]",
+    "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+]
+
+
+def call(capsys, monkeypatch, *arguments):
+    """Calls the command in this process; returns its exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run(*arguments, cwd, timeout_s=240):
+    """Runs the command as a user does, as a process."""
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, timeout=timeout_s, capture_output=True, text=True
+    )
+
+
+def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):
+    code, out, _ = call(capsys, monkeypatch)
+    assert code == 0
+    assert out.startswith("diffpipe VERB [group=option] [key=value] ...")
+    for verb in cli._VERBS:
+        assert f"\n  {verb}" in out
+
+
+def test_every_verb_has_its_config():
+    assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli._VERBS)
+
+
+@pytest.mark.parametrize("verb", sorted(cli._VERBS))
+def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
+    _, out, _ = call(capsys, monkeypatch, verb, "--help")
+    assert f"diffpipe {verb}: " in out
+    assert "Settings (override with key=value" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "diffpipe: there is no verb 'trian'; did you mean 'train'?"),
+        (
+            ["train", "trainer.max_stepz=3"],
+            "diffpipe train: there is no setting or group 'trainer.max_stepz'; "
+            "did you mean 'trainer.max_steps'?",
+        ),
+        (
+            ["train", "experimnt=glyphs"],
+            "diffpipe train: there is no setting or group 'experimnt'; did you mean 'experiment'?",
+        ),
+        (["train", "a=["], "diffpipe train: no viable alternative at input '['"),
+        (
+            ["sample", "path=/nowhere"],
+            "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
+        ),
+        (
+            ["train", "callbacks=none", "save_to=x"],
+            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
+        ),
+        (
+            ["train", "data=image_folder", "strategy=single_device", "model=glyph_vae"],
+            "diffpipe train: Missing mandatory value: data.folder",
+        ),
+    ],
+)
+def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, monkeypatch, *arguments)
+    told = f"{code}\n{err}"
+    assert message in told
+    assert "Traceback" not in told
+    assert "HYDRA_FULL_ERROR" not in told
+
+
+def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
+    code, _, err = call(capsys, monkeypatch, "train", "model=unet")
+    assert code == 2
+    assert "Could not find 'model/unet'" in err
+    assert "glyph_unet" in err
+    assert "search path" not in err
+
+
+def test_hydra_does_not_see_the_verb_and_children_do(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["diffpipe", "train", "--cfg", "job"])
+    cli.main()
+    assert sys.argv == ["diffpipe", "train", "--cfg", "job"]
+
+
+@pytest.mark.slow
+def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path):
+    settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=2"]
+    settings += ["trainer.val_check_interval=2", "trainer.limit_val_batches=1"]
+    trained = run("train", *settings, f"save_to={tmp_path}/model", "output_dir=out", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert (tmp_path / "out" / "csv" / "metrics.csv").exists()
+    assert (tmp_path / "out" / "csv" / "samples" / "step_000002.png").exists()
+    for path in (tmp_path / "model", tmp_path / "out" / "checkpoints" / "final.ckpt"):
+        prompts = 'prompts=["digit four, sans", "digit one, sans"]'
+        drawn = run(
+            "sample", f"path={path}", prompts, "num_inference_steps=2", "hydra.run.dir=drawn", cwd=tmp_path
+        )
+        assert drawn.returncode == 0, drawn.stderr[-3000:]
+        assert Image.open(tmp_path / "drawn" / "grid.png").size == (128, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_train_as_a_pipeline_of_two_processes(tmp_path):
+    settings = ["experiment=glyphs", "strategy.num_stages=2", "strategy.profile=flops", *TINY]
+    trained = run(
+        *("train", *settings, "trainer.max_steps=2", "logger=csv", f"save_to={tmp_path}/model"),
+        *("hydra.run.dir=out",),
+        cwd=tmp_path,
+    )
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert "stage 1" in trained.stdout + trained.stderr
+    assert (tmp_path / "model" / "unet" / "config.json").exists()
+    assert list((tmp_path / "out").rglob("step_000002.png"))
+    assert len(list(tmp_path.rglob(".hydra"))) == 1  # the second process writes none
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
+    settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=1", "save_to=null"]
+    settings += ["trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
+    swept = run(
+        *("train", "-m", *settings, "model.optimization.lr=1e-3,1e-4", "hydra.sweep.dir=sweep"),
+        cwd=tmp_path,
+    )
+    assert swept.returncode == 0, swept.stderr[-3000:]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert built.returncode == 0, built.stderr[-3000:]
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    prefix = "lightning_diffpipe/conf/"
+    packed = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    there = {str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {name for name in packed if name.endswith(".yaml")} == there
+    weights = {n for n in names if n.startswith("lightning_diffpipe/weights/glyphs/")}
+    folder = ROOT / "examples" / "glyphs"
+    files = {p.relative_to(folder) for p in folder.rglob("*") if p.suffix in (".json", ".safetensors")}
+    assert weights >= {f"lightning_diffpipe/weights/glyphs/{path}" for path in files}

@@ -1,0 +1,95 @@
+"""Every file of `conf/` composes, and every part of it can be built."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
+from lightning_diffpipe.modules.built_in import built_in
+
+CONF = Path(__file__).parent.parent / "conf"
+VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))
+OPTIONS = sorted(
+    (path.parent.name, path.stem)
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name not in ("experiment", "cluster")
+)
+EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
+# What a user has to say, or hardware that not every machine has.
+NEEDED = {
+    ("data", "image_folder"): ["data.folder=pictures"],
+    ("data", "webdataset"): ["data.train_shards=x.tar", "data.samples_per_epoch=8"],
+    ("trainer", "gpu"): ["trainer.accelerator=cpu", "trainer.devices=1"],
+}
+
+
+def composed(verb="train", *overrides):
+    with initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        config = compose(verb, overrides=list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+    return config
+
+
+@pytest.fixture
+def output_dir(tmp_path):
+    return f"output_dir={tmp_path}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_composes_and_explains_itself(verb):
+    config = composed(verb)
+    assert config.hydra.help.header.startswith(f"diffpipe {verb}: ")
+    assert config.hydra.run.dir.startswith(f"outputs/{verb}/")
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_can_be_built(group, option, output_dir):
+    if option == "webdataset":
+        pytest.importorskip("webdataset")
+    if group == "model" and not (built_in("glyphs") / "unet").exists():
+        pytest.skip("the built-in weights are being trained")
+    one_process = ["strategy=single_device", "trainer.devices=1"]
+    overrides = one_process * (group not in ("strategy",)) + NEEDED.get((group, option), [])
+    config = composed("train", f"{group}={option}", *overrides, output_dir)
+    node = config[group]
+    nodes = [node] if "_target_" in node else list(node.values())
+    for each in nodes:
+        if group == "trainer":
+            hydra.utils.instantiate(each, logger=False)
+        else:
+            hydra.utils.instantiate(each)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_opens_with_its_command_and_result(name, output_dir):
+    config = composed("train", f"experiment={name}", output_dir)
+    OmegaConf.to_container(config.trainer, resolve=True)
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    header = text.split("defaults:")[0]
+    for word in ("command:", f"experiment={name}", "hardware:", "duration:", "result:"):
+        assert word in header, f"{name}.yaml does not say its {word}"
+
+
+def test_any_value_can_be_overridden(output_dir):
+    config = composed(
+        *("train", "experiment=glyphs", "strategy.num_stages=2", "trainer.max_steps=200"),
+        *("logger=wandb", "model.optimization.lr=1e-5", output_dir),
+    )
+    assert config.trainer.strategy.num_stages == 2
+    assert config.trainer.max_steps == 200
+    assert config.logger.wandb.offline is True
+    assert config.model.optimization.lr == 1e-5
+
+
+def test_every_option_says_what_it_is():
+    for path in CONF.rglob("*.yaml"):
+        assert path.read_text().startswith("#"), f"{path.relative_to(CONF)} has no first comment"
+
+
+def test_config_folders_are_packages():
+    for path in CONF.rglob("*.yaml"):
+        assert (path.parent / "__init__.py").exists(), path.parent
