@@ -279,14 +279,28 @@ class LoggedFrozenValue(Plain):
         return F.mse_loss(self.run(latents + torch.randn_like(latents)), latents)
 
 
-@pytest.mark.parametrize("share", [1 / 4, 1 / 40])
-@pytest.mark.parametrize("name", CASES)
-def test_stages_add_up(name, share):
+def check_case(name, share, splits):
     torch.manual_seed(0)
     root = CASES[name]().double()
     root.log = lambda *args, **kwargs: None
-    check_stages(root, rows().double(), max_share=share, splits=(1, 2, 3), mode="auto")
-    assert type(CachesATable.table) in (type(None), Tensor)  # no fake tensor stays in a cache
+    check_stages(root, rows().double(), max_share=share, splits=splits, mode="auto")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_add_up(name):
+    check_case(name, share=1 / 4, splits=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_stages_of_the_finest_layers_add_up(name):
+    check_case(name, share=1 / 40, splits=(1, 2, 3))
+
+
+def test_no_fake_tensor_stays_in_a_cache():
+    CachesATable.table = None
+    probe(CASES["TableCachedOnTheClass"](), step, rows(), mode="fake")
+    assert type(CachesATable.table) in (type(None), Tensor)
 
 
 def test_autocast_is_bit_equal_on_two_stages():

@@ -1,0 +1,125 @@
+"""Cuts: what crosses them, who holds what, where to place them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_diffpipe.errors import PartitionError
+from lightning_diffpipe.graph.cut import balanced_positions, boundary_bytes, cut
+from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorSpec
+
+
+def make_graph(reads, tail, frozen=()):
+    """Layer i reads the outputs 0 of the layers `reads[i]`; each has its own parameter."""
+    spec = TensorSpec((2, 3), (3, 1), torch.float32, "cpu", True)
+    layers = tuple(
+        Layer(
+            index=i,
+            name=f"l{i}",
+            reads=frozenset((j, 0) for j in read),
+            parameters=frozenset({f"l{i}.w"}),
+            cost_flops=1,
+            num_seeds=0,
+            frozen=i in frozen,
+            mutated=frozenset(),
+            spec=None,
+            outputs=(spec,),
+        )
+        for i, read in enumerate(reads)
+    )
+    names = tuple(layer.name for layer in layers)
+    return LayerGraph(
+        layers=layers,
+        tail_reads=frozenset((j, 0) for j in tail),
+        tail_parameters=frozenset(),
+        trained=frozenset(f"l{i}.w" for i in range(len(reads)) if i not in frozen),
+        calls=(),
+        fine_names=names,
+        seeded=frozenset(),
+        leaky=frozenset(),
+        watched=frozenset(),
+        host_random=False,
+        signature="",
+        num_samples=2,
+        mode="fake",
+    )
+
+
+def test_a_skip_is_received_by_the_stages_between():
+    graph = make_graph([(), (0,), (1,), (2,), (3, 1)], tail=(4,))
+    stages = cut(graph, [2, 4]).stages
+    assert [stage.received for stage in stages] == [(), ((1, 0),), ((1, 0), (3, 0))]
+    assert [stage.sent for stage in stages] == [((1, 0),), ((1, 0), (3, 0)), ()]
+    assert stages[1].needed == {(1, 0)}
+
+
+def test_frozen_results_are_received_apart():
+    graph = make_graph([(), (0,), (1,), (0, 2)], tail=(3, 0), frozen=(0,))
+    pieces = cut(graph, [2])
+    assert pieces.frozen.layers == {0}
+    assert pieces.frozen.sent == ((0, 0),)
+    assert [stage.frozen_received for stage in pieces.stages] == [((0, 0),), ((0, 0),)]
+    assert pieces.stages[1].received == ((2, 0),)
+    assert pieces.stages[1].received_gradients == ((2, 0),)
+
+
+@st.composite
+def graphs(draw):
+    n = draw(st.integers(2, 9))
+    reads = [draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set() for i in range(n)]
+    tail = draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=3)) | {n - 1}
+    return make_graph(reads, tail)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.data())
+def test_laws_of_cuts(graph, data):
+    n = len(graph.path)
+    positions = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=min(3, n - 1))))
+    stages = cut(graph, positions).stages
+    assert sorted(i for stage in stages for i in stage.layers) == list(range(n))
+    for before, after in itertools.pairwise(stages):
+        assert before.sent == after.received
+        assert before.sent_gradients == after.received_gradients
+        sizes = boundary_bytes(graph)[positions[before.index]]
+        assert sizes == sum(graph.spec(key).nbytes for key in after.received)
+    for stage in stages:
+        own = {(i, 0) for i in stage.layers}
+        assert stage.needed <= set(stage.received)
+        assert set(stage.sent) <= own | set(stage.received)
+        read = set().union(*(graph.layers[i].reads for i in stage.layers))
+        assert (read | (graph.tail_reads if stage.is_last else set())) - own == stage.needed
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_balanced_positions_match_brute_force(costs, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+
+    def dearest(positions):
+        bounds = [0, *positions, len(costs)]
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
+
+    best = min(map(dearest, itertools.combinations(range(1, len(costs)), num_stages - 1)))
+    assert dearest(balanced_positions(costs, num_stages)) == best
+    within = balanced_positions(costs, num_stages, crossing=[1.0] * len(costs), slack=0.0)
+    assert dearest(within) == best
+
+
+def test_among_good_cuts_the_narrowest_is_taken():
+    assert balanced_positions([10, 10, 1, 10, 10], 2, crossing=[0, 0, 5, 1, 0], slack=0.1) == (3,)
+
+
+@pytest.mark.parametrize("positions", [[0], [3], [2, 2], [2, 1]])
+def test_empty_stages_are_refused(positions):
+    graph = make_graph([(), (0,), (1,)], tail=(2,))
+    with pytest.raises(PartitionError, match="every stage needs at least one layer"):
+        cut(graph, positions)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(PartitionError, match="cannot cut 2 layers into 3 stages"):
+        balanced_positions([1, 1], 3)

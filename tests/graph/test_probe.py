@@ -1,0 +1,251 @@
+"""What the probe finds out, and what it leaves alone."""
+
+import copy
+import functools
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
+from lightning_diffpipe.graph.probe import probe, reprobe
+from tests.graph.steps import Block, Tower, build, image_batch, rows, step
+from tests.zoo import in_double
+
+
+class Untrained(Tower):
+    """A frozen encoder in front of the tower."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Block().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return self.run(self.encoder(batch)).pow(2).mean()
+
+
+def test_layers_are_the_cheapest_calls_that_are_fine_enough():
+    coarse = probe(Untrained(), step, rows(), max_share=1 / 4)
+    assert coarse.layer_names == ("encoder", *(f"blocks.{i}" for i in range(6)))
+    fine = probe(Untrained(), step, rows(), max_share=1 / 40)
+    assert fine.layer_names == ("encoder.linear", *(f"blocks.{i}.linear" for i in range(6)))
+    assert [call.name for call in fine.calls] == ["encoder", *(f"blocks.{i}" for i in range(6))]
+
+
+def test_reads_and_parameters_of_a_chain():
+    graph = probe(Untrained(), step, rows(), max_share=1 / 4)
+    assert [sorted(layer.reads) for layer in graph.layers] == [[]] + [[(i, 0)] for i in range(6)]
+    assert graph.layers[3].parameters == {"blocks.2.linear.weight", "blocks.2.linear.bias"}
+    assert graph.tail_reads == {(6, 0)}
+    assert graph.frozen == (0,)
+    assert graph.path == tuple(range(1, 7))
+
+
+@pytest.mark.slow
+def test_the_locked_half_of_a_controlnet_is_frozen_though_it_is_called_later():
+    with in_double():
+        graph = probe(build("ControlNet with a locked U-Net"), step, image_batch())
+    frozen = {graph.layers[i].name.split(".")[1] for i in graph.frozen if i > graph.path[0]}
+    assert {"time_embedding", "conv_in", "down_blocks", "mid_block"} <= frozen
+    path = {".".join(graph.layers[i].name.split(".")[:2]) for i in graph.path}
+    assert {"unet.up_blocks", "unet.conv_out"} <= path
+    assert all(name.startswith("controlnet") for name in graph.trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Stable Diffusion", "dropout", "LoRA with dropout"])
+def test_fake_and_real_probes_agree(name):
+    with in_double():
+        root = build(name)
+        fake = probe(root, step, image_batch(), mode="fake")
+        real = probe(root, step, image_batch(), mode="real")
+    assert fake.digest == real.digest
+    assert fake == real
+
+
+def test_a_graph_survives_pickling():
+    graph = probe(Untrained(), step, rows())
+    again = pickle.loads(pickle.dumps(graph))
+    assert again == graph
+    assert again.digest == graph.digest
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_the_module_is_left_untouched(mode):
+    class Stateful(Untrained):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+            self.register_buffer("seen", torch.zeros(()))
+            self.calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.seen += 1
+            self.eval()
+            self.train()
+            random.random()
+            return self.norm(self.run(self.encoder(batch + torch.randn_like(batch)))).pow(2).mean()
+
+    root = Stateful()
+    root.encoder.eval()
+    before, keys = copy.deepcopy(root.state_dict()), [set(m.__dict__) for m in root.modules()]
+    torch.manual_seed(5)
+    random.seed(5)
+    probe(root, step, rows(), mode=mode)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert random.random() == random.Random(5).random()
+    assert all(torch.equal(v, before[k]) for k, v in root.state_dict().items())
+    assert not root.encoder.training
+    assert [set(m.__dict__) for m in root.modules()] == keys
+    assert all(p.grad is None for p in root.parameters())
+
+
+def test_the_trainer_is_shared_with_the_copy_that_is_probed():
+    class Asks(Untrained):
+        def training_step(self, batch, batch_idx):
+            assert self._trainer is trainer
+            return super().training_step(batch, batch_idx)
+
+    class Trainer:
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    root, trainer = Asks(), Trainer()
+    root.__dict__["_trainer"] = trainer
+    assert probe(root, step, rows()).mode == "fake"
+
+
+def test_steps_that_need_values_are_probed_on_values():
+    class Branches(Untrained):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch * (2 if batch.sum().item() > 0 else 1), batch_idx)
+
+    assert probe(Branches(), step, rows()).mode.startswith("real (DataDependent")
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout_p: float) -> None:
+        super().__init__()
+        self.linear, self.dropout_p = nn.Linear(16, 16), dropout_p
+
+    def forward(self, x):
+        x = self.linear(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout_p)[0, 0]
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (lambda: Block(dropout=0.1), True),
+        (lambda: Block(dropout=0.0), False),
+        (lambda: Block(dropout=0.1).eval(), False),
+        (lambda: Attends(0.0), False),
+        (lambda: Attends(0.1), True),
+    ],
+)
+def test_only_layers_that_draw_are_seeded(mode, layer, draws):
+    """A seed drawn needlessly would change all numbers after it."""
+
+    class Draws(Tower):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer()
+
+        def training_step(self, batch, batch_idx):
+            return self.run(self.layer(batch)).pow(2).mean()
+
+    graph = probe(Draws(), step, rows(), mode=mode, max_share=1 / 2)
+    assert graph.layers[0].name == "layer"
+    assert graph.layers[0].draws_random == draws
+    assert graph.seeded == ({"layer"} if draws else set())
+
+
+def test_leaves_that_are_one_tensor_are_one_key():
+    class Pair(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, [y, y + 1]
+
+    class Pairs(Tower):
+        block = Pair
+
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                a, (b, c) = block(batch)
+                batch = a + b + c
+            return batch.pow(2).mean()
+
+    graph = probe(Pairs(), step, rows(), max_share=1 / 4)
+    assert graph.layers[0].tensor_keys == ((0, 0), (0, 2))
+    assert graph.layers[1].reads == {(0, 0), (0, 2)}
+
+
+def test_outputs_know_their_rows_per_sample():
+    class Encodes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x, table):
+            y = self.linear(x)
+            return torch.cat([y, -y]), self.linear(table)
+
+    class Heads(Tower):
+        def __init__(self):
+            super().__init__()
+            self.encodes = Encodes().requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            y, table = self.encodes(batch, torch.ones(5, 16))
+            return self.run(y + table.sum()).pow(2).mean()
+
+    graph = probe(Heads(), step, rows(5), max_share=1 / 4)
+    encodes = graph.layers[0]
+    assert encodes.argument_rows == (1, 0)  # five rows of a table are no samples
+    assert [spec.rows for spec in encodes.outputs] == [2, 0]
+
+
+def test_another_batch_size_gives_the_same_layers():
+    root = Untrained()
+    graph = probe(root, step, rows(4))
+    other = reprobe(root, step, rows(3), graph)
+    assert other.layer_names == graph.layer_names
+    assert other.signature == "float32[3, 16]" != graph.signature
+    assert other.digest != graph.digest
+    again = probe(root, step, rows(3), layer_names=graph.layer_names)
+    assert again.layers == other.layers
+
+
+class Varies(Untrained):
+    """Skips a block for single samples."""
+
+    def training_step(self, batch, batch_idx):
+        blocks = self.blocks[1:] if len(batch) == 1 else self.blocks
+        return functools.reduce(lambda x, block: block(x), blocks, batch).pow(2).mean()
+
+
+def test_another_sequence_of_layers_is_refused():
+    root = Varies()
+    graph = probe(root, step, rows(4), max_share=1 / 4)
+    with pytest.raises(GraphError, match=r"call 0 is blocks\.1, expected blocks\.0"):
+        reprobe(root, step, rows(1), graph)
+    with pytest.raises(GraphError, match="calls other layers"):
+        probe(root, step, rows(1), layer_names=graph.layer_names)
+
+
+def test_signatures_tell_shapes_but_not_values():
+    assert batch_signature([torch.zeros(2), 3, "a"]) == batch_signature([torch.ones(2), 4, "b"])
+    assert batch_signature([torch.zeros(2)]) != batch_signature([torch.zeros(3)])
+    assert batch_signature({"a": 1, "b": None}) == batch_signature({"b": None, "a": 2})
+    assert batch_signature(torch.zeros(2, 3).t()) != batch_signature(torch.zeros(3, 2))
+
+
+def test_specs_describe_dense_layouts():
+    tensor = torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    assert TensorSpec.of(tensor).stride == tensor.stride()
+    assert TensorSpec.of(torch.zeros(1).expand(2, 3)).stride == (3, 1)
+    assert TensorSpec.of(tensor[:, ::2]).empty().stride() == torch.empty_like(tensor[:, ::2]).stride()
