@@ -107,9 +107,9 @@ def _nodes(config: DictConfig) -> Iterator[DictConfig]:
             yield node
 
 
-def _build_trainer(config: DictConfig) -> Any:
-    """Builds the Trainer with the callbacks and loggers of their groups."""
-    callbacks = [
+def _build_trainer(config: DictConfig, *further: Any) -> Any:
+    """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
+    callbacks = list(further) + [
         hydra.utils.instantiate(node)
         for node in _nodes(config.callbacks)
         if (config.trainer.enable_checkpointing or not node._target_.endswith("Checkpoint"))
@@ -184,6 +184,26 @@ def sample(config: DictConfig) -> Any:
     picture_grid(images, columns=min(8, len(images))).save(folder / "grid.png")
     print(f"{folder / 'grid.png'}  all of them")
     return images
+
+
+@verb("train the built-in model as a pipeline for a few minutes, and show what it draws")
+def demo(config: DictConfig) -> Any:
+    """Trains on two processes, and tells what happens."""
+    _prepare(config)
+    from lightning_diffpipe.demo import DemoStory
+
+    module = hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    story = DemoStory(
+        config.output_dir, config.prompts, config.num_inference_steps, config.guidance_scale
+    )
+    trainer = _build_trainer(config, story)
+    if trainer.is_global_zero:
+        story.begin(module)
+    trainer.fit(module, datamodule=data)
+    if trainer.is_global_zero:
+        story.end(Path(config.callbacks.final_checkpoint.path))
+    return trainer.callback_metrics
 
 
 @verb("time every layer of a model: diffpipe profile model=glyph_unet output=profile.json")

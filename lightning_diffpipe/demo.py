@@ -1,0 +1,172 @@
+"""`diffpipe demo`: what this package does, told by one short run.
+
+Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
+and its timeline, draws the same prompts again, and lays the pictures side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from lightning_diffpipe.callbacks.samples import picture_grid
+from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
+from lightning_diffpipe.modules import LatentDiffusion
+
+_LABEL_WIDTH = 110
+
+
+def wanted_pictures(captions: Sequence[str], resolution: int) -> Tensor:
+    """Draws what captions ask for with the fonts themselves.
+
+    Args:
+        captions: Captions of glyphs.
+        resolution: Width and height, in pixels.
+
+    Returns:
+        `(len(captions), 3, H, W)` in [0, 1]; black where a caption names no glyph.
+    """
+    dataset = GlyphDataset("all", resolution, alphabets=["all"], shifts_per_axis=1)
+    places = {glyph.caption: place for place, glyph in enumerate(dataset.glyphs)}
+    black = torch.zeros(3, resolution, resolution)
+    return torch.stack(
+        [
+            dataset[places[caption]]["image"] / 2 + 0.5 if caption in places else black
+            for caption in captions
+        ]
+    )
+
+
+def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
+    """Lays rows of pictures under each other, each with its label on the left.
+
+    Args:
+        rows: `(N, 3, H, W)` in [0, 1] by label.
+        scale: Enlargement.
+    """
+    strips = [picture_grid(images, columns=len(images)) for images in rows.values()]
+    width, height = strips[0].width * scale, strips[0].height * scale
+    page = Image.new("RGB", (_LABEL_WIDTH + width, height * len(strips)), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.truetype(str(font_files()["sans"]), 16)
+    for place, (label, strip) in enumerate(zip(rows, strips, strict=True)):
+        enlarged = strip.resize((width, height), Image.Resampling.NEAREST)
+        page.paste(enlarged, (_LABEL_WIDTH, place * height))
+        pen.text((8, (place + 0.5) * height), label, fill="black", font=font, anchor="lm")
+    return page
+
+
+class DemoStory(L.Callback):
+    """Tells a training run: plan, timeline, loss, pictures before and after.
+
+    Args:
+        folder: Where pictures go.
+        prompts: What to draw.
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of classifier-free guidance.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        prompts: Sequence[str],
+        num_inference_steps: int = 25,
+        guidance_scale: float = 4.0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.prompts = list(prompts)
+        self.num_inference_steps = num_inference_steps
+        self.guidance_scale = guidance_scale
+        self._losses: list[Tensor] = []
+        self._before: Tensor | None = None
+        self._start_s = self._stop_s = 0.0
+        self._num_samples = 0
+
+    def _draw(self, module: LatentDiffusion) -> Tensor:
+        return module.sample(
+            self.prompts,
+            num_inference_steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def begin(self, module: LatentDiffusion) -> None:
+        """Draws the prompts before training."""
+        print(f"1. Drawing {len(self.prompts)} prompts with the model as it is.", flush=True)
+        self._before = self._draw(module)
+        print("2. Looking at the model, timing its layers, planning the pipeline.", flush=True)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Shows the plan and the timeline it promises."""
+        self._start_s = time.perf_counter()
+        plan = getattr(trainer.strategy, "plan", None)
+        if not trainer.is_global_zero:
+            return
+        if plan is not None:
+            print(f"\n{plan}\n\nThe planned timeline (F forward, B backward, E frozen, . bubble):\n")
+            print(f"{plan.timeline}\n")
+            (self.folder / "plan.json").write_text(plan.to_json())
+        print(f"3. Training for {trainer.max_steps} steps.", flush=True)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Remembers the loss, without reading it."""
+        self._losses.append(outputs["loss"].detach())
+        self._num_samples += len(batch["caption"])
+        self._stop_s = time.perf_counter()
+
+    def end(self, checkpoint: Path) -> None:
+        """Draws the prompts with the trained checkpoint and says where everything is."""
+        print("\n4. Drawing the same prompts with the trained checkpoint, in one process.", flush=True)
+        after = self._draw(LatentDiffusion.from_checkpoint(checkpoint))
+        rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
+        if self._before is not None:
+            rows["before"] = self._before
+        rows["after"] = after
+        labelled_rows(rows).save(self.folder / "before_after.png")
+        picture_grid(after, columns=min(8, len(after))).save(self.folder / "samples.png")
+        losses = torch.stack(self._losses).float().cpu()
+        _plot(losses, self.folder / "loss.png")
+        self._say_goodbye(losses, checkpoint)
+
+    def _say_goodbye(self, losses: Tensor, checkpoint: Path) -> None:
+        elapsed_s = self._stop_s - self._start_s
+        some = min(50, len(losses))
+        print(
+            f"""
+trained      {len(losses)} steps, {self._num_samples} samples in {elapsed_s:.0f} s \
+({self._num_samples / elapsed_s:.1f} samples/s)
+loss         {losses[:some].mean():.4f} over the first {some} steps, \
+{losses[-some:].mean():.4f} over the last {some}
+pictures     {self.folder / "before_after.png"}   what was asked for, before, after
+             {self.folder / "samples.png"}, {self.folder / "loss.png"}
+plan         {self.folder / "plan.json"}
+checkpoint   {checkpoint}
+
+To try next:
+  diffpipe sample path={checkpoint} 'prompts=["latin small letter g, serif italic"]'
+  diffpipe demo model=glyph_unet trainer.max_steps=900      # from nothing, instead of going on
+  diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
+  diffpipe train --help"""
+        )
+
+
+def _plot(losses: Tensor, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses, color="0.8", label="loss")
+    window = max(1, len(losses) // 20)
+    smooth = losses.unfold(0, window, 1).mean(1)
+    axes.plot(range(window - 1, len(losses)), smooth, label=f"mean of {window} steps")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=120)
