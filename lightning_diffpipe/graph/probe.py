@@ -225,7 +225,7 @@ class _Probe:
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
         if layer_names is not None:
-            containers = set(callable_modules(self._module)) - set(layer_names)
+            containers = set(self._callable()) - set(layer_names)
             return self.trace(layer_names, containers, layer_names, None, ())
         tree = self._call_tree()
         leaky: set[str] = set()
@@ -290,7 +290,7 @@ class _Probe:
             return around(lambda: self._step(self._module, batch))
 
     def _call_tree(self) -> CallTree:
-        tree, names = CallTree(), callable_modules(self._module)
+        tree, names = CallTree(), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             with self._recording(names, tree.wrap), tree:
@@ -298,6 +298,9 @@ class _Probe:
 
         self._run(record, self._batch)
         return tree
+
+    def _callable(self) -> list[str]:
+        return callable_modules(self._original or self._module)  # copies forget that they are compiled
 
     @contextlib.contextmanager
     def _recording(self, names: Collection[str], wrap: Callable[..., Any]) -> Iterator[None]:

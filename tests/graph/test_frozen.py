@@ -1,0 +1,256 @@
+"""Frozen layers run in advance: at once, in pieces beside a stage, for some of the samples."""
+
+import random
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.frozen import FrozenView, join_samples
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.view import StageView
+from tests.graph.emulate import foreign_parameters_nan, intercepted, take_gradients
+from tests.graph.steps import Block, Tower, build, image_batch, rows, step
+from tests.zoo import in_double
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(dropout=dropout) for _ in range(4)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class Encoded(Tower):
+    """Noise, an encoder, noise on its result, a tower."""
+
+    num_blocks = 3
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.encoder = Encoder(dropout).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        latents = self.encoder(batch + torch.randn_like(batch))
+        return F.mse_loss(self.run(latents + torch.randn_like(latents)), latents)
+
+
+def folded(root, batch=None, positions=(1,)):
+    batch = rows() if batch is None else batch
+    graph = probe(root, step, batch, max_share=1 / 6)
+    return fold(root, step, batch, graph, positions)
+
+
+def views(root, graph, positions, interception):
+    pieces = cut(graph, positions)
+    frozen = FrozenView(root, graph, pieces.frozen, interception, verify=True)
+    stages = [StageView(root, graph, s, interception, verify=True) for s in pieces.stages]
+    return pieces, frozen, stages
+
+
+def test_a_paused_run_gives_the_results_of_a_whole_one():
+    root = Encoded(dropout=0.3)
+    graph, positions = folded(root)
+    assert graph.layer_names[0] == "encoder"  # one layer, but it pauses inside
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        call = lambda: step(root, rows())
+        whole = view.whole(call, seed=7)
+        run, pieces = view.start(call, seed=7), 0
+        while not run.advance():
+            pieces += 1
+            torch.rand(pieces)  # whoever runs in between must not matter
+        assert pieces == 4
+        assert run.num_layers_done == 4
+        assert run.results.keys() == whole.keys()
+        assert all(torch.equal(run.results[key], whole[key]) for key in whole)
+        assert torch.equal(view.start(call, seed=7).finish()[0, 0], whole[0, 0])
+
+
+def test_a_paused_run_stops_in_front_of_a_layer():
+    root = Encoded()
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        run = view.start(lambda: step(root, rows()), seed=7)
+        assert run.next_layer == ""
+        run.advance(2)
+        assert run.next_layer == "encoder.blocks.2"
+        with pytest.raises(GraphError, match="is not done"):
+            _ = run.results
+        run.cancel()
+        with pytest.raises(GraphError, match="was cancelled"):
+            _ = run.results
+
+
+def test_a_paused_run_leaves_random_numbers_alone():
+    root = Encoded(dropout=0.3)
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        run = view.start(lambda: step(root, rows()), seed=7)
+        torch.manual_seed(1)
+        numbers = []
+        while not run.advance():
+            numbers.append(torch.rand(2))
+        run.cancel()
+    torch.manual_seed(1)
+    assert torch.equal(torch.stack(numbers), torch.stack([torch.rand(2) for _ in numbers]))
+
+
+def test_a_paused_run_beside_stages_of_another_batch_is_bit_exact():
+    """The paused run of batch t + 1 advances between the passes of batch t, in random places."""
+    root = Encoded(dropout=0.2)
+    for block in root.blocks:
+        block.dropout.p = 0.2
+    graph, positions = folded(root)
+    choice = random.Random(0)
+
+    def train(interception, beside):
+        pieces, view, stages = views(root, graph, positions, interception)
+        batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+        calls = [lambda b=b: step(root, b) for b in batches]
+        frozen, losses = view.whole(calls[0], seed=0), []
+        for t, call in enumerate(calls):
+            following = calls[(t + 1) % 4]
+            run = view.start(following, seed=t + 1) if beside else None
+            advance = (lambda run=run: run.advance(choice.randint(0, 2))) if beside else lambda: None
+            advance()
+            first = stages[0].forward(call, seed=t, received=frozen)
+            advance()
+            received = {k: v.detach() for k, v in first.outputs.items()}
+            last = stages[1].forward(call, seed=t, received={**received, **frozen})
+            advance()
+            back = last.backward()
+            advance()
+            first.backward(back)
+            losses.append(last.loss)
+            frozen = run.finish() if beside else view.whole(following, seed=t + 1)
+        return torch.stack(losses), take_gradients(root)
+
+    with intercepted(root) as interception:
+        losses, gradients = train(interception, beside=False)
+        got_losses, got = train(interception, beside=True)
+    assert torch.equal(got_losses, losses)
+    assert all(torch.equal(got[name], gradients[name]) for name in gradients)
+
+
+def test_the_thread_of_a_run_inherits_autocast_but_no_gradients():
+    class Looks(Encoder):
+        seen = []  # noqa: RUF012
+
+        def forward(self, x):
+            state = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+            self.seen.append((*state, threading.current_thread() is threading.main_thread()))
+            return super().forward(x).float()
+
+    root = Encoded()
+    root.encoder = Looks().requires_grad_(False)
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        Looks.seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            view.start(lambda: step(root, rows()), seed=1).finish()
+        view.start(lambda: step(root, rows()), seed=1).finish()
+    assert Looks.seen == [(True, False, False), (False, False, False)]
+
+
+def test_an_error_in_a_paused_run_reaches_the_owner_with_the_layer():
+    class Breaks(Encoder):
+        broken = False
+
+        def forward(self, x):
+            x = self.blocks[:2](x)
+            if self.broken:
+                raise RuntimeError("no more memory")
+            return self.blocks[2:](x)
+
+    root = Encoded()
+    root.encoder = Breaks().requires_grad_(False)
+    graph, positions = folded(root)
+    root.encoder.broken = True
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        run = view.start(lambda: step(root, rows()), seed=1)
+        with pytest.raises(RuntimeError, match="no more memory") as caught:
+            run.finish()
+        assert caught.value.__notes__ == ["in a frozen run, at layer encoder.blocks.1"]
+        root.encoder.broken = False
+        view.start(lambda: step(root, rows()), seed=1).finish()
+
+
+@pytest.mark.parametrize("split", [(0, 2, 5), (0, 1, 2, 3, 4, 5)])
+def test_parts_of_a_microbatch_add_up(split):
+    root = Encoded().double()
+    graph, positions = folded(root, rows().double())
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        assert view.is_splittable
+        call = lambda: step(root, rows().double())
+        whole = view.whole(call, seed=3)
+        ranges = list(zip(split, split[1:], strict=False))
+        parts = [view.whole(call, seed=3, samples=samples) for samples in ranges]
+        assert [part[0, 0].shape[0] for part in parts] == [b - a for a, b in ranges]
+        joined = join_samples(graph, parts)
+        assert joined.keys() == whole.keys()
+        assert all(torch.allclose(joined[k], whole[k], rtol=0, atol=1e-12) for k in whole)
+        paused = view.start(call, seed=3, samples=ranges[0]).finish()
+        assert torch.equal(paused[0, 0], parts[0][0, 0])
+
+
+@pytest.mark.slow
+def test_encoders_of_stable_diffusion_run_on_some_of_the_samples():
+    with in_double():
+        root = build("Stable Diffusion")
+        graph = probe(root, step, image_batch(3), mode="real")
+        graph, positions = fold(root, step, image_batch(3), graph, [4])
+        with intercepted(root) as interception:
+            pieces, view, _ = views(root, graph, positions, interception)
+            assert view.why_not_splittable == ""
+            call = lambda: step(root, image_batch(3))
+            with foreign_parameters_nan(root, pieces.frozen.parameters):
+                whole = view.whole(call, seed=3)
+                parts = [view.whole(call, seed=3, samples=part) for part in ((0, 1), (1, 3))]
+    joined = join_samples(graph, parts)
+    assert all(torch.allclose(joined[k], whole[k], rtol=1e-10, atol=1e-12) for k in whole)
+
+
+def test_encoders_that_mix_samples_are_refused():
+    class Centres(Encoder):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    root = Encoded()
+    root.encoder = Centres().requires_grad_(False)
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        with pytest.raises(GraphError, match="encoder mixes samples"):
+            view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "reason"),
+    [
+        (lambda: Encoder(dropout=0.1), "draws random numbers"),
+        (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), "updates statistics"),
+    ],
+)
+def test_encoders_that_cannot_be_split_say_why(encoder, reason):
+    root = Encoded()
+    root.encoder = encoder().requires_grad_(False)
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        assert not view.is_splittable
+        assert reason in view.why_not_splittable
+        with pytest.raises(GraphError, match=reason):
+            view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))

@@ -1,0 +1,371 @@
+"""Standing between a step and its modules without being noticed."""
+
+import copy
+import inspect
+import pickle
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_diffpipe.errors import ForeignLayerError, GraphError
+from lightning_diffpipe.graph.cut import cut, uncut
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.view import StageView
+from tests.graph.emulate import intercepted, reference
+from tests.graph.steps import Block, Tower, rows, step
+
+
+class Noisy(Tower):
+    def training_step(self, batch, batch_idx):
+        return self.run(batch + torch.randn_like(batch)).pow(2).mean()
+
+
+def coarse(root, run=step):
+    return probe(root, run, rows(), max_share=1 / 4)
+
+
+def stage_view(root, graph, interception, positions=(), stage=0):
+    return StageView(root, graph, cut(graph, positions).stages[stage], interception, verify=True)
+
+
+def test_a_module_looks_the_same_with_and_without():
+    root = Noisy()
+    keys, signature = list(root.state_dict()), inspect.signature(root.blocks[0].forward)
+    x = rows()
+    expected = root.run(x)
+    with intercepted(root) as interception:
+        interception.watch({f"blocks.{i}" for i in range(6)})
+        assert list(root.state_dict()) == keys
+        assert inspect.signature(root.blocks[0].forward) == signature
+        assert torch.equal(root.run(x), expected)
+    assert "forward" not in root.blocks[0].__dict__
+    assert "log" not in root.__dict__
+
+
+def test_copies_and_pickles_of_a_module_are_independent():
+    """The forward of a copied wrapper would call the layers of the original."""
+    root = Noisy()
+    with intercepted(root) as interception:
+        interception.watch({"blocks.0"})
+        duplicate = copy.deepcopy(root.blocks[0])
+        again = pickle.loads(pickle.dumps(root.blocks[0]))
+    with torch.no_grad():
+        root.blocks[0].linear.weight.zero_()
+    for other in (duplicate, again):
+        assert not torch.equal(other(rows()), root.blocks[0](rows()))
+        assert other.forward.__self__ is other
+
+
+def test_a_second_probe_sees_through_the_wrappers():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        interception.watch(graph.site_names)
+        assert coarse(root) == graph
+        assert probe(root, step, rows(), max_share=1 / 4, mode="real") == graph
+
+
+def test_random_numbers_outside_a_step_do_not_notice_it():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception)
+        torch.manual_seed(3)
+        run = view.forward(lambda: step(root, rows()), seed=1)
+        run.backward()
+        assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
+        torch.manual_seed(1)
+    assert torch.equal(run.loss, step(root, rows()))
+
+
+def test_foreign_layers_outside_a_step_name_their_owner():
+    root = Noisy()
+    with intercepted(root) as interception:
+        here = {n for n, _ in root.named_parameters() if not n.startswith("blocks.3")}
+        gone = place_parameters(root, here, "cpu")
+        interception.refuse({name: "stage 1 (rank 1)" for name in gone})
+        root.blocks[2](rows())
+        with pytest.raises(ForeignLayerError, match=r"blocks\.3\.linear .* live on stage 1 \(rank 1\)"):
+            root.run(rows())
+
+
+def test_another_way_through_the_step_is_refused():
+    class Skips(Tower):
+        skip = False
+
+        def training_step(self, batch, batch_idx):
+            blocks = self.blocks[1:] if self.skip else self.blocks
+            for block in blocks:
+                batch = block(batch)
+            return batch.pow(2).mean()
+
+    root = Skips()
+    graph = coarse(root)
+    root.skip = True
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception)
+        with pytest.raises(GraphError, match=r"layer call 0 is blocks\.1, but the probe saw blocks\.0"):
+            view.forward(lambda: step(root, rows()), seed=1)
+
+
+def test_a_step_that_ends_early_is_refused():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception, positions=[3])
+        with pytest.raises(GraphError, match="ended after 1 layer calls"):
+            view.forward(lambda: root.blocks[0](rows()), seed=1)
+
+
+def test_another_size_is_refused():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception)
+        with pytest.raises(GraphError, match=r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"):
+            view.forward(lambda: step(root, rows(3)), seed=1)
+
+
+def test_constants_that_vary_are_refused_where_they_are_made():
+    class Counts(Block):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x), self.calls
+
+    class Counted(Tower):
+        block = Counts
+
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                batch, n = block(batch)
+                batch = batch * n
+            return batch.pow(2).mean()
+
+    root = Counted()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception)
+        root.blocks[0].calls = 0
+        with pytest.raises(GraphError, match=r"output 1 of blocks\.0 is 1, the probe saw 2"):
+            view.forward(lambda: step(root, rows()), seed=1)
+
+
+def test_unfreezing_parameters_later_is_refused():
+    class Half(Tower):
+        def __init__(self):
+            super().__init__()
+            self.blocks[0].requires_grad_(False)
+
+    root = Half()
+    graph = coarse(root)
+    root.blocks[0].requires_grad_(True)
+    with intercepted(root) as interception:
+        view = StageView(root, graph, cut(graph, []).frozen, interception)
+        with pytest.raises(GraphError, match="frozen or unfrozen since"):
+            view.forward(lambda: step(root, rows()), seed=1)
+
+
+def test_a_missing_tensor_is_named():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception, positions=[2], stage=1)
+        with pytest.raises(GraphError, match=r"stage 1 did not receive output 0 of blocks\.1"):
+            view.forward(lambda: step(root, rows()), seed=1)
+
+
+def test_logging_is_recorded_on_the_last_stage_and_muted_on_the_others():
+    class Logs(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                batch = block(batch)
+                self.log("norm", batch.norm(), prog_bar=True)
+            loss = batch.pow(2).mean()
+            self.log_dict({"loss": loss})
+            return {"loss": loss, "extra": batch}
+
+    root = Logs()
+    graph = coarse(root)
+    seen = []
+    with intercepted(root) as interception:
+        first = stage_view(root, graph, interception, [2], 0).forward(
+            lambda: step(root, rows()), seed=1, log=lambda *entry: seen.append(entry)
+        )
+        assert not seen
+        last = stage_view(root, graph, interception, [2], 1).forward(
+            lambda: step(root, rows()),
+            seed=1,
+            received={k: t.detach() for k, t in first.outputs.items()},
+            log=lambda *entry: seen.append(entry),
+        )
+    assert [(name, args[0] if name == "log" else list(args[0])) for name, args, _ in seen] == [
+        ("log", "norm"),
+        ("log", "norm"),
+        ("log", "norm"),
+        ("log", "norm"),
+        ("log_dict", ["loss"]),
+    ]
+    assert seen[0][2] == {"prog_bar": True}
+    assert torch.isfinite(torch.stack([args[1] for _, args, _ in seen[:4]])).all()
+    assert seen[4][1][0]["loss"] == last.loss
+    assert last.result["extra"].shape == (5, 16)
+
+
+def test_hooks_of_the_last_own_layer_see_its_output_and_nothing_runs_after_it():
+    class Glue(Tower):
+        glue = 0
+
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                self.glue += 1
+                batch = block(batch)
+            return batch.pow(2).mean()
+
+    root = Glue()
+    graph = coarse(root)
+    root.glue = 0
+    seen = []
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception, [2])
+        view.forward(lambda: step(root, rows()), seed=1)
+        assert root.glue == 2
+        root.blocks[1].register_forward_hook(lambda *args: seen.append(args))
+        view.forward(lambda: step(root, rows()), seed=1)
+    assert len(seen) == 1
+    assert torch.isfinite(seen[0][2]).all()
+
+
+bound_early = checkpoint
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_layers_become_checkpoints_of_layers(monkeypatch, reentrant):
+    """Also when the function was bound before anything was installed, as transformers does."""
+
+    class Checkpointed(Tower):
+        def training_step(self, batch, batch_idx):
+            batch = batch.clone().requires_grad_()
+            for pair in (0, 2, 4):
+                blocks = self.blocks[pair : pair + 2]
+                run = lambda x, a=blocks[0], b=blocks[1]: b(a(x))
+                batch = bound_early(run, batch, use_reentrant=reentrant)
+            return batch.pow(2).mean()
+
+    root = Checkpointed().double()
+    calls = [0] * 6
+    for index, block in enumerate(root.blocks):
+        block.dropout.p = 0.3
+
+        def counted(x, index=index, linear=block.linear):
+            calls[index] += 1
+            return nn.functional.linear(x, linear.weight, linear.bias)
+
+        block.linear.forward = counted
+    graph = probe(root, step, rows().double(), max_share=1 / 4)
+    assert graph.trained == {n for n, _ in root.named_parameters()}
+    calls[:] = [0] * 6
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception, [2], 0)
+        run = view.forward(lambda: step(root, rows().double()), seed=1)
+        assert calls == [1, 1, 0, 0, 0, 0]
+        run.backward({key: torch.ones_like(t) for key, t in run.outputs.items()})
+        assert calls == [2, 2, 0, 0, 0, 0]
+
+
+def test_recomputation_on_threads_of_autograd_finds_its_view():
+    """On CUDA, backward runs in threads that inherit no context variables."""
+    import threading
+
+    root = Noisy()
+    for block in root.blocks:
+        block.dropout.p = 0.3
+    graph = coarse(root)
+    run_step = lambda: checkpoint(root.blocks[0], rows(), use_reentrant=False)
+    with intercepted(root) as interception:
+        run = stage_view(root, graph, interception).forward(lambda: step(root, rows()), seed=1)
+        run._inside = True
+        answers = []
+        with interception.recomputed_by(run):
+            thread = threading.Thread(target=lambda: answers.append(run_step()))
+            thread.start()
+            thread.join()
+    assert answers[0].shape == (5, 16)
+
+
+def test_folded_containers_checkpoint_inside_themselves():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(dropout=0.2), Block(dropout=0.2)
+
+        def forward(self, x):
+            for block in (self.a, self.b):
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    class Pairs(Tower):
+        block = Pair
+        num_blocks = 3
+
+    root = Pairs().double()
+    graph = probe(root, step, rows().double(), max_share=1 / 5)
+    folded, _ = fold(root, step, rows().double(), graph, [])
+    assert len(graph.layers) == 6
+    assert [layer.num_seeds for layer in folded.layers] == [2, 2, 2]
+    loss, expected = reference(root, step, rows().double(), 1, graph)
+    again, got = reference(root, step, rows().double(), 1, folded)
+    assert loss == again
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_containers_with_random_glue_stay_expanded():
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(), Block()
+
+        def forward(self, x):
+            return self.b(self.a(x) + torch.randn_like(x))
+
+    class Noises(Tower):
+        block = Noise
+        num_blocks = 3
+
+    root = Noises()
+    graph = probe(root, step, rows(), max_share=1 / 5)
+    folded, _ = fold(root, step, rows(), graph, [])
+    assert folded.layer_names == graph.layer_names
+    loss, _ = reference(root, step, rows(), 1)
+    assert reference(root, step, rows(), 1, folded)[0] == loss
+
+
+def test_compiled_blocks_are_layers_of_their_own():
+    root = Tower()
+    for block in root.blocks:
+        block.compile(backend="eager")
+    graph = probe(root, step, rows(), max_share=1 / 40)
+    assert set(graph.layer_names) == {f"blocks.{i}" for i in range(6)}
+    with intercepted(root) as interception:
+        view = StageView(root, graph, uncut(graph), interception)
+        assert torch.equal(view.forward(lambda: step(root, rows()), seed=1).loss, step(root, rows()))
+
+
+def test_installing_twice_and_removing_is_safe():
+    root = Tower()
+    interception = Interception(root, {"blocks.0"})
+    interception.install().install()
+    interception.uninstall()
+    interception.uninstall()
+    assert "forward" not in root.blocks[0].__dict__
