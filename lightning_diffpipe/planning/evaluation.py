@@ -8,10 +8,10 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.execution import Execution, execution_of
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.memory import peak_memory_bytes
+from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage
-from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, pipeline_costs
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
@@ -37,13 +37,24 @@ class Proposal:
         return tuple(LayerRun(0, first, stop) for first, stop, _ in self.cuts)
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What proposals share that differ only in where they cut."""
+
+    schedule: Schedule
+    execution: Execution
+    links: PipelineLinks
+    parts: tuple[EncodePart, ...]
+    peaks: tuple[dict[int, float], ...]
+
+
 @dataclass
 class Evaluator:
     """Simulates proposals; remembers what does not depend on where they cut."""
 
     model: CostModel
     options: PlanOptions
-    _schedules: dict[tuple[object, ...], tuple[Schedule, Execution]] = field(default_factory=dict)
+    _frames: dict[tuple[Shape, tuple[int, ...]], Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
 
     def parts(self, shape: Shape) -> tuple[EncodePart, ...]:
@@ -52,41 +63,37 @@ class Evaluator:
             return ()
         return encode_parts(shape.sizes, shape.num_ranks, self.options.frozen_splittable)
 
-    def schedule(self, proposal: Proposal) -> tuple[Schedule, Execution]:
-        """The programs of a proposal, and an order in which they can run."""
+    def frame(self, proposal: Proposal) -> Frame:
+        """What does not depend on where a proposal cuts."""
         shape = proposal.shape
-        key = (shape.schedule, proposal.replicas, shape.sizes)
-        if key not in self._schedules:
-            placement = Placement.of_replicas(proposal.replicas)
+        key = (shape, proposal.replicas)
+        if key not in self._frames:
+            placement, parts = Placement.of_replicas(proposal.replicas), self.parts(shape)
             schedule = SCHEDULES[shape.schedule](placement, len(shape.sizes))
-            schedule = prefix_frozen(schedule, self.parts(shape))
+            schedule = prefix_frozen(schedule, parts)
             execution = execution_of(lower(schedule)).by_size(shape.sizes)
-            self._schedules[key] = (schedule, execution)
-        return self._schedules[key]
+            links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
+            self._frames[key] = Frame(
+                schedule, execution, links, parts, peak_samples(schedule, shape.sizes)
+            )
+        return self._frames[key]
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
         """What the simulator needs."""
-        shape, (schedule, _) = proposal.shape, self.schedule(proposal)
-        return pipeline_costs(
-            self.model,
-            schedule.placement,
-            proposal.runs,
-            shape.sizes,
-            shape.num_pipelines,
-            self.parts(shape),
-        )
+        frame = self.frame(proposal)
+        sizes = proposal.shape.sizes
+        return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts)
 
     def step_s(self, proposal: Proposal) -> float:
         """The simulated time of a step."""
         if proposal not in self._steps:
-            _, execution = self.schedule(proposal)
+            execution = self.frame(proposal).execution
             self._steps[proposal] = makespan(execution, self.costs(proposal))
         return self._steps[proposal]
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
-        schedule, _ = self.schedule(proposal)
-        return peak_memory_bytes(self.model, schedule, proposal.runs, proposal.shape.sizes)
+        return peak_memory_bytes(self.model, self.frame(proposal).peaks, proposal.runs)
 
     def fits(self, proposal: Proposal) -> bool:
         """Whether every rank has enough memory."""
@@ -95,8 +102,7 @@ class Evaluator:
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
         """Writes a proposal down as a plan."""
-        shape, (schedule, _) = proposal.shape, self.schedule(proposal)
-        costs = self.costs(proposal)
+        shape, schedule, costs = proposal.shape, self.frame(proposal).schedule, self.costs(proposal)
         timeline = simulate(lower(schedule), costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         work_s = sum(span.duration_s for span in timeline.spans)

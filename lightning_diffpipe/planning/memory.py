@@ -29,21 +29,48 @@ def peak_alive(
     return peak
 
 
+def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, float], ...]:
+    """By rank and stage: the most samples whose activations wait for a backward.
+
+    Args:
+        schedule: The programs.
+        sizes: Samples of each microbatch.
+    """
+    return tuple(
+        {
+            stage: peak_alive(program, _samples_of(stage, sizes))
+            for stage in schedule.placement.stages_of(rank)
+        }
+        for rank, program in enumerate(schedule.programs)
+    )
+
+
+def _samples_of(own: int, sizes: Sequence[int]) -> Callable[[int, int], float]:
+    """Samples of a microbatch on one stage, nothing on the others."""
+    return lambda stage, microbatch: sizes[microbatch] if stage == own else 0
+
+
 def peak_memory_bytes(
-    model: CostModel, schedule: Schedule, runs: Sequence[LayerRun], sizes: Sequence[int]
+    model: CostModel, peaks: Sequence[dict[int, float]], runs: Sequence[LayerRun]
 ) -> tuple[int, ...]:
     """Bytes of every rank at its fullest moment.
 
-    Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations
-    that wait for their backward.
+    Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
+    wait for their backward. A rank that holds several stages is taken to be at its fullest with all of
+    them at once.
+
+    Args:
+        model: The cost model.
+        peaks: From `peak_samples`.
+        runs: The layers of each stage.
     """
-
-    def kept(stage: int, microbatch: int) -> float:
-        return model.activation_bytes(runs[stage], sizes[microbatch])
-
-    totals = []
-    for rank, program in enumerate(schedule.programs):
-        stages = schedule.placement.stages_of(rank)
-        resident = model.frozen_bytes + sum(model.resident_bytes(runs[stage]) for stage in stages)
-        totals.append(round(resident + peak_alive(program, kept)))
-    return tuple(totals)
+    return tuple(
+        round(
+            model.frozen_bytes
+            + sum(
+                model.resident_bytes(runs[stage]) + model.activation_bytes(runs[stage], samples)
+                for stage, samples in of_stage.items()
+            )
+        )
+        for of_stage in peaks
+    )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.instruction import (
@@ -86,38 +88,103 @@ class PipelineCosts:
         return self.all_gather_s
 
 
+@dataclass(frozen=True)
+class PipelineLinks:
+    """Which links the messages of one of several equal pipelines take.
+
+    Of several pipelines, or replicas, the one on the slowest links counts.
+
+    Attributes:
+        cluster: The links there are.
+        placement: Where the stages run.
+        num_pipelines: Pipelines side by side; gradients are summed over all of them.
+    """
+
+    cluster: Cluster
+    placement: Placement
+    num_pipelines: int = 1
+
+    def _first_ranks(self) -> range:
+        """The first rank of every pipeline."""
+        num_ranks = self.placement.num_ranks
+        return range(0, self.num_pipelines * num_ranks, num_ranks)
+
+    def _between(self, stage: int, reader: int) -> tuple[Link, ...]:
+        ranks = self.placement.stage_ranks
+        pairs = {(a, b) for a in ranks[stage] for b in ranks[reader] if a != b}
+        between, firsts = self.cluster.p2p_between, self._first_ranks()
+        return tuple({between(f + a, f + b) for f in firsts for a, b in pairs})
+
+    @cached_property
+    def downwards(self) -> tuple[tuple[Link, ...], ...]:
+        """By stage: the different links to the stage after; none behind the last."""
+        after = [self.placement.next_stage(s) for s in range(self.placement.num_stages)]
+        return tuple(() if a is None else self._between(s, a) for s, a in enumerate(after))
+
+    @cached_property
+    def feedback(self) -> tuple[Link, ...]:
+        """The different links from the last stage back to the first."""
+        last = self.placement.backbone_of(0)[-1]
+        return self._between(last, 0) if last else ()
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[Link, int], ...]:
+        """By stage: the link its gradients are summed over, and the number of ranks that hold it."""
+        groups = [
+            tuple(first + rank for first in self._first_ranks() for rank in ranks)
+            for ranks in self.placement.stage_ranks
+        ]
+        return tuple((self.cluster.all_reduce_among(group), len(group)) for group in groups)
+
+    def all_gather_s(self, num_bytes: float) -> float:
+        """Bytes from all ranks of a pipeline to all of them: half an all-reduce."""
+        group = tuple(range(self.placement.num_ranks))
+        return self.cluster.all_reduce_among(group).all_reduce_s(num_bytes, len(group)) / 2
+
+
 def pipeline_costs(
     model: CostModel,
-    placement: Placement,
+    links: PipelineLinks,
     runs: Sequence[LayerRun],
     sizes: Sequence[int],
-    num_pipelines: int = 1,
     parts: Sequence[EncodePart] = (),
 ) -> PipelineCosts:
     """Tables for one of several equal pipelines.
 
     Args:
         model: The cost model.
-        placement: Where the stages run.
+        links: What its messages travel over.
         runs: The layers of each stage.
         sizes: Samples of each microbatch.
-        num_pipelines: Pipelines side by side; gradients are summed over all of them.
         parts: Frozen parts, by index.
     """
-    links = _Links(model, placement, tuple(runs), num_pipelines)
-    first_samples = model.profile.self_conditioning.feedback_bytes_per_sample
+    placement = links.placement
+    distinct = set(sizes)
+
+    def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
+        """Seconds by microbatch; computed once for each size."""
+        of_size = {size: seconds(size) for size in distinct}
+        return tuple(of_size[size] for size in sizes)
 
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        return tuple(tuple(seconds(run, size) for size in sizes) for run in runs)
+        return tuple(row(lambda size, run=run: seconds(run, size)) for run in runs)  # type: ignore[misc]
 
-    def gradient_row(stage: int) -> tuple[float, ...]:
-        # What goes down over a cut as activations comes back over it as gradients.
-        return tuple(links.boundary_s(stage, size) for size in sizes)
+    def slowest_s(among: Sequence[Link], num_bytes: float) -> float:
+        return max((link.seconds(num_bytes) for link in among), default=0.0)
 
-    stages = range(placement.num_stages)
-    gradient = tuple(gradient_row(stage) for stage in stages)
-    before = [placement.previous_stage(stage) for stage in stages]
+    # What goes down over a cut as activations comes back over it as gradients.
+    boundary = table(model.boundary_bytes)
+    gradient = tuple(
+        tuple(slowest_s(among, num_bytes) for num_bytes in bytes_row)
+        for among, bytes_row in zip(links.downwards, boundary, strict=True)
+    )
+    before = [placement.previous_stage(stage) for stage in range(placement.num_stages)]
     nothing = (0.0,) * len(sizes)
+    fed_back = model.profile.self_conditioning.feedback_bytes_per_sample
+    sums_s = [
+        link.all_reduce_s(model.gradient_bytes(run), num_ranks)
+        for run, (link, num_ranks) in zip(runs, links.reductions, strict=True)
+    ]
     return PipelineCosts(
         sizes=tuple(sizes),
         forward_s=table(model.forward_s),
@@ -125,57 +192,11 @@ def pipeline_costs(
         weight_gradient_s=table(model.weight_gradient_s),
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
-        feedback_s=tuple(links.feedback_s(size * first_samples) for size in sizes),
+        feedback_s=row(lambda size: slowest_s(links.feedback, size * fed_back)),
         encode_s=tuple(model.encode_s(part.num_samples) for part in parts),
-        all_reduce_s=tuple(links.reduce_s(rank) for rank in range(placement.num_ranks)),
-        all_gather_s=links.exchange_s(sum(sizes)),
+        all_reduce_s=tuple(
+            sum(sums_s[stage] for stage in placement.stages_of(rank))
+            for rank in range(placement.num_ranks)
+        ),
+        all_gather_s=links.all_gather_s(sum(sizes) * model.frozen_output_bytes_per_sample),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """Seconds on links; of several pipelines the one on the slowest links counts."""
-
-    model: CostModel
-    placement: Placement
-    runs: tuple[LayerRun, ...]
-    num_pipelines: int
-
-    def first_ranks(self) -> range:
-        """The first rank of every pipeline."""
-        num_ranks = self.placement.num_ranks
-        return range(0, self.num_pipelines * num_ranks, num_ranks)
-
-    def boundary_s(self, stage: int, size: int) -> float:
-        """The tensors alive behind a stage, to the stage after."""
-        after = self.placement.next_stage(stage)
-        if after is None:
-            return 0.0
-        return self._slowest_s(stage, after, self.model.boundary_bytes(self.runs[stage], size))
-
-    def feedback_s(self, num_bytes: float) -> float:
-        """From the last stage to the first."""
-        last = self.placement.backbone_of(0)[-1]
-        return self._slowest_s(last, 0, num_bytes) if last else 0.0
-
-    def _slowest_s(self, stage: int, reader: int, num_bytes: float) -> float:
-        cluster, ranks = self.model.cluster, self.placement.stage_ranks
-        pairs = {(a, b) for a in ranks[stage] for b in ranks[reader] if a != b}
-        links = {cluster.p2p_between(f + a, f + b) for f in self.first_ranks() for a, b in pairs}
-        return max((link.seconds(num_bytes) for link in links), default=0.0)
-
-    def reduce_s(self, rank: int) -> float:
-        """All gradients of a rank, over all replicas and pipelines."""
-        total = 0.0
-        for stage in self.placement.stages_of(rank):
-            replicas = self.placement.stage_ranks[stage]
-            group = tuple(first + r for first in self.first_ranks() for r in replicas)
-            link = self.model.cluster.all_reduce_among(group)
-            total += link.all_reduce_s(self.model.gradient_bytes(self.runs[stage]), len(group))
-        return total
-
-    def exchange_s(self, samples: int) -> float:
-        """All frozen results to all ranks of a pipeline: an all-gather is half an all-reduce."""
-        num_bytes = samples * self.model.frozen_output_bytes_per_sample
-        group = tuple(range(self.placement.num_ranks))
-        return self.model.cluster.all_reduce_among(group).all_reduce_s(num_bytes, len(group)) / 2

@@ -33,10 +33,10 @@ from lightning_diffpipe.planning.proposals import (
 MOST_CUTS_TRIED = 500
 """Up to so many ways to cut a shape, all are considered."""
 
-MOST_CLIMBS = 6
+MOST_CLIMBS = 2
 """Of a shape with more ways to cut, so many ways to share the ranks are improved layer by layer."""
 
-HOPELESS = 1.15
+HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
 
 

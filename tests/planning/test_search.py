@@ -10,9 +10,9 @@ from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.memory import peak_memory_bytes
+from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.pipeline_costs import pipeline_costs
+from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.proposals import microbatch_counts
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -45,10 +45,11 @@ def step_and_memory(model, options, way):
     runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
     placement = Placement.of_replicas(replicas)
     parts = encode_parts(sizes, placement.num_ranks) if model.profile.encoders else ()
-    costs = pipeline_costs(model, placement, runs, sizes, pipelines, parts)
+    links = PipelineLinks(model.cluster, placement, pipelines)
+    costs = pipeline_costs(model, links, runs, sizes, parts)
     schedule = SCHEDULES[options.schedule](placement, len(sizes))
     step_s = simulate(lower(schedule, parts), costs).iteration_s
-    return step_s, max(peak_memory_bytes(model, schedule, runs, sizes))
+    return step_s, max(peak_memory_bytes(model, peak_samples(schedule, sizes), runs))
 
 
 def brute_force(profile, cluster, options):
