@@ -1,15 +1,19 @@
-"""Lists the packages: pyproject.toml cannot find those of `conf/`, which lies outside the package."""
+"""Lists the packages: pyproject.toml cannot find those that lie outside the package's folder."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-CONF_PACKAGES = [
+CONF = [
     ".".join(("lightning_diffpipe", *folder.parts))
     for folder in sorted({path.parent for path in Path("conf").rglob("*.yaml")})
 ]
+WEIGHTS = ["lightning_diffpipe.weights.glyphs"]
 
 setup(
-    packages=[*find_packages(include=["lightning_diffpipe", "lightning_diffpipe.*"]), *CONF_PACKAGES],
-    package_data={package: ["*.yaml"] for package in CONF_PACKAGES},
+    packages=[*find_packages(include=["lightning_diffpipe", "lightning_diffpipe.*"]), *CONF, *WEIGHTS],
+    package_data={
+        **{package: ["*.yaml"] for package in CONF},
+        **{package: ["*.md", "*.json", "*/*.json", "*/*.safetensors"] for package in WEIGHTS},
+    },
 )

@@ -43,7 +43,7 @@ def output_dir(tmp_path):
 def test_every_verb_composes_and_explains_itself(verb):
     config = composed(verb)
     assert config.hydra.help.header.startswith(f"diffpipe {verb}: ")
-    assert config.hydra.run.dir.startswith(f"outputs/{verb}/")
+    assert config.hydra.run.dir.startswith(f"outputs/{verb}")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
