@@ -1,0 +1,167 @@
+"""A device on paper: how long an operator takes there, from its FLOPs and the bytes it moves.
+
+The roofline model with stated efficiencies, plus a latency for every kernel that is started:
+
+    seconds = latency + max(FLOPs / (peak x efficiency of its class), bytes / (bandwidth x efficiency))
+
+Peaks and bandwidths are the vendors'; efficiencies are shares of the peak that large operators of a class
+commonly reach in PyTorch. Times that come out of this are modelled, not measured, and are marked so.
+
+Source: roofline, Williams et al. (2009), https://doi.org/10.1145/1498765.1498785
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.calltree import tensors_in
+
+TERA = 1e12
+EFFICIENCY = {"matmul": 0.6, "convolution": 0.4, "attention": 0.4, "memory": 0.7}
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A device on paper.
+
+    Attributes:
+        name: What it is called.
+        peak_flops: Peak FLOP/s of dense matrix products, by name of the type.
+        bandwidth_bytes_per_s: Of its memory.
+        latency_s: Of starting a kernel, while kernels before it still run.
+        efficiency: Share of the peak that is reached: "matmul", "convolution", "attention" of the
+            FLOP/s, "memory" of the bandwidth.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 4e-6
+    efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY)
+
+    def seconds(self, kind: str, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
+        """Time of one operator of a class ("memory" for all but matrix products)."""
+        moved_s = num_bytes / (self.bandwidth_bytes_per_s * self.efficiency["memory"])
+        if kind == "memory":
+            return self.latency_s + moved_s
+        computed_s = flops / (self.peak_of(dtype) * self.efficiency[kind])
+        return self.latency_s + max(computed_s, moved_s)
+
+    def peak_of(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s for a type; that of single precision for types that are not listed."""
+        return self.peak_flops.get(str(dtype).removeprefix("torch."), self.peak_flops["float32"])
+
+
+def _gpu(name: str, half: float, single: float, terabytes_per_s: float) -> DeviceModel:
+    peaks = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA}
+    return DeviceModel(name, peaks, terabytes_per_s * TERA)
+
+
+# Dense tensor-core peaks (float32 as TF32 where the device has it) and bandwidths, vendors' data sheets.
+DEVICES = {
+    "t4": DeviceModel("t4", {"float16": 65 * TERA, "float32": 8.1 * TERA}, 0.32 * TERA),
+    "v100": DeviceModel("v100", {"float16": 125 * TERA, "float32": 15.7 * TERA}, 0.9 * TERA),
+    "a10g": _gpu("a10g", 70, 35, 0.6),
+    "rtx4090": _gpu("rtx4090", 165, 82.6, 1.008),
+    "a100": _gpu("a100", 312, 156, 2.039),
+    "h100": _gpu("h100", 989, 494, 3.35),
+    "h200": _gpu("h200", 989, 494, 4.8),
+}
+
+
+def device_named(device: str | DeviceModel) -> DeviceModel:
+    """Looks a device up by name.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    if isinstance(device, DeviceModel):
+        return device
+    if device not in DEVICES:
+        raise ConfigurationError(
+            f"there is no device model {device!r}; choose one of {', '.join(DEVICES)}, "
+            "or pass a DeviceModel"
+        )
+    return DEVICES[device]
+
+
+class ModelledClock(TorchDispatchMode):
+    """A clock that shows the time a device on paper would have spent on what was run meanwhile.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: DeviceModel) -> None:
+        super().__init__()
+        self._device = device
+        self._now_s = 0.0
+        self.flops = 0.0
+
+    def stamp(self) -> float:
+        """See `Clock`."""
+        return self._now_s
+
+    def settle(self) -> None:
+        """See `Clock`."""
+
+    def seconds(self, start: float, stop: float) -> float:
+        """See `Clock`."""
+        return stop - start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written = tensors_in(out)
+        if func.is_view or not written or func.__name__.startswith("empty"):
+            return out
+        moved = sum(
+            map(_nbytes, {id(t): t for t in (*tensors_in((args, kwargs)), *written)}.values())
+        )
+        count = flop_registry.get(func.overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+        self.flops += flops
+        kind = _kind(func.__name__) if flops else "memory"
+        self._now_s += self._device.seconds(kind, flops, moved, written[0].dtype)
+        return out
+
+
+def _kind(operator: str) -> str:
+    if "attention" in operator:
+        return "attention"
+    return "convolution" if "conv" in operator else "matmul"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes that are read or written: an expanded tensor is as small as its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Lets attention be one fused operator, as it is on a GPU, whatever device runs inside.
+
+    Elsewhere it falls apart into products that keep all scores. Masks are left out: they cost nothing.
+    """
+    plain = F.scaled_dot_product_attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, torch.is_grad_enabled()
+        )[0]
+
+    F.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain

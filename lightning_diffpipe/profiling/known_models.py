@@ -1,0 +1,368 @@
+"""Well-known models, from their published configurations: what they are made of and how they are trained.
+
+Each entry holds the configurations of the parts as they are published with the weights (shortened to what
+differs from the classes' defaults), so that parameters, shapes and operations are exact. Parts are built on the
+meta device: no memory, no download. The step is the usual one: encode pictures and captions, add noise,
+predict, compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Config = Mapping[str, Any]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model by its published configurations.
+
+    Attributes:
+        title: What it is called by people.
+        denoiser: Class in diffusers and its configuration.
+        vae: Configuration of the `AutoencoderKL`.
+        text_encoders: For each: class in transformers, its configuration, tokens of a caption.
+        resolution: Pixels along an edge, as published.
+        num_parameters: Parameters of the denoiser, as published; checked by the tests.
+        call: Runs the denoiser: (module, noisy latents, timesteps, text states, batch) -> prediction.
+        controlnet: Configuration of a ControlNet trained over the locked denoiser, if there is one.
+    """
+
+    title: str
+    denoiser: tuple[str, Config]
+    vae: Config
+    text_encoders: tuple[tuple[str, Config, int], ...]
+    resolution: int
+    num_parameters: int
+    call: Callable[[nn.Module, Tensor, Tensor, list[Any], Batch], Tensor]
+    controlnet: Config | None = None
+    source: str = field(default="")
+
+
+# ------------------------------------------------------------------------------ parts they share
+
+VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+}
+VAE_16 = VAE | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+
+
+def _clip(
+    width: int, layers: int, heads: int, projection: int, act: str, kind: str = "CLIPTextModel"
+) -> tuple[str, Config, int]:
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    more = {"num_attention_heads": heads, "projection_dim": projection, "hidden_act": act}
+    return kind, {**sizes, **more, "vocab_size": 49408, "max_position_embeddings": 77}, 77
+
+
+CLIP_L = _clip(768, 12, 12, 768, "quick_gelu")
+CLIP_L_PROJECTED = _clip(768, 12, 12, 768, "quick_gelu", "CLIPTextModelWithProjection")
+CLIP_H = _clip(1024, 23, 16, 512, "gelu")
+CLIP_BIG_G = _clip(1280, 32, 20, 1280, "gelu", "CLIPTextModelWithProjection")
+T5_XXL = {
+    "d_model": 4096,
+    "d_ff": 10240,
+    "d_kv": 64,
+    "num_layers": 24,
+    "num_heads": 64,
+    "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu",
+}
+
+
+def _t5(num_tokens: int) -> tuple[str, Config, int]:
+    return "T5EncoderModel", T5_XXL, num_tokens
+
+
+# ------------------------------------------------------------------------------ how each is called
+
+
+def _call_sd(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    states = text[0].last_hidden_state
+    return module.denoiser(noisy, steps, encoder_hidden_states=states).sample
+
+
+def _call_controlnet(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    states = text[0].last_hidden_state
+    down, middle = module.controlnet(
+        noisy, steps, states, controlnet_cond=batch["hint"], return_dict=False
+    )
+    return module.denoiser(
+        noisy,
+        steps,
+        encoder_hidden_states=states,
+        down_block_additional_residuals=down,
+        mid_block_additional_residual=middle,
+    ).sample
+
+
+def _call_sdxl(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    states = torch.cat([encoded.hidden_states[-2] for encoded in text], -1)
+    conditions = {"text_embeds": text[1].text_embeds, "time_ids": batch["time_ids"]}
+    return module.denoiser(
+        noisy, steps, encoder_hidden_states=states, added_cond_kwargs=conditions
+    ).sample
+
+
+def _call_sd3(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    clip = torch.cat([encoded.hidden_states[-2] for encoded in text[:2]], -1)
+    t5 = text[2].last_hidden_state
+    clip = torch.nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
+    pooled = torch.cat([encoded.text_embeds for encoded in text[:2]], -1)
+    return module.denoiser(
+        noisy,
+        encoder_hidden_states=torch.cat([clip, t5], 1),
+        pooled_projections=pooled,
+        timestep=steps,
+    ).sample
+
+
+def _call_flux(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    samples, channels, height, width = noisy.shape
+    packed = noisy.view(samples, channels, height // 2, 2, width // 2, 2)
+    packed = packed.permute(0, 2, 4, 1, 3, 5).reshape(samples, height * width // 4, 4 * channels)
+    states = text[1].last_hidden_state
+    out = module.denoiser(
+        packed,
+        encoder_hidden_states=states,
+        pooled_projections=text[0].pooler_output,
+        timestep=steps,
+        img_ids=torch.zeros(packed.shape[1], 3, device=noisy.device),
+        txt_ids=torch.zeros(states.shape[1], 3, device=noisy.device),
+        guidance=torch.ones(samples, device=noisy.device, dtype=noisy.dtype),
+    ).sample
+    out = out.view(samples, height // 2, width // 2, channels, 2, 2)
+    return out.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+
+def _call_pixart(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    out = module.denoiser(
+        noisy,
+        encoder_hidden_states=text[0].last_hidden_state,
+        timestep=steps,
+        added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        encoder_attention_mask=batch["mask"],
+    ).sample
+    return out[:, : noisy.shape[1]]
+
+
+# ------------------------------------------------------------------------------ the models
+
+_SD21_UNET = {
+    "sample_size": 64,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "attention_head_dim": (5, 10, 20, 20),
+    "cross_attention_dim": 1024,
+    "use_linear_projection": True,
+}
+
+KNOWN_MODELS = {
+    "sd21": KnownModel(
+        "Stable Diffusion 2.1",
+        ("UNet2DConditionModel", _SD21_UNET),
+        VAE,
+        (CLIP_H,),
+        resolution=512,
+        num_parameters=865_910_724,
+        call=_call_sd,
+        source="stabilityai/stable-diffusion-2-1-base",
+    ),
+    "controlnet": KnownModel(
+        "ControlNet over Stable Diffusion 2.1",
+        ("UNet2DConditionModel", _SD21_UNET),
+        VAE,
+        (CLIP_H,),
+        resolution=512,
+        num_parameters=865_910_724,
+        call=_call_controlnet,
+        controlnet={key: value for key, value in _SD21_UNET.items() if key != "sample_size"},
+        source="thibaud/controlnet-sd21-canny-diffusers",
+    ),
+    "sdxl": KnownModel(
+        "Stable Diffusion XL",
+        (
+            "UNet2DConditionModel",
+            {
+                "sample_size": 128,
+                "block_out_channels": (320, 640, 1280),
+                "down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2),
+                "up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"),
+                "transformer_layers_per_block": (1, 2, 10),
+                "attention_head_dim": (5, 10, 20),
+                "cross_attention_dim": 2048,
+                "use_linear_projection": True,
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 256,
+                "projection_class_embeddings_input_dim": 2816,
+            },
+        ),
+        VAE,
+        (CLIP_L, CLIP_BIG_G),
+        resolution=1024,
+        num_parameters=2_567_463_684,
+        call=_call_sdxl,
+        source="stabilityai/stable-diffusion-xl-base-1.0",
+    ),
+    "sd3": KnownModel(
+        "Stable Diffusion 3 medium",
+        (
+            "SD3Transformer2DModel",
+            {
+                "sample_size": 128,
+                "patch_size": 2,
+                "in_channels": 16,
+                "out_channels": 16,
+                "num_layers": 24,
+                "num_attention_heads": 24,
+                "attention_head_dim": 64,
+                "joint_attention_dim": 4096,
+                "caption_projection_dim": 1536,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 192,
+            },
+        ),
+        VAE_16,
+        (CLIP_L_PROJECTED, CLIP_BIG_G, _t5(256)),
+        resolution=1024,
+        num_parameters=2_028_328_000,
+        call=_call_sd3,
+        source="stabilityai/stable-diffusion-3-medium-diffusers",
+    ),
+    "flux": KnownModel(
+        "Flux.1-dev",
+        (
+            "FluxTransformer2DModel",
+            {
+                "patch_size": 1,
+                "in_channels": 64,
+                "num_layers": 19,
+                "num_single_layers": 38,
+                "num_attention_heads": 24,
+                "attention_head_dim": 128,
+                "joint_attention_dim": 4096,
+                "pooled_projection_dim": 768,
+                "guidance_embeds": True,
+                "axes_dims_rope": (16, 56, 56),
+            },
+        ),
+        VAE_16,
+        (CLIP_L, _t5(512)),
+        resolution=1024,
+        num_parameters=11_901_408_320,
+        call=_call_flux,
+        source="black-forest-labs/FLUX.1-dev",
+    ),
+    "pixart": KnownModel(
+        "PixArt-Sigma",
+        (
+            "PixArtTransformer2DModel",
+            {
+                "sample_size": 128,
+                "patch_size": 2,
+                "in_channels": 4,
+                "out_channels": 8,
+                "num_layers": 28,
+                "num_attention_heads": 16,
+                "attention_head_dim": 72,
+                "cross_attention_dim": 1152,
+                "caption_channels": 4096,
+                "use_additional_conditions": False,
+            },
+        ),
+        VAE,
+        (_t5(300),),
+        resolution=1024,
+        num_parameters=610_856_096,
+        call=_call_pixart,
+        source="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+    ),
+}
+
+
+# ------------------------------------------------------------------------------ building and training
+
+
+class KnownTraining(nn.Module):
+    """All parts of a known model on the meta device, and its training step."""
+
+    def __init__(self, known: KnownModel, dtype: torch.dtype) -> None:
+        import diffusers
+        import transformers
+
+        super().__init__()
+        self.known, self.dtype = known, dtype
+        class_name, config = known.denoiser
+        with torch.device("meta"):
+            self.vae = diffusers.AutoencoderKL(**known.vae)
+            self.text_encoders = nn.ModuleList(
+                _text_encoder(transformers, kind, config) for kind, config, _ in known.text_encoders
+            )
+            self.denoiser = getattr(diffusers, class_name)(**config)
+            if known.controlnet is not None:
+                self.controlnet = diffusers.ControlNetModel(**known.controlnet)
+        self.to(dtype).requires_grad_(False)
+        self.trained.requires_grad_(True)
+        self.trained.train()
+
+    @property
+    def trained(self) -> nn.Module:
+        """The part that is trained."""
+        return self.denoiser if self.known.controlnet is None else self.controlnet
+
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        """Returns the loss."""
+        posterior = self.vae.encode(batch["image"]).latent_dist
+        latents = posterior.sample() * 0.18215
+        text = [
+            encoder(batch[f"tokens_{index}"], output_hidden_states=True)
+            for index, encoder in enumerate(self.text_encoders)
+        ]
+        noise = torch.randn_like(latents)
+        steps = torch.randint(0, 1000, (len(latents),), device=latents.device)
+        share = (steps / 1000).view(-1, 1, 1, 1).to(latents.dtype)
+        noisy = (1 - share) * latents + share * noise
+        prediction = self.known.call(self, noisy, steps, text, batch)
+        return (prediction.float() - noise.float()).square().mean()
+
+    def batch(self, num_samples: int, resolution: int) -> Batch:
+        """A batch without values."""
+        picture = (num_samples, 3, resolution, resolution)
+        batch = {"image": torch.empty(picture, device="meta", dtype=self.dtype)}
+        for index, (_, _, length) in enumerate(self.known.text_encoders):
+            shape = (num_samples, length)
+            batch[f"tokens_{index}"] = torch.empty(shape, device="meta", dtype=torch.long)
+        if self.known.call is _call_sdxl:
+            batch["time_ids"] = torch.empty((num_samples, 6), device="meta", dtype=self.dtype)
+        if self.known.call is _call_pixart:
+            shape = (num_samples, self.known.text_encoders[0][2])
+            batch["mask"] = torch.empty(shape, device="meta", dtype=torch.long)
+        if self.known.controlnet is not None:
+            batch["hint"] = torch.empty(picture, device="meta", dtype=self.dtype)
+        return batch
+
+
+def _text_encoder(transformers: Any, kind: str, config: Config) -> nn.Module:
+    of = transformers.T5Config if kind.startswith("T5") else transformers.CLIPTextConfig
+    return getattr(transformers, kind)(of(**config, attn_implementation="sdpa"))

@@ -1,0 +1,170 @@
+"""Profiles of models one cannot run here: exact sizes, modelled times.
+
+    profile = modelled_profile("flux", device_model="h100")
+
+The model is built from its published configuration on the meta device, its training step is probed like
+any other, and then run without values under a clock that shows what a device on paper would need
+(`device_model`). So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are
+estimates, marked as modelled in the profile's name. It takes seconds; the result is kept in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_diffpipe.errors import ConfigurationError, ProfileError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
+from lightning_diffpipe.profiling.assembly import assemble
+from lightning_diffpipe.profiling.cache import cache_folder, write_atomically
+from lightning_diffpipe.profiling.clock import HostClock
+from lightning_diffpipe.profiling.device_model import (
+    DeviceModel,
+    ModelledClock,
+    device_named,
+    fused_attention,
+)
+from lightning_diffpipe.profiling.glue import StepTimes
+from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
+from lightning_diffpipe.profiling.measure import layer_costs
+from lightning_diffpipe.profiling.state import scratch_gradients
+from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
+
+_NUM_PROBED_SAMPLES = 2
+_VERSION = 1
+"""Of the time model: kept profiles of another one are not used."""
+
+
+def modelled_profile(
+    name: str,
+    *,
+    resolution: int | None = None,
+    dtype: str = "bfloat16",
+    device_model: str | DeviceModel = "h100",
+    sample_counts: Sequence[int] = (1, 8),
+    max_share: float = 1 / 32,
+    cache: bool = True,
+) -> ModelProfile:
+    """The profile of a well-known model on a device on paper.
+
+    Args:
+        name: A key of `KNOWN_MODELS`: sd21, controlnet, sdxl, sd3, flux, pixart.
+        resolution: Pixels along an edge; as published if not given.
+        dtype: Type of weights, gradients and activations.
+        device_model: A name of `DEVICES`, or a device of your own.
+        sample_counts: Numbers of samples to model; linear between and beyond.
+        max_share: No layer should cost more than this share of the step, as far as modules allow.
+        cache: Look in the cache first, and keep the result there.
+
+    Raises:
+        ConfigurationError: There is no such model, device or type, or the resolution does not fit.
+    """
+    known, device = _known(name), device_named(device_model)
+    resolution = resolution or known.resolution
+    if resolution < 64 or resolution % 64:
+        raise ConfigurationError(
+            f"resolution={resolution} does not fit {known.title}; give a multiple of 64"
+        )
+    facts = [
+        FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts], max_share,
+        torch.__version__,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    path = cache_folder() / f"modelled-{name}-{digest}.json"
+    kept = _read(path) if cache else None
+    if kept is not None:
+        return kept
+    title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
+    profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts, max_share)
+    if cache:
+        _keep(path, profile)
+    return profile
+
+
+def _model(
+    known: KnownModel,
+    title: str,
+    resolution: int,
+    dtype: torch.dtype,
+    device: DeviceModel,
+    sample_counts: Sequence[int],
+    max_share: float,
+) -> ModelProfile:
+    training = KnownTraining(known, dtype)
+    step = lambda module, batch: module.training_step(batch)
+    batch = training.batch(_NUM_PROBED_SAMPLES, resolution)
+    with fused_attention():
+        graph = probe(training, step, batch, max_share=max_share)
+        interception = Interception(training, graph.layer_names).install()
+        scratch_gradients(training, graph.trained)
+        rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+        for count in sample_counts:
+            call = partial(step, training, training.batch(count, resolution))
+            rounds[count] = (
+                [_run(graph, device, call, interception, "whole")],
+                [_run(graph, device, call, interception, "inputs")],
+            )
+        saved = _saved_bytes(graph, training, batch, interception)
+        interception.uninstall()
+    return assemble(title, training, graph, layer_costs(graph, rounds, saved))
+
+
+def _run(
+    graph: LayerGraph, device: DeviceModel, call: Any, interception: Interception, backward: Any
+) -> StepTimes:
+    with ModelledClock(device) as clock:
+        return StepRun(graph, clock).measure(call, interception, backward)
+
+
+def _saved_bytes(
+    graph: LayerGraph, training: KnownTraining, batch: Any, interception: Interception
+) -> list[float]:
+    run = StepRun(graph, HostClock())
+    known = [*training.parameters(), *training.buffers()]
+    with SavedBytes(run, known, len(graph.layers)) as saved:
+        run.forward_only(partial(training.training_step, batch), interception)
+    return [num_bytes / _NUM_PROBED_SAMPLES for num_bytes in saved.num_bytes]
+
+
+def _known(name: str) -> KnownModel:
+    if name not in KNOWN_MODELS:
+        raise ConfigurationError(
+            f"there is no known model {name!r}; choose one of {', '.join(KNOWN_MODELS)}, "
+            "or measure a profile with `diffpipe profile`"
+        )
+    return KNOWN_MODELS[name]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype={name!r} is none; choose bfloat16, float16 or float32")
+    return dtype
+
+
+def _read(path: Path) -> ModelProfile | None:
+    if not path.exists():
+        return None
+    try:
+        return ModelProfile.from_json(path.read_text(), str(path))
+    except (ProfileError, OSError, UnicodeDecodeError) as error:
+        warnings.warn(f"ignoring the kept profile, and modelling anew: {error}", stacklevel=3)
+        return None
+
+
+def _keep(path: Path, profile: ModelProfile) -> None:
+    try:
+        write_atomically(path, profile.to_json())
+    except OSError as error:
+        warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=3)
