@@ -12,7 +12,7 @@ from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.frozen_parts import split_evenly
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, check_partition
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules import AUTO_SCHEDULES
 
 MOST_UNEQUAL_RANKS = 8
 """Pipelines of more ranks give equal shares to all stages; there are too many other ways."""
@@ -27,7 +27,7 @@ class Shape:
         num_ranks: Ranks of one pipeline.
         num_stages: Stages of one pipeline.
         sizes: Samples of each microbatch of a pipeline.
-        schedule: A name of `SCHEDULES`.
+        schedule: A name of `schedules.SCHEDULES`.
     """
 
     num_pipelines: int
@@ -44,7 +44,7 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
         ConfigurationError: No number of pipelines or microbatches meets the options.
         PartitionError: More stages than layers or ranks.
     """
-    schedules = tuple(SCHEDULES) if options.schedule == "auto" else (options.schedule,)
+    schedules = AUTO_SCHEDULES if options.schedule == "auto" else (options.schedule,)
     counts = pipeline_counts(model, options)
     free = options.num_stages == options.num_microbatches == "auto"
     for num_pipelines in counts:

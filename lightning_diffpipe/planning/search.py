@@ -36,6 +36,9 @@ MOST_CUTS_TRIED = 500
 MOST_CLIMBS = 2
 """Of a shape with more ways to cut, so many ways to share the ranks are improved layer by layer."""
 
+WORTHWHILE = 0.002
+"""... and only where its bound promises to be this much better than the best step found so far."""
+
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
 
@@ -114,7 +117,7 @@ class Search:
             bounds = self.bounds(shape)
             cuts = all_cuts(self.model, self.options, shape)
             bounded = sorted((bounds.cuts_s(cut), cut) for cut in cuts)
-            self._try_all(shape, (cut for bound, cut in bounded if self._may_help(bound)))
+            self._try_all(shape, (cut for bound, cut in bounded if self._is_better(bound)))
         else:
             self._try_best_bounds(shape)
 
@@ -122,15 +125,15 @@ class Search:
         """From the cuts with the best bounds, moves layers to where they are best."""
         bounds, starts = self.bounds(shape), []
         for replicas in replicas_of(self.options, shape):
-            found = bounds.best_cuts(replicas, self.best_s)
-            if found is not None and self._may_help(found[0]):
+            found = bounds.best_cuts(replicas, self.best_s * (1 - WORTHWHILE))
+            if found is not None:
                 starts.append((self._try(Proposal(shape, found[1])), found[1]))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
                 self._climb(shape, cuts)
 
-    def _may_help(self, bound_s: float) -> bool:
-        return bound_s < self.best_s * (1 - 1e-9)
+    def _is_better(self, step_s: float) -> bool:
+        return step_s < self.best_s * (1 - 1e-9)
 
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
         for cut in cuts:
@@ -139,7 +142,7 @@ class Search:
     def _try(self, proposal: Proposal) -> float:
         """Simulates one proposal and keeps it if it is the best."""
         step_s = self.evaluator.step_s(proposal)
-        if self._may_help(step_s) and self.evaluator.fits(proposal):
+        if self._is_better(step_s) and self.evaluator.fits(proposal):
             self.best, self.best_s = proposal, step_s
         return step_s
 
@@ -152,7 +155,7 @@ class Search:
             for moved in _neighbours(cuts):
                 proposal = Proposal(shape, moved)
                 step_s = self._try(proposal)
-                if step_s < current_s * (1 - 1e-9) and self.evaluator.fits(proposal):
+                if step_s < current_s * (1 - 1e-4) and self.evaluator.fits(proposal):
                     current_s, cuts, improved = step_s, moved, True
                     break
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 
 
 def deep_one_f_one_b(stages: int | Placement, num_microbatches: int) -> Schedule:
@@ -20,4 +21,8 @@ SCHEDULES: dict[str, Callable[[Placement, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b_deep": deep_one_f_one_b,
     "gpipe": gpipe,
+    "zero_bubble": zero_bubble,
 }
+
+AUTO_SCHEDULES = ("1f1b", "1f1b_deep", "gpipe")
+"""Those whose backward is one piece: splitting it is not possible for every module."""

@@ -1,0 +1,157 @@
+"""Every schedule's picture, and its closed form where there is one."""
+
+import pytest
+
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import Forward, ForwardNoGrad
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.memory import peak_alive
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
+from lightning_diffpipe.planning.schedules.gpipe import gpipe
+from lightning_diffpipe.planning.schedules.interleaved import interleaved
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.patches import patches
+from lightning_diffpipe.planning.schedules.pipedream import (
+    admitted_batches,
+    pipedream,
+    weight_versions,
+)
+from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
+from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+
+from .pictures import check_golden
+
+THIRDS = TickCosts(forward=1, backward=2, weight_gradient=1)
+
+EXAMPLES = {
+    "gpipe": (gpipe(4, 4), None),
+    "1f1b": (one_f_one_b(4, 6), None),
+    "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
+    "1f1b_deep": (one_f_one_b(4, 6, deep_warmup=True), TickCosts(activation=1, gradient=1)),
+    "self_conditioning": (self_conditioning(4, 4), TickCosts(feedback=2)),
+    "zero_bubble": (zero_bubble(4, 6), THIRDS),
+    "pipedream": (pipedream(4, 8), None),
+    "pipedream_replicas_2_1": (pipedream(Placement.of_replicas((2, 1)), 6), None),
+    "interleaved": (interleaved(3, 2, 6), None),
+    "bidirectional": (bidirectional(4, 2), None),
+    "patches": (patches(4, 4, 3), None),
+    "patches_fewer_than_stages": (patches(3, 2, 3), TickCosts(feedback=1)),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_golden_timeline(name, update_golden):
+    schedule, costs = EXAMPLES[name]
+    check_golden(name, f"{schedule}\n\n{simulate(schedule, costs)}", update_golden)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_laws_hold(name):
+    lowered = lower(EXAMPLES[name][0])
+    lowered.validate()
+    simulate(lowered)
+
+
+@pytest.mark.parametrize("S", range(1, 7))
+@pytest.mark.parametrize("M", range(1, 10))
+@pytest.mark.parametrize("feedback", [0, 0.5, 1.7])
+def test_self_conditioning_takes_a_wave_more(S, M, feedback):
+    step_s = simulate(self_conditioning(S, M), TickCosts(feedback=feedback)).iteration_s
+    back = feedback if S > 1 else 0  # On one rank nothing has to travel.
+    expected = max(M, S + back) + (M + S - 1) * 3
+    if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
+        assert step_s >= expected - 1e-9
+    else:
+        assert step_s == pytest.approx(expected)
+
+
+def test_self_conditioning_keeps_activations_of_the_trained_forwards_only():
+    for plain, extra in zip(
+        one_f_one_b(4, 8).programs, self_conditioning(4, 8).programs, strict=True
+    ):
+        assert peak_alive(plain) == peak_alive(extra)
+        assert [i for i in extra if isinstance(i, Forward)] == [
+            i for i in plain if isinstance(i, Forward)
+        ]
+
+
+@pytest.mark.parametrize("S", range(1, 9))
+@pytest.mark.parametrize("M", [8, 9, 13, 16])
+def test_zero_bubble_leaves_a_third_of_the_bubble(S, M):
+    timeline = simulate(zero_bubble(S, M), THIRDS)
+    assert timeline.iteration_s == 3 * M + S - 1
+    assert timeline.bubble_ratio == pytest.approx((S - 1) / (3 * M + S - 1))
+    assert max(peak_alive(program) for program in zero_bubble(S, M).programs) == min(S, M)
+
+
+@pytest.mark.parametrize("S", range(1, 6))
+@pytest.mark.parametrize("M", range(1, 9))
+def test_zero_bubble_is_never_slower_than_1f1b(S, M):
+    assert (
+        simulate(zero_bubble(S, M), THIRDS).iteration_s <= simulate(one_f_one_b(S, M)).iteration_s
+    )
+
+
+@pytest.mark.parametrize("R", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(R, v, groups):
+    M = groups * R
+    timeline = simulate(interleaved(R, v, M))
+    assert timeline.iteration_s == 3 * (v * M + R - 1)
+    assert timeline.bubble_ratio == pytest.approx((R - 1) / (v * M + R - 1))
+    lower(interleaved(R, v, M)).validate()
+
+
+def test_interleaving_needs_whole_groups():
+    with pytest.raises(ScheduleError, match="need a multiple of 4 microbatches; got 6"):
+        interleaved(4, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("S", "times"), [(2, (6, 12, 24, 48)), (4, (12, 16, 29, 55)), (8, (24, 28, 36, 65))]
+)
+def test_two_backbones_in_opposite_directions(S, times):
+    """Faster than one after the other without a flush between, (2 M + S - 1) (f + b)."""
+    for M, expected in zip((1, 2, 4, 8), times, strict=True):
+        assert simulate(bidirectional(S, M)).iteration_s == expected
+        assert expected <= 3 * (2 * M + S - 1)
+
+
+@pytest.mark.parametrize("S", range(1, 6))
+@pytest.mark.parametrize("M", range(1, 9))
+def test_two_backbones_keep_as_much_as_one_pipeline_each(S, M):
+    for program in bidirectional(S, M).programs:
+        for stage in {i.stage for i in program}:
+            position = stage % S
+            own = tuple(i for i in program if i.stage == stage)
+            assert peak_alive(own) <= S - position
+
+
+@pytest.mark.parametrize(
+    ("replicas", "versions"), [((1, 1, 1, 1), (4, 3, 2, 1)), ((2, 1, 1), (2, 2, 1))]
+)
+def test_pipedream_keeps_a_version_for_each_batch_in_flight(replicas, versions):
+    placement = Placement.of_replicas(replicas)
+    assert tuple(weight_versions(placement, s) for s in range(len(replicas))) == versions
+    assert admitted_batches(placement) == versions[0]
+    for rank, program in enumerate(pipedream(placement, 16).programs):
+        assert peak_alive(program) == weight_versions(placement, placement.stages_of(rank)[0])
+
+
+@pytest.mark.parametrize("S", range(2, 6))
+def test_pipedream_has_no_bubble_between_batches(S):
+    """Draining costs (S - 1) (f + b) once, however many batches there are."""
+    assert simulate(pipedream(S, 50)).iteration_s == 3 * (50 + S - 1)
+
+
+@pytest.mark.parametrize("S", range(1, 6))
+@pytest.mark.parametrize("P", range(1, 8))
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_patches_keep_all_ranks_busy(S, P, steps):
+    schedule = patches(S, P, steps)
+    assert simulate(schedule).iteration_s == (steps - 1) * max(P, S) + P + S - 1
+    lower(schedule).validate()
+    assert all(isinstance(i, ForwardNoGrad) for program in schedule.programs for i in program)
