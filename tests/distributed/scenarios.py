@@ -166,7 +166,9 @@ def assert_equal_runs(outcomes: list[Outcome], expected: Outcome, tolerance: flo
     for step, wanted in enumerate(expected.losses):
         # A rank reports the loss of its own pipeline's batch.
         got = sum(outcome_.losses[step] for outcome_ in outcomes) / len(outcomes)
-        assert abs(got - wanted) <= tolerance * abs(wanted), f"step {step}: loss {got}, not {wanted}"
+        assert abs(got - wanted) <= tolerance * abs(wanted), (
+            f"step {step}: loss {got}, not {wanted}"
+        )
     for rank, outcome_ in enumerate(outcomes):
         assert outcome_.steps == expected.steps
         for name, value in expected.weights.items():

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.distributed
 
 def strategy_for(world_size):
     return (
-        DiffPipeStrategy(num_microbatches=2, seed=SEED, profile="flops", timeout_s=20)
+        DiffPipeStrategy(
+            num_stages=world_size, num_microbatches=2, seed=SEED, profile="flops", timeout_s=20
+        )
         if world_size
         else "auto"
     )
@@ -92,7 +94,9 @@ def test_checkpoints_travel_between_strategies(tmp_path, before, after):
     for weights in run_ranks(train, max(after, 1), after, 1, None, path):
         for name, value in saved.items():
             assert torch.equal(weights[name], value), name
-    run_ranks(train, max(after, 1), after, 2, None, path)  # optimizer state fits: another epoch runs
+    run_ranks(
+        train, max(after, 1), after, 2, None, path
+    )  # optimizer state fits: another epoch runs
 
 
 def watch(rank, world_size, folder):

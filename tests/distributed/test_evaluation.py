@@ -12,8 +12,10 @@ from tests.ranks import RankError, run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def strategy():
-    return DiffPipeStrategy(num_microbatches=2, seed=SEED, profile="flops", timeout_s=20)
+def strategy(num_stages=2):
+    return DiffPipeStrategy(
+        num_stages=num_stages, num_microbatches=2, seed=SEED, profile="flops", timeout_s=20
+    )
 
 
 class Quiet(TinyDiffusion):
@@ -22,7 +24,8 @@ class Quiet(TinyDiffusion):
     def validation_step(self, batch, batch_idx):
         t = torch.full((len(batch["image"]),), 0.5, dtype=batch["image"].dtype)
         mean, _ = self.encoder(batch["image"]).chunk(2, -1)
-        self.log("val/loss", self.denoise(mean, t, batch["text"]).pow(2).mean())
+        loss = self.denoise(mean, t, batch["text"]).pow(2).mean()
+        self.log("val/loss", loss, sync_dist=True)
 
     test_step = validation_step
 
@@ -70,7 +73,9 @@ class Sampling(L.Callback):
 
 def sample(rank, world_size):
     module, sampling = build(Settings()), Sampling()
-    trainer = quiet_trainer(devices=world_size, strategy=strategy(), max_steps=2, callbacks=[sampling])
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy(world_size), max_steps=2, callbacks=[sampling]
+    )
     trainer.fit(module, datamodule=Data())
     return sampling.samples
 
@@ -96,7 +101,9 @@ def trespass(rank):
 
 
 def test_a_hook_that_calls_a_foreign_layer_is_told_whose_it_is():
-    with pytest.raises(RankError, match=r"was called outside a pipeline step.* live on stage [01] \(rank"):
+    with pytest.raises(
+        RankError, match=r"was called outside a pipeline step.* live on stage [01] \(rank"
+    ):
         run_ranks(trespass, 2)
 
 

@@ -80,7 +80,14 @@ def test_accumulation_with_a_trailing_window():
 
 def test_accumulation_over_two_pipelines():
     trainer = {"accumulate_grad_batches": 2}
-    check(4, 2, 2, trainer=trainer, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 3})
+    check(
+        4,
+        2,
+        2,
+        trainer=trainer,
+        strategy={"num_stages": 2, "num_replicas": 1},
+        data={"batch_size": 3},
+    )
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 3)])
@@ -96,12 +103,16 @@ def test_clipping_by_the_norm_over_all_stages(replicas):
 
 
 def test_tied_weights_on_two_stages():
-    check(2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1})
+    check(
+        2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1}
+    )
 
 
 def test_results_do_not_depend_on_stages_even_with_dropout():
     """Dropout draws from a stream of its own layer, so cutting elsewhere changes nothing."""
-    settings = Settings(module={"dropout": 0.3}, trainer=FIVE_STEPS, strategy={"num_microbatches": 2})
+    settings = Settings(
+        module={"dropout": 0.3}, trainer=FIVE_STEPS, strategy={"num_microbatches": 2}
+    )
     (alone,) = run_ranks(fit, 1, settings, 1)
     for stages in (2, 3):
         settings.strategy["num_stages"] = stages
@@ -126,7 +137,9 @@ def test_metrics_reach_every_rank():
 
 
 def test_hooks_fire_in_the_order_of_one_device():
-    outcomes, expected = check(2, 2, strategy={"num_stages": 2}, trainer={"accumulate_grad_batches": 2})
+    outcomes, expected = check(
+        2, 2, strategy={"num_stages": 2}, trainer={"accumulate_grad_batches": 2}
+    )
     assert outcomes[1].hooks == expected.hooks
 
 
@@ -145,8 +158,12 @@ def fit_bf16(rank, world_size):
     from tests.distributed.tiny import Samples
 
     module = Precision()
-    strategy = DiffPipeStrategy(num_microbatches=2, seed=11, profile="flops", timeout_s=20)
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, precision="bf16-mixed", **FIVE_STEPS)
+    strategy = DiffPipeStrategy(
+        num_stages=world_size, num_microbatches=2, seed=11, profile="flops", timeout_s=20
+    )
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, precision="bf16-mixed", **FIVE_STEPS
+    )
     trainer.fit(module, DataLoader(Samples(24, torch.float32), 6))
     return {name: value.clone() for name, value in module.state_dict().items()}
 

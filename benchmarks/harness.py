@@ -1,0 +1,111 @@
+"""What all benchmarks share: several processes, interleaved runs, medians, a report.
+
+Times are compared as ratios within one run of one process group: candidates take turns, so that a
+machine that slows down slows all of them, and each is represented by its median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, warmup_rounds: int = 2
+) -> dict[str, list[float]]:
+    """Runs candidates in turns, all ranks together.
+
+    Returns:
+        Seconds of every counted run, by candidate; of the slowest rank.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for index in range(warmup_rounds + rounds):
+        names = list(candidates) if index % 2 else list(candidates)[::-1]
+        for name in names:
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            candidates[name]()
+            if dist.is_initialized():
+                dist.barrier()
+            if index >= warmup_rounds:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each candidate, in seconds."""
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs `function(rank, *arguments)` on gloo ranks with one thread each; returns rank 0's result."""
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(
+        _main, args=(world_size, function, arguments, queue), nprocs=world_size, join=True
+    )
+    return queue.get()
+
+
+def _main(
+    rank: int, world_size: int, function: Callable[..., Any], arguments: Any, queue: Any
+) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29517")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    result = function(rank, *arguments)
+    if rank == 0:
+        queue.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on."""
+    import diffusers
+    import lightning
+
+    return {
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "diffusers": diffusers.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def main(run: Callable[[argparse.Namespace], list[dict[str, Any]]], description: str) -> None:
+    """The command line of a benchmark: runs it, prints a table, writes JSON when asked."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--rounds", type=int, default=15, help="counted runs of each candidate")
+    arguments = parser.parse_args()
+    where = environment()
+    rows = run(arguments)
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = [f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

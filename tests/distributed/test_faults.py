@@ -1,0 +1,235 @@
+"""Bad input and broken peers: a clear error, early, on every rank, and nothing hangs."""
+
+import os
+import time
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import SEED, Settings, build, fit, quiet_trainer
+from tests.distributed.tiny import Data, TinyDiffusion
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def run(world_size, **settings):
+    settings = Settings(**settings)
+    settings.strategy = {"num_stages": world_size, "num_microbatches": 2, **settings.strategy}
+    return run_ranks(fit, world_size, settings, world_size)
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+def test_a_batch_smaller_than_its_microbatches():
+    with pytest.raises(RankError, match=r"(?s)rank 0.*batch of 6 samples.*8 microbatches|.*6.*8"):
+        run(2, strategy={"num_microbatches": 8})
+
+
+def test_a_last_batch_smaller_than_its_microbatches():
+    with pytest.raises(RankError, match="a batch of 2 samples cannot be cut into 4 microbatches"):
+        run(2, data={"size": 8, "batch_size": 6}, strategy={"num_microbatches": 4})
+
+
+def test_more_stages_than_layers():
+    with pytest.raises(RankError, match="PartitionError"):
+        run(2, module={"num_blocks": 0}, strategy={"num_stages": 2, "num_replicas": 1})
+
+
+def test_more_stages_than_ranks():
+    with pytest.raises(RankError, match="num_stages=3|3 stages"):
+        run(2, strategy={"num_stages": 3})
+
+
+def plan_of_two_ranks():
+    return run(2, trainer={"max_steps": 1})[0].plan
+
+
+def test_a_plan_can_be_given_and_is_followed():
+    plan = plan_of_two_ranks()
+    again = run(2, trainer={"max_steps": 1}, strategy={"plan": plan})[1].plan
+    assert again.digest == plan.digest
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = plan_of_two_ranks()
+    with pytest.raises(
+        RankError, match=r"PlanError: the plan cuts \d+ layers, but this module has \d+"
+    ):
+        run(2, module={"num_blocks": 4}, strategy={"plan": plan})
+
+
+def test_a_plan_for_another_world_is_refused():
+    plan = plan_of_two_ranks()
+    with pytest.raises(RankError, match="2 ranks per pipeline, which does not divide the 3 ranks"):
+        run(3, strategy={"plan": plan})
+
+
+class Frozen(TinyDiffusion):
+    """A module in which nothing is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_a_module_without_trainable_parameters():
+    with pytest.raises(RankError, match="Frozen has no trainable parameters"):
+        run(1, module_class=Frozen)
+
+
+class Sick(TinyDiffusion):
+    """One of its layers produces NaN from the second batch on."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            batch = {**batch, "image": batch["image"] * float("nan")}
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_value_that_is_not_finite_is_named_by_its_layer():
+    with pytest.raises(
+        RankError, match=r"BoundaryError: the output of layer '.*' is not finite on its way"
+    ):
+        run(2, module_class=Sick, strategy={"check_finite": True, "num_microbatches": 2})
+
+
+class Shuffling(Data):
+    """Ranks load other samples: a sampler that depends on the rank."""
+
+    def loader(self, size):
+        loader = super().loader(size)
+        if os.environ["LOCAL_RANK"] == "1":
+            loader.dataset.images = loader.dataset.images.flip(0)
+        return loader
+
+
+def fit_shuffling(rank):
+    trainer = quiet_trainer(
+        devices=2, strategy=DiffPipeStrategy(profile="flops", num_stages=2, num_microbatches=2)
+    )
+    trainer.fit(build(Settings()), datamodule=Shuffling())
+
+
+def test_ranks_that_load_other_samples_are_caught():
+    with pytest.raises(RankError, match="batch 0 of this pass differs between the ranks"):
+        run_ranks(fit_shuffling, 2)
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+class Manual(TinyDiffusion):
+    """Steps its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(TinyDiffusion):
+    """Overrides backward."""
+
+    def backward(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("module_class", "callbacks", "message"),
+    [
+        (Manual, [], "manual optimization"),
+        (OwnBackward, [], "OwnBackward.backward is overridden"),
+        (
+            TinyDiffusion,
+            [StochasticWeightAveraging(1e-2)],
+            "StochasticWeightAveraging copies the module",
+        ),
+        (TinyDiffusion, [WeightAveraging()], "WeightAveraging copies the module"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
+    with pytest.raises(RankError, match=message):
+        run(1, module_class=module_class, trainer={"callbacks": callbacks})
+
+
+def fit_compiled(rank):
+    module = torch.compile(build(Settings()), backend="eager")
+    quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())
+
+
+def test_a_compiled_module_is_refused():
+    with pytest.raises(RankError, match="(?i)compile"):
+        run_ranks(fit_compiled, 1)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_spawn_and_fork_are_refused(method):
+    with pytest.raises(ConfigurationError, match=f"start_method='{method}' is not supported"):
+        DiffPipeStrategy(start_method=method)
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(ConfigurationError, match="no argument 'num_stage'"):
+        DiffPipeStrategy(num_stage=2)
+
+
+# ---------------------------------------------------------------------------------- broken peers
+
+
+class Dies(L.Callback):
+    """Ends a rank in mid-training, without a word."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == self.rank:
+            os._exit(3)
+
+
+def fit_with(rank, world_size, callback, timeout_s):
+    strategy = DiffPipeStrategy(
+        num_stages=2, num_microbatches=2, seed=SEED, profile="flops", timeout_s=timeout_s
+    )
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[callback])
+    trainer.fit(build(Settings()), datamodule=Data())
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_when_a_rank_dies_the_others_stop_in_seconds(dying):
+    """History: gloo waits 30 minutes by default, NCCL for ever."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(fit_with, 2, 2, Dies(dying), 20.0, timeout_s=60.0)
+    assert f"rank {dying} (exit code 3)" in str(caught.value)
+    assert "did not end in time" not in str(caught.value)
+
+
+class Sleepy(TinyDiffusion):
+    """Its second batch takes for ever on rank 1."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and os.environ["LOCAL_RANK"] == "1":
+            time.sleep(8)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_sleepy(rank):
+    strategy = DiffPipeStrategy(
+        num_stages=2, num_microbatches=2, seed=SEED, profile="flops", timeout_s=3.0
+    )
+    trainer = quiet_trainer(devices=2, strategy=strategy)
+    trainer.fit(build(Settings(module_class=Sleepy)), datamodule=Data())
+
+
+def test_a_wait_that_lasts_too_long_shows_where_the_plan_stands():
+    with pytest.raises(RankError) as caught:
+        run_ranks(fit_sleepy, 2, timeout_s=60.0)
+    text = str(caught.value)
+    assert "PipelineTimeoutError: rank 0 waited for" in text
+    assert "<-- waits here" in text
+    assert "rank 1 | " in text
