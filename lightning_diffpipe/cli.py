@@ -122,7 +122,7 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    plain = OmegaConf.to_container(config, resolve=True)
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -240,6 +240,44 @@ def profile(config: DictConfig) -> Any:
         print(f"{samples:5d} samples: path {1e3 * path_s:.1f} ms, frozen {1e3 * frozen_s:.1f} ms")
     print(f"{config.output}  {len(layers)} layers of the path, {frozen} frozen layers")
     return result
+
+
+@verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
+def plan(config: DictConfig) -> Any:
+    """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
+    from lightning_diffpipe.planning.cluster import Cluster
+    from lightning_diffpipe.planning.options import PlanOptions
+    from lightning_diffpipe.planning.profile import ModelProfile
+    from lightning_diffpipe.planning.search import find_plan
+
+    values = _plain(config)
+    path = values["profile"]
+    profile = ModelProfile.from_json(_read(path), path)
+    wishes = {key: values[key] for key in ("global_batch_size", "filling")} | values["strategy"]
+    found = find_plan(
+        profile, Cluster.from_dict(_without_none(values["cluster"])), PlanOptions.from_dict(wishes)
+    )
+    _show(found)
+    if values["output"] is not None:
+        Path(values["output"]).write_text(found.to_json())
+        print(f"wrote {values['output']}")
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _without_none(v) if isinstance(v, dict) else v for k, v in values.items()}
+    return {key: value for key, value in nested.items() if value is not None}
+
+
+def _show(found: Any) -> None:
+    print(f"{found}\n\n{found.timeline}")
 
 
 # ---------------------------------------------------------------------- dispatch and messages
