@@ -2,5 +2,5 @@
 
 Read in this order: `layer` (the data), `calltree`, `provenance`, `trace`, `probe` (from a callable to a
 graph), `cut`, `fold` (from a graph to stages), `rng`, `interception`, `view` (running one stage),
-`frozen` (running encoders, in pieces), `relay` (running everything in lock step), `placement`.
+`frozen`, `paused` (running encoders, in pieces), `relay` (running everything in lock step), `placement`.
 """

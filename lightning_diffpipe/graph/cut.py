@@ -107,12 +107,16 @@ def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
         return tuple(sorted(k for k in later if k[0] in stage_of and stage_of[k[0]] < s))
 
     stages = tuple(
-        _stage_cut(graph, s, layers, reads[s], alive(s), alive(s + 1) if s < last else (), s == last)
+        _stage_cut(
+            graph, s, layers, reads[s], alive(s), alive(s + 1) if s < last else (), s == last
+        )
         for s, layers in enumerate(own)
     )
     results = tuple(sorted(k for k in set().union(*reads) if k[0] in frozen))
     frozen_cut = _stage_cut(graph, -1, frozen, frozenset(), (), results, False)
-    holders = {n: tuple(s.index for s in stages if n in s.parameters) for n in sorted(graph.trained)}
+    holders = {
+        n: tuple(s.index for s in stages if n in s.parameters) for n in sorted(graph.trained)
+    }
     shared = {name: where for name, where in holders.items() if len(where) > 1}
     return Cut(tuple(positions), frozen_cut, stages, shared)
 
@@ -181,7 +185,8 @@ def crossings(graph: LayerGraph) -> tuple[float, ...]:
     path, sizes = graph.path, boundary_bytes(graph)
     scale = 1 + len(path) * max(sizes, default=0)
     split = [0] + [
-        sum(c.first <= path[k - 1] and path[k] < c.stop for c in graph.calls) for k in range(1, len(path))
+        sum(c.first <= path[k - 1] and path[k] < c.stop for c in graph.calls)
+        for k in range(1, len(path))
     ]
     return tuple(split[k] + sizes[k] / scale for k in range(len(path)))
 

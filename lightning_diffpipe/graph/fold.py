@@ -59,7 +59,9 @@ def fold(
             keep.add(error.layer_name)
             continue
         if folded.fine_names != graph.fine_names:
-            raise GraphError("the step called other layers when it was run again; seed all it draws")
+            raise GraphError(
+                "the step called other layers when it was run again; seed all it draws"
+            )
         labels = [_label(stage_of, *layer.fine) for layer in folded.layers]
         wrong = {
             layer.name
@@ -77,9 +79,7 @@ def fold(
 
 def _stages(graph: LayerGraph, positions: Sequence[int]) -> dict[int, int]:
     bounds = [0, *positions, len(graph.path)]
-    return {
-        layer: s for s, (a, b) in enumerate(pairwise(bounds)) for layer in graph.path[a:b]
-    }
+    return {layer: s for s, (a, b) in enumerate(pairwise(bounds)) for layer in graph.path[a:b]}
 
 
 def _must_stay(graph: LayerGraph, stage_of: dict[int, int]) -> set[str]:

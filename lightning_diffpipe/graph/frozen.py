@@ -10,21 +10,13 @@ The same callable runs with the frozen layers as its own, so that encoders need 
         ...                        # anything else, e.g. a stage run of another microbatch
     results = run.results
 
-A paused run waits in a thread of its own, in the middle of the model's code. The hand-off is strict: one
-of the two threads always waits, and the states of the random number generators are swapped with it. The
-thread is kept for the next run, as memory that is touched for the first time makes a new one slow.
-
 With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut
 in front of it, its outputs padded behind it, and the glue sees full shapes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +29,7 @@ from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan
+from lightning_diffpipe.graph.paused import PausedRun
 
 Samples = tuple[int, int]
 Results = dict[TensorKey, Tensor]
@@ -85,9 +78,7 @@ class FrozenView:
         """Whether `samples` may be given; the first such run compares its values with a whole one."""
         return not self.why_not_splittable
 
-    def whole(
-        self, call: Callable[[], Any], seed: int, samples: Samples | None = None
-    ) -> Results:
+    def whole(self, call: Callable[[], Any], seed: int, samples: Samples | None = None) -> Results:
         """Runs all frozen layers.
 
         Args:
@@ -112,7 +103,8 @@ class FrozenView:
         """Prepares a run that goes on only while `advance` or `finish` is called; see `whole`."""
         if samples is not None and samples != (0, self.graph.num_samples):
             self._require_splittable(call, seed, samples)
-        return PausedRun(self, call, seed, samples)
+        run = FrozenRun(self._plan, samples)
+        return PausedRun(run, self.interception, call, seed, self.graph.host_random)
 
     def _whole(self, call: Callable[[], Any], seed: int, samples: Samples | None) -> Results:
         run = FrozenRun(self._plan, samples)
@@ -124,7 +116,9 @@ class FrozenView:
 
     def _require_splittable(self, call: Callable[[], Any], seed: int, samples: Samples) -> None:
         if self.why_not_splittable:
-            raise GraphError(f"frozen layers must run on whole microbatches: {self.why_not_splittable}")
+            raise GraphError(
+                f"frozen layers must run on whole microbatches: {self.why_not_splittable}"
+            )
         if self._samples_compared:
             return
         whole, part = self._whole(call, seed, None), self._whole(call, seed, samples)
@@ -159,7 +153,7 @@ class FrozenRun(LayerRun):
 
     def __init__(self, plan: RunPlan, samples: Samples | None) -> None:
         super().__init__(plan)
-        self.at = ""
+        self.at = ""  # the layer of the fine graph that was started last
         self.pause: Callable[[], None] | None = None
         num_samples = plan.graph.num_samples
         self._samples = None if samples in (None, (0, num_samples)) else samples
@@ -221,194 +215,6 @@ class FrozenRun(LayerRun):
             else:
                 padded.append(seen.get(id(value), value))
         return padded
-
-
-class _Cancelled(BaseException):
-    """Unwinds a paused run (no Exception, so that a model does not swallow it)."""
-
-
-class _Worker:
-    """A thread that is kept for later runs."""
-
-    _idle: list[_Worker] = []  # noqa: RUF012
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="diffpipe-frozen", daemon=True).start()
-
-    @classmethod
-    def submit(cls, work: Callable[[], None]) -> None:
-        """Runs something in an idle thread, or in a new one if none is idle."""
-        with cls._lock:
-            worker = cls._idle.pop() if cls._idle else None
-        (worker or cls())._work.put(work)
-
-    def _loop(self) -> None:
-        while True:
-            work = self._work.get()
-            work()
-            del work  # it holds a batch
-            with self._lock:
-                self._idle.append(self)
-
-
-class PausedRun:
-    """A frozen run that goes on in pieces. Its methods belong to one thread, the owner's.
-
-    Attributes:
-        done: Nothing is left to run.
-        num_layers_done: Layers of the fine graph that were started.
-    """
-
-    def __init__(
-        self, view: FrozenView, call: Callable[[], Any], seed: int, samples: Samples | None
-    ) -> None:
-        self.done, self.num_layers_done = False, 0
-        self._view, self._call = view, call
-        self._run = FrozenRun(view._plan, samples)
-        self._run.pause = self._pause
-        self._host = view.graph.host_random
-        with rng.preserved(self._host):
-            rng.seed_all(seed, self._host)
-            self._state = rng.capture(self._host)
-        self._budget: float = 0
-        self._cancelled = self._started = False
-        self._error: BaseException | None = None
-        self._settings = _ThreadSettings()
-        self._context = contextvars.copy_context()
-        self._go, self._back = threading.Lock(), threading.Lock()  # held: wait for your turn
-        self._go.acquire()
-        self._back.acquire()
-
-    @property
-    def next_layer(self) -> str:
-        """The layer in front of which it is paused; empty before the first piece and after the last."""
-        return "" if self.done else self._run.at
-
-    @property
-    def results(self) -> Results:
-        """The results, when done; see `FrozenView.whole`.
-
-        Raises:
-            GraphError: The run is not done.
-        """
-        if not self.done or self._cancelled:
-            state = "was cancelled" if self._cancelled else "is not done; call finish()"
-            raise GraphError(f"the frozen run {state}")
-        return self._run.results()
-
-    def advance(self, num_layers: float = 1) -> bool:
-        """Runs at most so many layers of the fine graph; says whether all is done.
-
-        Raises:
-            Exception: Whatever the step raised, with the name of the layer added.
-        """
-        if not self.done:
-            self._budget = num_layers
-            self._switch()
-        return self.done
-
-    def finish(self) -> Results:
-        """Runs what is left."""
-        self.advance(float("inf"))
-        return self.results
-
-    def cancel(self) -> None:
-        """Unwinds the step where it is paused and frees what it holds."""
-        if self.done:
-            return
-        self._cancelled = True
-        if self._started:
-            self._switch()
-        self.done = True
-
-    def _switch(self) -> None:
-        """Hands control to the worker until it hands it back."""
-        outside = rng.capture(self._host)
-        rng.restore(self._state)
-        if not self._started:
-            self._started = True
-            _Worker.submit(lambda: self._context.run(self._work))
-        self._settings.stream = _current_stream()
-        self._go.release()
-        try:
-            self._back.acquire()
-        except BaseException:  # interrupted: the worker must not run on beside us
-            self._cancelled = True
-            self._back.acquire()
-            raise
-        finally:
-            self._state = rng.capture(self._host)
-            rng.restore(outside)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _work(self) -> None:
-        """What the worker does: the whole step, pausing inside."""
-        self._go.acquire()
-        try:
-            with self._settings.entered(), self._view.interception.running(self._run):
-                self._run.walk(self._call)
-        except _Cancelled:
-            pass
-        except BaseException as error:
-            if self._run.at:
-                error.add_note(f"in a frozen run, at layer {self._run.at}")
-            self._error, self._cancelled = error, True
-        del self._call
-        self.done = True
-        self._back.release()
-
-    def _pause(self) -> None:
-        """Called by the worker before every layer of the fine graph."""
-        while self._budget < 1 and not self._cancelled:
-            self._back.release()
-            self._go.acquire()
-            self._settings.follow_stream()
-        if self._cancelled:
-            raise _Cancelled
-        self._budget -= 1
-        self.num_layers_done += 1
-
-
-class _ThreadSettings:
-    """What a thread does not inherit: autocast, CUDA device and stream, number of threads."""
-
-    def __init__(self) -> None:
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-        self._threads = torch.get_num_threads()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self.stream: Any = None
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        torch.set_num_threads(self._threads)
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        self.follow_stream()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for kind, dtype, enabled in self._autocast:
-                if enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled, cache_enabled=self._cache)
-                    )
-            yield
-
-    def follow_stream(self) -> None:
-        """Work goes to the stream the owner is using now, so that order needs no events."""
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
-
-def _current_stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 def _relative_difference(value: Tensor, expected: Tensor) -> float:

@@ -72,6 +72,7 @@ class Site:
         functools.update_wrapper(self, self.diffpipe_original)  # keeps inspect.signature(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Lets the active run answer; without one, calls the module or refuses."""
         run = self._variable.get() or self._interception.recomputing
         if run is not None:
             return run.call(self, args, kwargs)
@@ -273,7 +274,10 @@ class _Checkpointing:
             cls._attached.append(interception)
             if cls._saved is None:
                 module: Any = torch.utils.checkpoint
-                cls._saved = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+                cls._saved = (
+                    module._checkpoint_without_reentrant_generator,
+                    module.CheckpointFunction,
+                )
                 module._checkpoint_without_reentrant_generator = cls._generator
                 module.CheckpointFunction = _ReentrantCheckpoint
 
@@ -284,7 +288,9 @@ class _Checkpointing:
                 cls._attached.remove(interception)
             if not cls._attached and cls._saved is not None:
                 module: Any = torch.utils.checkpoint
-                module._checkpoint_without_reentrant_generator, module.CheckpointFunction = cls._saved
+                module._checkpoint_without_reentrant_generator, module.CheckpointFunction = (
+                    cls._saved
+                )
                 cls._saved = None
 
     @classmethod

@@ -52,7 +52,9 @@ def place_parameters(
     if unknown:
         raise GraphError(f"{len(unknown)} resident parameters do not exist, e.g. {min(unknown)}")
     if gone:
-        raise GraphError(f"{gone[0]} was freed on this rank; load it with restore_parameters() first")
+        raise GraphError(
+            f"{gone[0]} was freed on this rank; load it with restore_parameters() first"
+        )
     foreign = []
     for name, parameter in parameters.items():
         if name in resident:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
@@ -53,6 +54,7 @@ from lightning_diffpipe.graph.trace import (
     checkpointing_off,
     leading_dims,
     logging_replaced,
+    loss_of,
     trained_parameters,
 )
 
@@ -94,13 +96,17 @@ def probe(
         GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads
             parameters nobody registered, or differs from `layer_names`.
     """
-    graph = _in_some_mode(root, step, batch, seed, mode, lambda run: run.discover(max_share, layer_names))
+    graph = _in_some_mode(
+        root, step, batch, seed, mode, lambda run: run.discover(max_share, layer_names)
+    )
     if layer_names is not None and graph.layer_names != tuple(layer_names):
         raise _other_sequence(layer_names, graph.layer_names)
     return graph
 
 
-def reprobe(root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, seed: int = 0) -> LayerGraph:
+def reprobe(
+    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, seed: int = 0
+) -> LayerGraph:
     """Probes a batch of another signature with the layers, folded or not, of a known graph.
 
     Raises:
@@ -178,7 +184,8 @@ def _in_some_mode(
         fake_mode = TrackedFakeMode()
         try:
             return _fake(root, step, batch, fake_mode, work)
-        except GraphError:
+        except GraphError as error:
+            traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
             raise
         except Exception as error:  # any code may fail on tensors without values, in any way
             if mode == "fake":
@@ -300,7 +307,8 @@ class _Probe:
         return tree
 
     def _callable(self) -> list[str]:
-        return callable_modules(self._original or self._module)  # copies forget that they are compiled
+        # The original, as copies forget which modules are compiled.
+        return callable_modules(self._original or self._module)
 
     @contextlib.contextmanager
     def _recording(self, names: Collection[str], wrap: Callable[..., Any]) -> Iterator[None]:
@@ -349,7 +357,7 @@ class _Probe:
             with self._fake_mode or contextlib.nullcontext():
                 larger = add_sample(self._batch, num_samples) if num_samples else self._batch
             self._run(record, larger)
-        except Exception as error:  # a step may insist on its batch size; then samples stay together
+        except Exception as error:  # a step may insist on its batch size
             _log.info("layers cannot be cut into samples: %s", error)
             return []
         return dims
@@ -398,23 +406,6 @@ class LayerLeakError(GraphError):
             f"a value made or changed inside {layer_name} is read by {reader}, though it is not returned"
         )
         self.layer_name = layer_name
-
-
-def loss_of(out: Any) -> Tensor:
-    """The loss among what a step returned.
-
-    Raises:
-        GraphError: There is none, it is no scalar, or no gradient can flow from it.
-    """
-    loss = out.get("loss") if isinstance(out, Mapping) else out
-    if not isinstance(loss, Tensor):
-        raise GraphError(
-            f'the step returned {type(out).__name__}; return the loss, or a dict with the key "loss" '
-            "(a step that skips batches by returning None cannot run as a pipeline)"
-        )
-    if loss.numel() != 1:
-        raise GraphError(f"the loss has shape {tuple(loss.shape)}; return a scalar, e.g. its mean")
-    return loss
 
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:

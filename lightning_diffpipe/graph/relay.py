@@ -29,11 +29,12 @@ from lightning_diffpipe.graph.placement import is_placeholder
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output; a collective call."""
 
-_FORM_READS = frozenset(
-    "size dim numel stride is_floating_point is_complex element_size __len__ __hash__ __format__ "
-    "requires_grad_ type nelement is_contiguous get_device untyped_storage data_ptr __repr__".split()
-)
-_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real"})
+_FORM_READS = {
+    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
+    *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
+    *("__hash__", "__format__", "__repr__", "requires_grad_"),
+}
+_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real"}
 
 
 class RelayView:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class Tracer:
             GraphError: The step takes gradients itself, or reads parameters nobody registered.
         """
         names = self._layers | self._containers | self._fine
-        inside = lambda: self.provenance.current is not None  # noqa: E731
+        inside = lambda: self.provenance.current is not None
         with (
             forward_replaced(self._module, names, self._wrap),
             logging_replaced(self._module, self._log),
@@ -271,3 +271,20 @@ def trained_parameters(loss: Tensor, names: dict[int, str]) -> frozenset[str]:
             found.add(names[id(variable)])
         stack.extend(child for child, _ in node.next_functions)
     return frozenset(found)
+
+
+def loss_of(out: Any) -> Tensor:
+    """The loss among what a step returned.
+
+    Raises:
+        GraphError: There is none, it is no scalar, or no gradient can flow from it.
+    """
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if not isinstance(loss, Tensor):
+        raise GraphError(
+            f'the step returned {type(out).__name__}; return the loss, or a dict with the key "loss" '
+            "(a step that skips batches by returning None cannot run as a pipeline)"
+        )
+    if loss.numel() != 1:
+        raise GraphError(f"the loss has shape {tuple(loss.shape)}; return a scalar, e.g. its mean")
+    return loss

@@ -26,7 +26,7 @@ from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan, with_layout
-from lightning_diffpipe.graph.probe import loss_of
+from lightning_diffpipe.graph.trace import loss_of
 
 __all__ = ["FrozenView", "StageRun", "StageView"]
 
@@ -126,7 +126,9 @@ class StageRun(LayerRun):
         key, spec = (layer.index, leaf), layer.outputs[leaf]
         value = self._received.get(key)
         if value is None:
-            raise GraphError(f"stage {self._plan.cut.index} did not receive output {leaf} of {layer.name}")
+            raise GraphError(
+                f"stage {self._plan.cut.index} did not receive output {leaf} of {layer.name}"
+            )
         if spec.mismatch(value):
             raise GraphError(f"received for output {leaf} of {layer.name}: {spec.mismatch(value)}")
         tensor = with_layout(value.detach(), spec)

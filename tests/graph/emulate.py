@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
-from lightning_diffpipe.graph.probe import loss_of
+from lightning_diffpipe.graph.trace import loss_of
 from lightning_diffpipe.graph.view import StageView
 
 Step = Callable[[Any, Any], Any]

@@ -1,5 +1,6 @@
 """Frozen layers run in advance: at once, in pieces beside a stage, for some of the samples."""
 
+import itertools
 import random
 import threading
 
@@ -63,11 +64,11 @@ def test_a_paused_run_gives_the_results_of_a_whole_one():
         _, view, _ = views(root, graph, positions, interception)
         call = lambda: step(root, rows())
         whole = view.whole(call, seed=7)
-        run, pieces = view.start(call, seed=7), 0
+        run, pauses = view.start(call, seed=7), 0
         while not run.advance():
-            pieces += 1
-            torch.rand(pieces)  # whoever runs in between must not matter
-        assert pieces == 4
+            pauses += 1
+            torch.rand(pauses)  # whoever runs in between must not matter
+        assert pauses == 3
         assert run.num_layers_done == 4
         assert run.results.keys() == whole.keys()
         assert all(torch.equal(run.results[key], whole[key]) for key in whole)
@@ -114,14 +115,16 @@ def test_a_paused_run_beside_stages_of_another_batch_is_bit_exact():
     choice = random.Random(0)
 
     def train(interception, beside):
-        pieces, view, stages = views(root, graph, positions, interception)
+        _, view, stages = views(root, graph, positions, interception)
         batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(s)) for s in range(4)]
         calls = [lambda b=b: step(root, b) for b in batches]
         frozen, losses = view.whole(calls[0], seed=0), []
         for t, call in enumerate(calls):
             following = calls[(t + 1) % 4]
             run = view.start(following, seed=t + 1) if beside else None
-            advance = (lambda run=run: run.advance(choice.randint(0, 2))) if beside else lambda: None
+            advance = (
+                (lambda run=run: run.advance(choice.randint(0, 2))) if beside else lambda: None
+            )
             advance()
             first = stages[0].forward(call, seed=t, received=frozen)
             advance()
@@ -196,7 +199,7 @@ def test_parts_of_a_microbatch_add_up(split):
         assert view.is_splittable
         call = lambda: step(root, rows().double())
         whole = view.whole(call, seed=3)
-        ranges = list(zip(split, split[1:], strict=False))
+        ranges = list(itertools.pairwise(split))
         parts = [view.whole(call, seed=3, samples=samples) for samples in ranges]
         assert [part[0, 0].shape[0] for part in parts] == [b - a for a, b in ranges]
         joined = join_samples(graph, parts)

@@ -200,9 +200,7 @@ class StopGradientAndTeacher(Plain):
 
 @case
 class BatchNormAndInplaceRelu(Tower):
-    block = lambda self: nn.Sequential(  # noqa: E731
-        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
-    )
+    block = lambda self: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True))
 
 
 @case
@@ -255,7 +253,7 @@ class TableCachedOnTheClass(Tower):
 
 @case
 class TransposedOutputs(Tower):
-    class block(Layer):  # noqa: N801
+    class block(Layer):
         def forward(self, x):
             return self.linear(x.t() if x.shape[0] == 16 else x).t()
 

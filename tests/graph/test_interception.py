@@ -89,9 +89,11 @@ def test_foreign_layers_outside_a_step_name_their_owner():
     with intercepted(root) as interception:
         here = {n for n, _ in root.named_parameters() if not n.startswith("blocks.3")}
         gone = place_parameters(root, here, "cpu")
-        interception.refuse({name: "stage 1 (rank 1)" for name in gone})
+        interception.refuse(dict.fromkeys(gone, "stage 1 (rank 1)"))
         root.blocks[2](rows())
-        with pytest.raises(ForeignLayerError, match=r"blocks\.3\.linear .* live on stage 1 \(rank 1\)"):
+        with pytest.raises(
+            ForeignLayerError, match=r"blocks\.3\.linear .* live on stage 1 \(rank 1\)"
+        ):
             root.run(rows())
 
 
@@ -110,7 +112,9 @@ def test_another_way_through_the_step_is_refused():
     root.skip = True
     with intercepted(root) as interception:
         view = stage_view(root, graph, interception)
-        with pytest.raises(GraphError, match=r"layer call 0 is blocks\.1, but the probe saw blocks\.0"):
+        with pytest.raises(
+            GraphError, match=r"layer call 0 is blocks\.1, but the probe saw blocks\.0"
+        ):
             view.forward(lambda: step(root, rows()), seed=1)
 
 
@@ -128,7 +132,9 @@ def test_another_size_is_refused():
     graph = coarse(root)
     with intercepted(root) as interception:
         view = stage_view(root, graph, interception)
-        with pytest.raises(GraphError, match=r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"):
+        with pytest.raises(
+            GraphError, match=r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"
+        ):
             view.forward(lambda: step(root, rows(3)), seed=1)
 
 
@@ -359,7 +365,9 @@ def test_compiled_blocks_are_layers_of_their_own():
     assert set(graph.layer_names) == {f"blocks.{i}" for i in range(6)}
     with intercepted(root) as interception:
         view = StageView(root, graph, uncut(graph), interception)
-        assert torch.equal(view.forward(lambda: step(root, rows()), seed=1).loss, step(root, rows()))
+        assert torch.equal(
+            view.forward(lambda: step(root, rows()), seed=1).loss, step(root, rows())
+        )
 
 
 def test_installing_twice_and_removing_is_safe():

@@ -67,7 +67,11 @@ def test_a_plain_sequential():
         def __init__(self):
             super().__init__()
             self.net = nn.Sequential(
-                *[part for _ in range(6) for part in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))]
+                *[
+                    part
+                    for _ in range(6)
+                    for part in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))
+                ]
             )
             del self.blocks
 
@@ -75,7 +79,7 @@ def test_a_plain_sequential():
             return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
 
     graph = check_stages(Sequential().double(), rows().double(), mode="fake")
-    assert not graph.seeded  # dropout between layers is glue: the numbers are those of the plain step
+    assert not graph.seeded  # dropout between layers is glue: numbers as in the plain step
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

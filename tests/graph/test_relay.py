@@ -1,0 +1,155 @@
+"""Ranks that hold different layers run any code together, in lock step."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.graph.relay import RelayView
+from tests.graph.emulate import intercepted
+from tests.graph.steps import Block, Tower, rows
+
+
+class Share:
+    """Hands one rank's output to all, like a broadcast, between threads."""
+
+    def __init__(self, num_ranks):
+        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.box, self.calls = None, []
+
+    def of(self, rank):
+        def share(owner, output):
+            if rank == owner:
+                self.box = output
+                self.calls.append(owner)
+            self.barrier.wait()
+            output = self.box
+            self.barrier.wait()
+            return output
+
+        return share
+
+
+def on_all_ranks(root, owner_of, work):
+    """Runs `work(module)` on copies of a module that hold the parameters owned by their rank.
+
+    `owner_of(name)` is a rank, or None for parameters that all ranks hold.
+    """
+    owners = {n: owner_of(n) for n, _ in root.named_parameters() if owner_of(n) is not None}
+    num_ranks = max(owners.values()) + 1
+    share, results, errors = Share(num_ranks), [None] * num_ranks, []
+
+    def run(rank, module):
+        try:
+            with intercepted(module) as interception, torch.no_grad():
+                here = {n for n, _ in root.named_parameters() if owners.get(n, rank) == rank}
+                gone = place_parameters(module, here, "cpu")
+                interception.refuse(dict.fromkeys(gone, "another rank"))
+                with RelayView(module, interception, owners, share.of(rank)).active():
+                    results[rank] = work(module)
+        except BaseException as error:
+            errors.append(error)
+            share.barrier.abort()
+
+    modules = [copy.deepcopy(root) for _ in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(modules)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if real or errors:
+        raise (real or errors)[0]
+    return results, share.calls
+
+
+def by_block(name):
+    return int(name.split(".")[1]) // 3 if name.startswith("blocks") else None
+
+
+def validate(module):
+    return module.run(rows()).pow(2).mean()
+
+
+def test_all_ranks_get_the_result_of_one_process():
+    root = Tower()
+    results, calls = on_all_ranks(root, by_block, validate)
+    expected = validate(root)
+    assert all(torch.equal(result, expected) for result in results)
+    assert calls == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_outermost_call_on_one_rank_is_one_message():
+    class Halves(Tower):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
+
+    root = Halves()
+    results, calls = on_all_ranks(root, lambda name: int(name.split(".")[1]), validate)
+    assert calls == [0, 1]
+    assert torch.equal(results[1], validate(root))
+
+
+def test_modules_that_all_ranks_hold_run_everywhere():
+    root = Tower()
+    results, calls = on_all_ranks(
+        root, lambda name: 1 if name.startswith("blocks.5") else None, validate
+    )
+    assert calls == [1]
+    assert torch.equal(results[0], validate(root))
+
+
+def test_parameters_read_between_modules_are_lent():
+    """By a container's own code, and as tied weights."""
+
+    class Scaled(Tower):
+        def __init__(self):
+            super().__init__()
+            self.body = Tower()
+            self.body.scale = nn.Parameter(torch.full((16,), 1.5))
+
+        def run(self, x):
+            assert self.body.scale.shape == (16,)
+            x = self.body.run(x) * self.body.scale
+            return x @ self.blocks[0].linear.weight.t() + torch.cat([self.body.scale] * 1)
+
+    root = Scaled()
+    owner = lambda name: 0 if "blocks.0" in name or "blocks.1" in name else 1
+    results, calls = on_all_ranks(root, owner, lambda module: (validate(module), validate(module)))
+    assert torch.equal(results[0][1], validate(root))
+    assert torch.equal(results[1][0], validate(root))
+    assert calls.count(0) + calls.count(1) == 2 * 6 + 2  # each parameter is lent once
+
+
+def test_layers_that_draw_leave_the_streams_of_all_ranks_equal():
+    """A rank that only receives the output draws nothing."""
+    root = Tower()
+    root.blocks[0].dropout.p = 0.5
+    state = torch.get_rng_state()
+    results, _ = on_all_ranks(root, by_block, validate)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wrappers_for_the_relay_are_gone_afterwards():
+    root = Tower()
+    with intercepted(root) as interception:
+        owners = {name: 0 for name, _ in root.named_parameters()}
+        with RelayView(root, interception, owners, lambda owner, output: output).active():
+            assert "forward" in root.blocks[0].linear.__dict__
+        assert "forward" not in root.blocks[0].linear.__dict__
+
+
+def test_errors_of_one_rank_are_not_hidden():
+    class Broken(Block):
+        def forward(self, x):
+            raise RuntimeError("no more memory")
+
+    root = Tower()
+    root.blocks[1] = Broken()
+    with pytest.raises(RuntimeError, match="no more memory"):
+        on_all_ranks(root, by_block, validate)
