@@ -1,7 +1,7 @@
 """`Trainer(strategy="diffpipe")`: Lightning's hooks, translated to a plan and an engine.
 
     Lightning calls             what happens                                         where
-    setup                       probe, profile, plan, place parameters               preparation.py
+    setup                       probe, profile, plan, place parameters               preparation.py, pipeline.py
     training_step               the schedule runs forward and backward               runtime/engine.py
     (zero_grad)                 gradients have been set aside before Lightning's own zeroing
     backward                    they are put back; nothing is computed
@@ -44,8 +44,9 @@ from torch.optim import Optimizer
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import AlignedLoader
+from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.preparation import Pipeline, PipelineOptions, prepare
+from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.refusals import refuse_unsupported
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
@@ -220,11 +221,13 @@ class DiffPipeStrategy(ParallelStrategy):
             self._run_training_step,
             batch,
             self._options,
-            device=self.root_device,
-            backend=str(self._backend),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout_s=self.timeout_s,
+            Process(
+                self.global_rank,
+                self.world_size,
+                self.root_device,
+                str(self._backend),
+                self.timeout_s,
+            ),
         )
         if self.is_global_zero:
             logger.info("%s", self.pipeline.plan)
@@ -426,6 +429,20 @@ class DiffPipeStrategy(ParallelStrategy):
         if self.pipeline is None:
             return state
         return collect(state, self.pipeline.owners, self.pipeline.mesh)
+
+    def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Brings tensors that belong to parameters together, for checkpoints; collective.
+
+        Args:
+            tensors: By the parameters' names, in one order on all ranks; those of other ranks'
+                parameters are placeholders.
+
+        Returns:
+            Complete on rank 0, empty elsewhere.
+        """
+        if self.pipeline is None:
+            return dict(tensors)
+        return collect(tensors, self.pipeline.owners, self.pipeline.mesh)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer state of all stages, numbered as on one device; empty except on rank 0."""

@@ -19,8 +19,8 @@ ALLOWED = {
     "runtime": {"graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "errors"},
 }
-TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "loader", "refusals",
-       "example_batch", "__init__"}  # fmt: skip
+TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
+       "example_batch", "verification", "demo", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),

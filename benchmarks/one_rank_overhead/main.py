@@ -109,7 +109,9 @@ class Clock(L.Callback):
     @property
     def step_s(self) -> list[float]:
         """Seconds of each step but the first ones."""
-        return [b - a for a, b in zip(self.stamps[SKIPPED:-1], self.stamps[SKIPPED + 1 :], strict=True)]
+        return [
+            b - a for a, b in zip(self.stamps[SKIPPED:-1], self.stamps[SKIPPED + 1 :], strict=True)
+        ]
 
 
 def fit(module: L.LightningModule, data: DataLoader, strategy: Any) -> list[float]:

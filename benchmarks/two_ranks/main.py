@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import interleaved, main, medians, on_ranks
+from lightning_diffpipe.pipeline import Process
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 
 WIDTH, TOKENS, LAYERS, BATCH = 256, 256, 12, 8
@@ -83,12 +84,10 @@ def ours(model: Model, batch: Any, microbatches: int, rank: int) -> Any:
         model,
         lambda module, part: module.training_step(part, 0),
         batch,
-        PipelineOptions(num_stages=2, num_microbatches=microbatches, profile="flops", filling="none"),
-        device=torch.device("cpu"),
-        backend="gloo",
-        rank=rank,
-        world_size=2,
-        timeout_s=60.0,
+        PipelineOptions(
+            num_stages=2, num_microbatches=microbatches, profile="flops", filling="none"
+        ),
+        Process(rank, 2, torch.device("cpu"), "gloo", timeout_s=60.0),
     )
     counter = iter(range(10**9))
     return lambda: pipeline.engine.run_step(batch, next(counter))

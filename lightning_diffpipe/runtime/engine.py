@@ -26,6 +26,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
+from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.timeline import Span
@@ -35,12 +36,29 @@ from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.runtime.seeding import microbatch_seed
 from lightning_diffpipe.runtime.stage import MicrobatchWork, PartitionedStep, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import P2PTransport, Transport
 
 Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One batch laid out for one rank.
+
+    Attributes:
+        schedule: What all ranks of the pipeline do, with communication.
+        program: This rank's part of it.
+        works: The microbatches.
+        frozen: The frozen parts; `None` if nothing is frozen.
+    """
+
+    schedule: Schedule
+    program: Program
+    works: list[MicrobatchWork]
+    frozen: FrozenWork | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ class PartitionedStepCache:
         local_rank: This rank's position.
         interception: The installed wrappers.
         device: Where this rank computes.
+        verify: Fill dummies with NaN.
     """
 
     def __init__(
@@ -82,9 +101,11 @@ class PartitionedStepCache:
         local_rank: int,
         interception: Interception,
         device: torch.device,
+        verify: bool = False,
     ) -> None:
         self._root = root
         self._step = step
+        self._verify = verify
         self._graph = graph
         self._positions = tuple(positions)
         self._stages = placement.stages_of(local_rank)
@@ -109,11 +130,13 @@ class PartitionedStepCache:
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
         pieces = cut_for(graph, self._positions, self._alone)
         views = {
-            stage: StageView(self._root, graph, pieces.stages[stage], self._interception)
+            stage: StageView(
+                self._root, graph, pieces.stages[stage], self._interception, verify=self._verify
+            )
             for stage in self._stages
         }
         frozen = (
-            FrozenView(self._root, graph, pieces.frozen, self._interception)
+            FrozenView(self._root, graph, pieces.frozen, self._interception, verify=self._verify)
             if pieces.frozen.layers
             else None
         )
@@ -134,6 +157,9 @@ class Engine:
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
         picture: Draws a schedule with a mark where a rank waits, for the error of a timeout.
+
+    Attributes:
+        executor: Runs this rank's programs.
     """
 
     def __init__(
@@ -161,7 +187,7 @@ class Engine:
         placement = schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(mesh, placement.num_stages)
-        self._executor = Executor(
+        self.executor = Executor(
             mesh.local_rank,
             StageRunner(stash, mesh.device, check_finite),
             stash,
@@ -170,6 +196,11 @@ class Engine:
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
         self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule))
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines side by side."""
+        return self.mesh.layout.num_pipelines
 
     def run_step(
         self, batch: Any, batch_index: int, accumulate: int = 1, reduce_gradients: bool = True
@@ -188,29 +219,41 @@ class Engine:
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
+        step = self.lay_out(batch, batch_index, accumulate)
+        self._reduces = reduce_gradients
+        run_alone(
+            self.executor,
+            step.program,
+            step.works,
+            step.frozen,
+            picture=lambda position: (
+                self._picture(step.schedule, position, self.mesh.local_rank)
+                if self._picture
+                else ""
+            ),
+        )
+        loss, logged = self._results.share(step.works)
+        return StepResult(loss, logged, self.executor.spans)
+
+    def lay_out(self, batch: Any, batch_index: int, accumulate: int = 1) -> StepWork:
+        """Cuts a batch into microbatches and adds communication to the schedule; runs nothing.
+
+        Args:
+            batch: As for `run_step`.
+            batch_index: As for `run_step`.
+            accumulate: As for `run_step`.
+
+        Raises:
+            ConfigurationError: The batch has fewer samples than there are microbatches.
+        """
         sizes = microbatch_sizes(num_samples(batch), self.schedule.num_microbatches)
         works = self._works(batch, sizes, batch_index, accumulate)
         lowered, parts = self._lowered(sizes, self._splits_frozen(works))
-        program = lowered.programs[self.mesh.local_rank]
+        mesh, placement = self.mesh, self.schedule.placement
         frozen = (
-            FrozenWork(
-                parts, works, self.schedule.placement, self.mesh.local_rank, self.mesh.device
-            )
-            if parts
-            else None
+            FrozenWork(parts, works, placement, mesh.local_rank, mesh.device) if parts else None
         )
-        self._reduces = reduce_gradients
-        run_alone(
-            self._executor,
-            program,
-            works,
-            frozen,
-            picture=lambda position: (
-                self._picture(lowered, position, self.mesh.local_rank) if self._picture else ""
-            ),
-        )
-        loss, logged = self._results.share(works)
-        return StepResult(loss, logged, self._executor.spans)
+        return StepWork(lowered, lowered.programs[mesh.local_rank], works, frozen)
 
     def _works(
         self, batch: Any, sizes: tuple[int, ...], batch_index: int, accumulate: int
@@ -220,7 +263,7 @@ class Engine:
             MicrobatchWork(
                 index=index,
                 call=partial(self._step, self._root, microbatch),
-                seed=derived_seed(self._seed, self.mesh.pipeline, batch_index, index),
+                seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
                 loss_scale=size / total / accumulate,
                 partitioned=self._steps.of(microbatch),
                 num_samples=size,

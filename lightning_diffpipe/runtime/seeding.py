@@ -27,6 +27,11 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def microbatch_seed(seed: int, pipeline: int, batch_index: int, microbatch: int) -> int:
+    """Seeds what a microbatch draws outside its layers; the same on all ranks of its pipeline."""
+    return derived_seed(seed, pipeline, batch_index, microbatch)
+
+
 @contextlib.contextmanager
 def isolated_random_numbers(seed: int) -> Iterator[None]:
     """Seeds torch (CPU), `random` and numpy inside, and puts their states back afterwards."""

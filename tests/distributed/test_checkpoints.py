@@ -132,7 +132,7 @@ def test_a_checkpoint_cut_short_is_named(tmp_path):
     run_ranks(save_from, 2, 2, path)
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(RankError, match="cannot read the checkpoint .*broken.ckpt"):
+    with pytest.raises(RankError, match=r"cannot read the checkpoint .*broken\.ckpt"):
         run_ranks(load_broken, 2, broken)
 
 

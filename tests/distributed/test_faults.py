@@ -42,7 +42,7 @@ def test_more_stages_than_layers():
 
 
 def test_more_stages_than_ranks():
-    with pytest.raises(RankError, match="num_stages=3|3 stages"):
+    with pytest.raises(RankError, match=r"num_stages=3|3 stages"):
         run(2, strategy={"num_stages": 3})
 
 
@@ -163,7 +163,7 @@ def fit_compiled(rank):
 
 
 def test_a_compiled_module_is_refused():
-    with pytest.raises(RankError, match="(?i)compile"):
+    with pytest.raises(RankError, match=r"(?i)compile"):
         run_ranks(fit_compiled, 1)
 
 

@@ -95,7 +95,7 @@ def test_clipping_by_the_norm_over_all_stages(replicas):
     """History: Lightning clips what a rank holds, so every stage was scaled by another factor."""
     world_size = sum(replicas)
     strategy = {"num_replicas": replicas, "num_stages": 2}
-    outcomes, expected = check(
+    _, expected = check(
         world_size, 4, trainer={"gradient_clip_val": 0.05}, strategy=strategy, tolerance=1e-9
     )
     free = reference(Settings(trainer=FIVE_STEPS), 4)

@@ -1,0 +1,323 @@
+"""One rank's side of a pipeline, assembled from a plan, and the module around it.
+
+The plan says which layers each stage runs; from it follows what each rank holds, receives and sends. A
+rank keeps the parameters of its own stages and of all frozen layers. The first rank also keeps what no
+training step reads (a VAE's decoder), for validation and sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
+from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
+from lightning_diffpipe.planning.laws import messages_of_edge
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.runtime.engine import (
+    Engine,
+    PartitionedStepCache,
+    Step,
+    cut_for,
+    holders_of,
+)
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.verification import compare, run_whole
+from lightning_diffpipe.viewing.ascii import waiting
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs.
+
+    Attributes:
+        rank: World rank.
+        world_size: All ranks.
+        device: Where it computes.
+        backend: `"gloo"` or `"nccl"`.
+        timeout_s: Longest wait for a message.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    timeout_s: float
+
+
+@dataclass
+class Pipeline:
+    """One rank's pipeline, ready to run.
+
+    Attributes:
+        module: The whole module; foreign parameters are placeholders.
+        plan: What all ranks do.
+        graph: The layers that were cut.
+        mesh: This rank's place and groups.
+        engine: Runs steps.
+        resident: Names of the parameters this rank holds.
+        owners: Position in the pipeline of the first holder, for every entry of the state dict that
+            is not held by all its ranks.
+        trained: Parameters of this rank that get gradients, by name.
+        seed: Seed of the run.
+    """
+
+    module: nn.Module
+    plan: PipelinePlan
+    graph: LayerGraph
+    mesh: Mesh
+    engine: Engine
+    resident: frozenset[str]
+    owners: dict[str, int]
+    trained: dict[str, nn.Parameter]
+    seed: int
+    _interception: Interception
+    _relay: RelayView
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype a loss is returned in: double for modules in double precision."""
+        dtypes = {parameter.dtype for parameter in self.trained.values()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    @contextlib.contextmanager
+    def relayed(self) -> Generator[None, None, None]:
+        """Inside, layers of other ranks answer with their results; all ranks in lock step."""
+        with self._relay.active():
+            yield
+
+    def owners_by_index(self, optimizer: Optimizer) -> dict[int, int]:
+        """For each parameter of an optimizer, in its numbering: the position that holds its state."""
+        return {
+            index: self.owners.get(name, 0)
+            for index, name in enumerate(self._optimized_names(optimizer))
+        }
+
+    def resident_indices(self, optimizer: Optimizer) -> set[int]:
+        """The parameters of an optimizer, in its numbering, that this rank holds."""
+        names = self._optimized_names(optimizer)
+        return {index for index, name in enumerate(names) if name in self.resident}
+
+    def _optimized_names(self, optimizer: Optimizer) -> list[str]:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    def compare_over_pipeline(self, number: int, checksum: int) -> None:
+        """Checks that all ranks of the pipeline loaded the same batch.
+
+        Raises:
+            ConfigurationError: They did not.
+        """
+        size = self.mesh.layout.ranks_per_pipeline
+        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(gathered, torch.tensor([checksum]), group=self.mesh.control)
+        values = [int(value) for value in gathered]
+        if len(set(values)) > 1:
+            raise ConfigurationError(
+                f"batch {number} of this pass differs between the ranks of a pipeline (checksums "
+                f"{values}); every stage must see the same samples. Let the data set draw random "
+                "numbers from torch, random or numpy only, and keep the order of samples independent "
+                "of the rank"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Copies this rank's part of a whole state dict.
+
+        Raises:
+            CheckpointError: Names are missing or unknown, or shapes differ.
+        """
+        own = self.module.state_dict()
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if strict and (missing or unknown):
+            raise CheckpointError(
+                f"the checkpoint does not fit the module: {len(missing)} names missing "
+                f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; pass strict=False to load what fits"
+            )
+        for name in own.keys() & state.keys():
+            if not isinstance(own[name], Tensor):
+                continue
+            if own[name].shape != state[name].shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(state[name].shape)} in the checkpoint and "
+                    f"{tuple(own[name].shape)} in the module"
+                )
+        local = {
+            name: value
+            for name, value in state.items()
+            if self.owners.get(name, self.mesh.local_rank) == self.mesh.local_rank
+            or name in self.resident
+        }
+        with torch.no_grad():
+            for name in own.keys() & local.keys():
+                if isinstance(own[name], Tensor):
+                    own[name].copy_(local[name])
+
+    def dismantle(self, whole: Mapping[str, Tensor], connected: bool = True) -> None:
+        """Makes the module ordinary again: all parameters on the host, no wrappers, no groups.
+
+        Args:
+            whole: Tensors of other ranks by name.
+            connected: Whether the other ranks are still there; if not, placeholders stay.
+        """
+        self._interception.uninstall()
+        if not connected:
+            return
+        placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
+        restore_parameters(self.module, {name: whole[name] for name in placeholders})
+        self.module.cpu()
+        self.mesh.disconnect()
+
+
+def assemble(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    small: Any,
+    graph: LayerGraph,
+    plan: PipelinePlan,
+    process: Process,
+    *,
+    seed: int,
+    check_finite: bool = False,
+    verify: bool = False,
+) -> Pipeline:
+    """Cuts a module as planned and connects this rank; every rank calls it at the same time.
+
+    Args:
+        module: The whole module, on the host, equal on all ranks.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        small: The batch the graph was probed with.
+        graph: Its layers, unfolded.
+        plan: What all ranks do.
+        process: Where this rank runs.
+        seed: Seed of the run.
+        check_finite: Look for NaN and infinity at stage boundaries.
+        verify: Fill dummies with NaN and compare one batch with the whole module.
+
+    Raises:
+        PlanError: The plan was made for other layers.
+        GraphError: `verify` found a difference.
+    """
+    graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+    schedule = _without_frozen_parts(plan.schedule)
+    layout = Layout(process.world_size, schedule.placement)
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
+    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+    holders = holders_of(pieces, mesh, graph.trained)
+    mesh.connect(messages_of_edge(schedule))
+    mesh.connect_reductions(holders.values())
+
+    residents = [_residents(module, pieces, mesh, local) for local in range(schedule.num_ranks)]
+    resident = residents[mesh.local_rank]
+    owners = _owners(module, pieces, residents, schedule.placement)
+    interception = Interception(module).install()
+    whole = None
+    if verify:
+        whole = run_whole(module, step, graph, interception, batch, plan.num_microbatches, seed)
+    place_parameters(module, resident, process.device)
+    interception.refuse(_whereabouts(pieces, schedule.placement))
+    trained = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if name in graph.trained and name in resident
+    }
+    steps = PartitionedStepCache(
+        module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
+        process.device, verify,
+    )  # fmt: skip
+    reducer = GradientReducer(mesh, trained, holders)
+    engine = Engine(
+        module, step, schedule, steps, mesh, reducer, seed, check_finite, picture=waiting
+    )
+    if whole is not None:
+        on_device = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(process.device), batch)
+        compare(module, engine, on_device, trained, whole)
+    relay = RelayView(module, interception, owners, RelayChannel(mesh))
+    return Pipeline(
+        module, plan, graph, mesh, engine, resident, owners, trained, seed, interception, relay
+    )
+
+
+def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
+    """Where a plan cuts the trained path of a graph.
+
+    Raises:
+        PlanError: The plan was made for other layers; names the first difference.
+    """
+    num_layers = len(graph.path)
+    planned = plan.stages[-1].last_layer + 1
+    if planned != num_layers:
+        raise PlanError(
+            f"the plan cuts {planned} layers, but this module has {num_layers}; "
+            "make a plan for this module, or leave strategy.plan out"
+        )
+    return tuple(stage.first_layer for stage in plan.stages[1:])
+
+
+def _without_frozen_parts(schedule: Schedule) -> Schedule:
+    """Frozen parts are laid out anew for each batch, whose last one may be smaller."""
+    programs = tuple(
+        tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
+
+
+def _residents(module: nn.Module, pieces: Cut, mesh: Mesh, local_rank: int) -> frozenset[str]:
+    """Parameters a position holds: its stages', all frozen layers', and on the first the unread."""
+    stages = mesh.layout.placement.stages_of(local_rank)
+    held = frozenset().union(
+        pieces.frozen.parameters, *(pieces.stages[s].parameters for s in stages)
+    )
+    if local_rank == 0:
+        read = frozenset().union(
+            pieces.frozen.parameters, *(stage.parameters for stage in pieces.stages)
+        )
+        held |= {name for name, _ in module.named_parameters() if name not in read}
+    return held
+
+
+def _owners(
+    module: nn.Module,
+    pieces: Cut,
+    residents: Sequence[frozenset[str]],
+    placement: Placement,
+) -> dict[str, int]:
+    """First holder of every entry of the state dict that some rank lacks or has an old copy of."""
+    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        original = canonical[id(parameter)]
+        holding = [local for local, held in enumerate(residents) if original in held]
+        if len(holding) < len(residents):
+            owners[name] = holding[0]
+    for stage in pieces.stages:  # statistics change on the stage that runs the layer
+        owners |= dict.fromkeys(stage.written_buffers, placement.stage_ranks[stage.index][0])
+    return owners
+
+
+def _whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
+    """For error messages: where each parameter lives."""
+    return {
+        name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
+        for stage in pieces.stages
+        for name in stage.parameters
+    }

@@ -1,0 +1,117 @@
+"""Proof before training: the pipeline's loss and gradients against a run of the whole module.
+
+The probe follows every value through PyTorch's dispatcher. Custom kernels that read raw pointers, or code
+that keeps tensors where nobody looks, can escape it. With `verify=True` all dummies hold NaN, so that a
+value that should have been sent is loud, and one batch is run both ways before training begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.cut import uncut
+from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.runtime.engine import Engine, Step
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.seeding import microbatch_seed
+
+_log = logging.getLogger(__name__)
+
+# Relative to the largest gradient: rounding of the types, summed in another order.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+@dataclass
+class WholeRun:
+    """Loss and gradients of one batch, computed without cutting anything."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def run_whole(
+    module: nn.Module,
+    step: Step,
+    graph: LayerGraph,
+    interception: Interception,
+    batch: Any,
+    num_microbatches: int,
+    seed: int,
+) -> WholeRun:
+    """Runs all layers of a batch on this rank; the module must still be whole.
+
+    Args:
+        module: The module, with its wrappers installed.
+        step: Module and batch to loss.
+        graph: The graph the pipeline uses.
+        interception: The installed wrappers.
+        batch: One pipeline's batch.
+        num_microbatches: As planned.
+        seed: Seed of the run.
+    """
+    sizes = microbatch_sizes(num_samples(batch), num_microbatches)
+    loss = 0.0
+    with untouched(module):
+        for index, (size, part) in enumerate(zip(sizes, split(batch, sizes), strict=True)):
+            known = reprobe(module, step, part, graph)
+            view = StageView(module, known, uncut(known), interception, verify=True)
+            run = view.forward(
+                lambda part=part: step(module, part),
+                seed=microbatch_seed(seed, 0, 0, index),
+                log=lambda *arguments: None,
+            )
+            assert run.loss is not None
+            loss += float(run.loss.detach()) * size / sum(sizes)
+            run.backward(loss_scale=size / sum(sizes))
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return WholeRun(loss, gradients)
+
+
+def compare(
+    module: nn.Module,
+    engine: Engine,
+    batch: Any,
+    trained: Mapping[str, nn.Parameter],
+    whole: WholeRun,
+) -> None:
+    """Runs the same batch as a pipeline and compares; leaves no gradients behind.
+
+    Raises:
+        GraphError: The loss or a gradient differs by more than rounding.
+    """
+    with untouched(module):
+        result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)
+    worst, name = 0.0, ""
+    scale = max((g.abs().max().item() for g in whole.gradients.values()), default=1.0)
+    for key, parameter in trained.items():
+        if engine.num_pipelines > 1 or parameter.grad is None:
+            continue
+        expected = whole.gradients[key].to(parameter.grad.device)
+        error = (parameter.grad - expected).abs().max().item() / scale
+        if not error <= worst:
+            worst, name = error, key
+    for parameter in trained.values():
+        parameter.grad = None
+    dtypes = {parameter.dtype for parameter in trained.values()} or {torch.float32}
+    tolerance = max(_TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
+    loss_error = abs(float(result.loss) - whole.loss) / max(abs(whole.loss), 1e-12)
+    if not (worst <= tolerance and loss_error <= tolerance):
+        raise GraphError(
+            f"verify=True: as a pipeline the loss differs by {loss_error:.1e} and the gradient of "
+            f"{name or 'no parameter'} by {worst:.1e} from a run of the whole module (rounding would be "
+            f"below {tolerance:.0e}). A layer reads or writes something the probe cannot see, such as a "
+            "custom kernel's buffer or a tensor kept in a global; pass it through arguments and outputs"
+        )
+    _log.info("verified: loss to %.1e, gradients to %.1e", loss_error, worst)
