@@ -1,0 +1,175 @@
+"""How fast the ranks that are present talk to each other: bandwidth and latency, as a `Cluster`.
+
+Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
+one way. All-reduce: all ranks sum a buffer. Through the medians of each size goes the line
+`latency + bytes / bandwidth`, fitted so that relative errors count, since small messages matter as much as large
+ones. All ranks take part and all get rank 0's answer, so that they plan alike.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.planning.cluster import Cluster, Link
+
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+"""Bytes of the messages that are timed."""
+
+_TAG = 3_777_777
+_MIN_REPEATS, _MAX_REPEATS = 3, 50
+
+
+def measure_cluster(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = 2.0,
+) -> Cluster:
+    """Measures the links among the ranks of a group. A collective call.
+
+    Args:
+        group: All ranks, in the backend that training uses; None means one rank.
+        device: Where messages live in training.
+        sizes: Bytes of the messages to time; two different ones at least.
+        budget_s: Seconds to spend, about.
+
+    Returns:
+        The same cluster on all ranks, with the memory of a GPU as its limit.
+    """
+    memory_bytes = _memory_bytes(device)
+    if group is None or dist.get_world_size(group) == 1:
+        return Cluster(1, memory_bytes=memory_bytes)
+    bench = _Bench(group, device, sizes)
+    hosts = bench.hosts()
+    num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
+    each_s = budget_s / (2 if per_host is None else 3)
+    cluster = Cluster(
+        num_ranks,
+        ranks_per_host=per_host,
+        memory_bytes=memory_bytes,
+        p2p=bench.point_to_point(1, each_s),
+        # The first rank of the second host.
+        p2p_between_hosts=None if per_host is None else bench.point_to_point(per_host, each_s),
+        all_reduce=bench.all_reduce(each_s),
+    )
+    return bench.agreed(cluster)
+
+
+def fit_link(times: Sequence[tuple[float, float]]) -> Link:
+    """The line through `(bytes, seconds)` with the smallest relative errors.
+
+    Example:
+        >>> link = fit_link([(1000, 0.0011), (100_000, 0.0110), (1_000_000, 0.1010)])
+        >>> round(link.latency_s, 4), round(link.bandwidth_bytes_per_s / 1e6)
+        (0.001, 10)
+    """
+    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in times]
+    total = sum(weights)
+    mean_bytes = sum(w * b for w, (b, _) in zip(weights, times, strict=True)) / total
+    mean_s = sum(w * s for w, (_, s) in zip(weights, times, strict=True)) / total
+    pairs = list(zip(weights, times, strict=True))
+    spread = sum(w * (b - mean_bytes) ** 2 for w, (b, _) in pairs)
+    slope = sum(w * (b - mean_bytes) * (s - mean_s) for w, (b, s) in pairs) / (spread or 1.0)
+    latency_s = mean_s - slope * mean_bytes
+    if latency_s < 0:  # then the best line through the origin
+        latency_s = 0.0
+        slope = sum(w * b * s for w, (b, s) in pairs) / sum(w * b * b for w, (b, _) in pairs)
+    if slope <= 0:  # larger messages took no longer: too noisy or too small to tell
+        return Link(latency_s=max(mean_s, 0.0))
+    return Link(1 / slope, latency_s)
+
+
+class _Bench:
+    """One rank's side of the measurement."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int]
+    ) -> None:
+        self._group, self._sizes = group, sizes
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        # gloo moves host memory; what a GPU sends over it is copied to the host first.
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+
+    def hosts(self) -> list[str]:
+        """The host of each rank."""
+        names: list[str] = [""] * len(self._ranks)
+        dist.all_gather_object(names, socket.gethostname(), group=self._group)
+        return names
+
+    def agreed(self, cluster: Cluster) -> Cluster:
+        """Rank 0's answer on all ranks."""
+        box = [cluster]
+        dist.broadcast_object_list(box, src=self._ranks[0], group=self._group)
+        return box[0]
+
+    def point_to_point(self, peer: int, budget_s: float) -> Link:
+        """Half of the way from rank 0 to a peer and back; the other ranks just wait."""
+        group, ranks = self._group, self._ranks
+
+        def there_and_back(buffer: torch.Tensor) -> None:
+            if self._rank == 0:
+                dist.send(buffer, ranks[peer], group=group, tag=_TAG)
+                dist.recv(buffer, ranks[peer], group=group, tag=_TAG)
+            elif self._rank == peer:
+                dist.recv(buffer, ranks[0], group=group, tag=_TAG)
+                dist.send(buffer, ranks[0], group=group, tag=_TAG)
+
+        times = self._times(there_and_back, budget_s)
+        return fit_link([(size, seconds / 2) for size, seconds in times])
+
+    def all_reduce(self, budget_s: float) -> Link:
+        """A sum over all ranks, in which every byte passes `2 (n - 1) / n` times."""
+        num_ranks = len(self._ranks)
+        times = self._times(lambda buffer: dist.all_reduce(buffer, group=self._group), budget_s)
+        return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
+
+    def _times(
+        self, run: Callable[[torch.Tensor], None], budget_s: float
+    ) -> list[tuple[int, float]]:
+        times = []
+        for size in self._sizes:
+            buffer = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
+            times.append((size, self._median_s(run, buffer, budget_s / len(self._sizes))))
+        return times
+
+    def _median_s(
+        self, run: Callable[[torch.Tensor], None], buffer: torch.Tensor, budget_s: float
+    ) -> float:
+        self._timed_s(run, buffer)  # warm-up: connections are made
+        first_s = self._timed_s(run, buffer)
+        repeats = torch.tensor(
+            [min(max(int(budget_s / max(first_s, 1e-6)), _MIN_REPEATS), _MAX_REPEATS)],
+            device=self._device,
+        )
+        dist.broadcast(repeats, src=self._ranks[0], group=self._group)
+        return statistics.median(self._timed_s(run, buffer) for _ in range(int(repeats)))
+
+    def _timed_s(self, run: Callable[[torch.Tensor], None], buffer: torch.Tensor) -> float:
+        dist.barrier(self._group)
+        start_s = time.perf_counter()
+        run(buffer)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start_s
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int | None:
+    """Ranks of each host, if hosts hold equally many consecutive ranks; None for one host."""
+    count = hosts.count(hosts[0])
+    starts = range(0, len(hosts), count)
+    regular = len(hosts) % count == 0 and all(len({*hosts[s : s + count]}) == 1 for s in starts)
+    return count if regular and count < len(hosts) else None
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

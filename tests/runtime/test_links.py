@@ -1,0 +1,59 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.runtime.links import _ranks_per_host, fit_link, measure_cluster
+from tests.ranks import run_ranks
+
+SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e9, 3e11])
+@pytest.mark.parametrize("latency_s", [0.0, 1e-6, 1e-3])
+def test_finds_the_line_again(bandwidth, latency_s):
+    link = fit_link([(size, latency_s + size / bandwidth) for size in SIZES])
+    assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert link.latency_s == pytest.approx(latency_s, abs=1e-9 + 1e-6 * latency_s)
+
+
+def test_a_small_message_counts_as_much_as_a_large_one():
+    """One large outlier must not decide about the latency."""
+    times = [(size, 1e-3 + size / 1e9) for size in SIZES]
+    times[-1] = (times[-1][0], 1.3 * times[-1][1])
+    assert fit_link(times).latency_s == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_latency_is_never_negative_and_noise_is_no_bandwidth():
+    assert fit_link([(1000, 1e-6), (1_000_000, 1e-2)]).latency_s == 0.0
+    flat = fit_link([(1000, 3e-3), (2000, 2e-3)])
+    assert flat.bandwidth_bytes_per_s == float("inf")
+    assert 2e-3 <= flat.latency_s <= 3e-3
+
+
+def test_hosts_count_only_if_they_are_regular():
+    assert _ranks_per_host(["a", "a"]) is None
+    assert _ranks_per_host(["a", "a", "b", "b"]) == 2
+    assert _ranks_per_host(["a", "b"]) == 1
+    assert _ranks_per_host(["a", "a", "b"]) is None
+
+
+def test_one_rank_has_no_links():
+    assert measure_cluster(None, torch.device("cpu")) == Cluster(1)
+
+
+def _measure(rank):
+    group = dist.new_group(backend="gloo")
+    return measure_cluster(group, torch.device("cpu"), sizes=(1 << 10, 1 << 20), budget_s=0.2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_get_the_same_cluster(world_size):
+    clusters = run_ranks(_measure, world_size)
+    assert all(cluster == clusters[0] for cluster in clusters)
+    assert clusters[0].num_ranks == world_size
+    assert clusters[0].ranks_per_host is None
+    for link in (clusters[0].p2p, clusters[0].all_reduce):
+        assert link.bandwidth_bytes_per_s > 1e6
+        assert 0 <= link.latency_s < 1
