@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
@@ -43,6 +43,7 @@ class Bounds:
     num_pipelines: int = 1
     keeps_all: bool = False
     frozen_splittable: bool = True
+    _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def frozen_s(self) -> float:
@@ -64,22 +65,20 @@ class Bounds:
         """By layer: shortest time from there back to the first layer."""
         return self.model.sums(0, self.sizes[-1]).backward
 
-    @cached_property
-    def _work_s(self) -> dict[int, tuple[float, ...]]:
-        """By number of replicas: running sums over layers of the busiest replica's work."""
-        work = {}
-        for replicas in range(1, self.num_ranks + 1):
+    def _work_s(self, replicas: int) -> tuple[float, ...]:
+        """Running sums over layers of the busiest replica's work."""
+        if replicas not in self._works:
             total = [0.0] * (self.model.num_layers() + 1)
             for size, count in Counter(self.sizes[::replicas]).items():
                 sums = self.model.sums(0, size)
                 for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
                     total[i] += count * (f + b)
-            work[replicas] = tuple(total)
-        return work
+            self._works[replicas] = tuple(total)
+        return self._works[replicas]
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
         """The bound that one stage sets for the whole step; `back_s` on links to the first layer."""
-        work = self._work_s[replicas]
+        work = self._work_s(replicas)
         group = replicas * self.num_pipelines
         sync_s = 0.0
         if group > 1:

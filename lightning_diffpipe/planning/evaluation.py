@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.execution import Execution, execution_of
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
+from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
@@ -105,7 +106,8 @@ class Evaluator:
         shape, schedule, costs = proposal.shape, self.frame(proposal).schedule, self.costs(proposal)
         timeline = simulate(lower(schedule), costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
-        work_s = sum(span.duration_s for span in timeline.spans)
+        computed = (s for s in timeline.spans if isinstance(s.instruction, Compute))
+        work_s = sum(span.duration_s for span in computed)
         batch_size = self.options.global_batch_size
         planned = Planned(
             iteration_s=iteration_s,

@@ -1,0 +1,126 @@
+"""Timelines for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+
+Each timeline is a process, each rank a thread, each message an arrow from the instruction that made it to
+the one that reads it. Give a planned and a measured timeline to see them on one scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    Encode,
+    ExchangeFrozen,
+    Forward,
+    ForwardNoGrad,
+    Instruction,
+    ReduceGradients,
+    Staged,
+)
+from lightning_diffpipe.planning.schedule import Message
+from lightning_diffpipe.planning.timeline import Span, Timeline
+
+Event = dict[str, object]
+
+_COLORS: dict[type[Instruction], str] = {
+    Forward: "thread_state_running",
+    ForwardNoGrad: "thread_state_runnable",
+    Backward: "thread_state_iowait",
+    BackwardInput: "thread_state_iowait",
+    Encode: "good",
+    ExchangeFrozen: "grey",
+    ReduceGradients: "grey",
+}
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
+    """Writes a trace.
+
+    Args:
+        timelines: By name, for example `{"planned": ..., "measured": ...}`.
+
+    Returns:
+        JSON in the trace event format; times in microseconds.
+    """
+    events: list[Event] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        events.append(_named("process_name", name, process))
+        for rank in range(timeline.num_ranks):
+            events.append(_named("thread_name", f"rank {rank}", process, rank))
+        events += [_slice(span, process) for span in timeline.spans]
+        events += _arrows(timeline, process)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(span: Span, process: int) -> Event:
+    instruction = span.instruction
+    event: Event = {
+        "ph": "X",
+        "name": str(instruction),
+        "cat": type(instruction).__name__,
+        "pid": process,
+        "tid": span.rank,
+        "ts": 1e6 * span.start_s,
+        "dur": 1e6 * span.duration_s,
+    }
+    if type(instruction) in _COLORS:
+        event["cname"] = _COLORS[type(instruction)]
+    if isinstance(instruction, Staged):
+        event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+    return event
+
+
+def _arrows(timeline: Timeline, process: int) -> Iterator[Event]:
+    spans = {(span.rank, span.instruction): span for span in timeline.spans}
+    for number, transfer in enumerate(timeline.transfers):
+        message = transfer.message
+        maker = _first_known(spans, message.from_rank, _makers(message))
+        reader = _first_known(spans, message.to_rank, _readers(message))
+        if maker is None or reader is None:
+            continue
+        common: Event = {"name": message.kind, "cat": "message", "id": number, "pid": process}
+        # An arrow must begin and end within a slice to be drawn.
+        yield {
+            **common,
+            "ph": "s",
+            "tid": maker.rank,
+            "ts": 1e6 * (maker.start_s + maker.stop_s) / 2,
+        }
+        yield {**common, "ph": "f", "bp": "e", "tid": reader.rank, "ts": 1e6 * reader.start_s}
+
+
+def _first_known(
+    spans: Mapping[tuple[int, Instruction], Span], rank: int, instructions: list[Instruction]
+) -> Span | None:
+    return next((spans[rank, i] for i in instructions if (rank, i) in spans), None)
+
+
+def _makers(message: Message) -> list[Instruction]:
+    stage, microbatch = message.stage, message.microbatch
+    match message.kind:
+        case "activation":
+            return [Forward(stage - 1, microbatch)]
+        case "no_grad_activation":
+            return [ForwardNoGrad(stage - 1, microbatch)]
+        case "gradient":
+            return [Backward(stage + 1, microbatch), BackwardInput(stage + 1, microbatch)]
+    return []  # Feedback: which stage is last is not known here.
+
+
+def _readers(message: Message) -> list[Instruction]:
+    stage, microbatch = message.stage, message.microbatch
+    match message.kind:
+        case "activation":
+            return [Forward(stage, microbatch)]
+        case "no_grad_activation":
+            return [ForwardNoGrad(stage, microbatch)]
+        case "gradient":
+            return [Backward(stage, microbatch), BackwardInput(stage, microbatch)]
+    return []
