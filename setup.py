@@ -11,7 +11,11 @@ CONF = [
 WEIGHTS = ["lightning_diffpipe.weights.glyphs"]
 
 setup(
-    packages=[*find_packages(include=["lightning_diffpipe", "lightning_diffpipe.*"]), *CONF, *WEIGHTS],
+    packages=[
+        *find_packages(include=["lightning_diffpipe", "lightning_diffpipe.*"]),
+        *CONF,
+        *WEIGHTS,
+    ],
     package_data={
         **{package: ["*.yaml"] for package in CONF},
         **{package: ["*.md", "*.json", "*/*.json", "*/*.safetensors"] for package in WEIGHTS},

@@ -64,9 +64,7 @@ def choose(split: str, count: int, alphabets: tuple[str, ...] = ALPHABETS) -> li
     """Takes `count` samples of a split, spread evenly in a fixed shuffled order."""
     dataset = GlyphDataset(split, alphabets=alphabets, shifts_per_axis=1)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
-    return [
-        {**dataset[i], "glyph": dataset.glyphs[i]} for i in order[:count].tolist()
-    ]
+    return [{**dataset[i], "glyph": dataset.glyphs[i]} for i in order[:count].tolist()]
 
 
 def evaluate(model: LatentDiffusion, judge: Judge, chosen: list[dict], steps: int) -> Tensor:

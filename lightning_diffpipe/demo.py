@@ -109,13 +109,20 @@ class DemoStory(L.Callback):
         if not trainer.is_global_zero:
             return
         if plan is not None:
-            print(f"\n{plan}\n\nThe planned timeline (F forward, B backward, E frozen, . bubble):\n")
+            print(
+                f"\n{plan}\n\nThe planned timeline (F forward, B backward, E frozen, . bubble):\n"
+            )
             print(f"{plan.timeline}\n")
             (self.folder / "plan.json").write_text(plan.to_json())
         print(f"3. Training for {trainer.max_steps} steps.", flush=True)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Remembers the loss, without reading it."""
         self._losses.append(outputs["loss"].detach())
@@ -124,7 +131,9 @@ class DemoStory(L.Callback):
 
     def end(self, checkpoint: Path) -> None:
         """Draws the prompts with the trained checkpoint and says where everything is."""
-        print("\n4. Drawing the same prompts with the trained checkpoint, in one process.", flush=True)
+        print(
+            "\n4. Drawing the same prompts with the trained checkpoint, in one process.", flush=True
+        )
         after = self._draw(LatentDiffusion.from_checkpoint(checkpoint))
         rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
         if self._before is not None:

@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from lightning_diffpipe import cli
@@ -125,7 +126,12 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path):
     for path in (tmp_path / "model", tmp_path / "out" / "checkpoints" / "final.ckpt"):
         prompts = 'prompts=["digit four, sans", "digit one, sans"]'
         drawn = run(
-            "sample", f"path={path}", prompts, "num_inference_steps=2", "hydra.run.dir=drawn", cwd=tmp_path
+            "sample",
+            f"path={path}",
+            prompts,
+            "num_inference_steps=2",
+            "hydra.run.dir=drawn",
+            cwd=tmp_path,
         )
         assert drawn.returncode == 0, drawn.stderr[-3000:]
         assert Image.open(tmp_path / "drawn" / "grid.png").size == (128, 64)
@@ -137,6 +143,7 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
     settings = ["experiment=glyphs", "strategy.num_stages=2", "strategy.profile=flops", *TINY]
     trained = run(
         *("train", *settings, "trainer.max_steps=2", "logger=csv", f"save_to={tmp_path}/model"),
+        "callbacks.ema.decay=0.0",  # so that averages are the weights, on whichever rank they live
         *("hydra.run.dir=out",),
         cwd=tmp_path,
     )
@@ -144,6 +151,11 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
     assert "stage 1" in trained.stdout + trained.stderr
     assert (tmp_path / "model" / "unet" / "config.json").exists()
     assert list((tmp_path / "out").rglob("step_000002.png"))
+    checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "final.ckpt", weights_only=True)
+    averages = checkpoint["callbacks"]["EMA"]["averages"]
+    assert len(averages) == sum(name.startswith("unet.") for name in checkpoint["state_dict"])
+    for name, average in averages.items():
+        assert average.equal(checkpoint["state_dict"][name]), name
     assert len(list(tmp_path.rglob(".hydra"))) == 1  # the second process writes none
 
 
@@ -156,7 +168,10 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
         cwd=tmp_path,
     )
     assert swept.returncode == 0, swept.stderr[-3000:]
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == [
+        "0",
+        "1",
+    ]
 
 
 @pytest.mark.slow
@@ -175,5 +190,7 @@ def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
     assert {name for name in packed if name.endswith(".yaml")} == there
     weights = {n for n in names if n.startswith("lightning_diffpipe/weights/glyphs/")}
     folder = ROOT / "examples" / "glyphs"
-    files = {p.relative_to(folder) for p in folder.rglob("*") if p.suffix in (".json", ".safetensors")}
+    files = {
+        p.relative_to(folder) for p in folder.rglob("*") if p.suffix in (".json", ".safetensors")
+    }
     assert weights >= {f"lightning_diffpipe/weights/glyphs/{path}" for path in files}

@@ -39,7 +39,12 @@ class Throughput(L.Callback):
             self._start_s = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Counts samples, and logs on the last batch of a measurement."""
         self._samples += num_samples(batch)

@@ -166,7 +166,10 @@ class LatentDiffusion(PartsModule):
         height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
         size = torch.tensor([height, width], device=noisy.device, dtype=torch.float32)
         aspect = torch.tensor([height / width], device=noisy.device, dtype=torch.float32)
-        return {"resolution": size.expand(len(noisy), 2), "aspect_ratio": aspect.expand(len(noisy), 1)}
+        return {
+            "resolution": size.expand(len(noisy), 2),
+            "aspect_ratio": aspect.expand(len(noisy), 1),
+        }
 
     # ------------------------------------------------------------------ training
 
@@ -203,7 +206,9 @@ class LatentDiffusion(PartsModule):
 
     def _drop_captions(self, tokens: Tokens) -> Tokens:
         empty = tokenize(self.tokenizer, [""], self.device)
-        drop = torch.rand(len(tokens.input_ids), 1, device=self.device) < self.hparams.caption_dropout
+        drop = (
+            torch.rand(len(tokens.input_ids), 1, device=self.device) < self.hparams.caption_dropout
+        )
         return Tokens(
             torch.where(drop, empty.input_ids, tokens.input_ids),
             torch.where(drop, empty.attention_mask, tokens.attention_mask),

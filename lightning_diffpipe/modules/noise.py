@@ -76,9 +76,7 @@ class FlowMatching:
         times = torch.sigmoid(self.mean + self.std * logits)
         noise = _normal(clean.shape, clean, generator)
         t = _per_sample(times, clean)
-        return Corrupted(
-            (1 - t) * clean + t * noise, self.num_timesteps * times, noise - clean
-        )
+        return Corrupted((1 - t) * clean + t * noise, self.num_timesteps * times, noise - clean)
 
 
 class Diffusion:

@@ -30,7 +30,7 @@ class Recorder(L.Callback):
 def fit(tmp_path, ema, module=None, ckpt_path=None, **kwargs):
     torch.manual_seed(0)
     recorder = Recorder()
-    settings = dict(max_epochs=1, limit_train_batches=6, limit_val_batches=1) | kwargs
+    settings = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 1} | kwargs
     trainer = L.Trainer(
         **settings,
         accelerator="cpu",

@@ -38,7 +38,7 @@ class Memory(Logger):
 
 
 def fit(tmp_path, callbacks, logger, module=None, **kwargs):
-    settings = dict(max_steps=6) | kwargs
+    settings = {"max_steps": 6} | kwargs
     trainer = L.Trainer(
         **settings,
         accelerator="cpu",
@@ -96,7 +96,8 @@ def test_a_grid_reads_like_a_page():
 
 
 @pytest.mark.parametrize(
-    "batch", [torch.zeros(5, 2), {"image": torch.zeros(5, 2), "caption": ["a"] * 5}, [torch.zeros(5)]]
+    "batch",
+    [torch.zeros(5, 2), {"image": torch.zeros(5, 2), "caption": ["a"] * 5}, [torch.zeros(5)]],
 )
 def test_samples_of_a_batch_are_counted(batch):
     assert num_samples(batch) == 5

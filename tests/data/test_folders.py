@@ -71,7 +71,12 @@ def test_shards_give_batches_like_all_others(tmp_path):
                 tar.addfile(entry, io.BytesIO(content))
     shards = str(tmp_path / "0.tar")
     data = WebDatasetDataModule(
-        shards, samples_per_epoch=6, validation_shards=shards, resolution=8, batch_size=2, num_workers=0
+        shards,
+        samples_per_epoch=6,
+        validation_shards=shards,
+        resolution=8,
+        batch_size=2,
+        num_workers=0,
     )
     batches = list(data.train_dataloader())
     assert [batch["image"].shape for batch in batches] == [(2, 3, 8, 8)] * 3

@@ -1,5 +1,7 @@
 import pytest
 import torch
+
+from lightning_diffpipe.modules import LatentDiffusion, Optimization
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     tiny_text_encoder,
@@ -8,8 +10,6 @@ from tests.modules.tiny_parts import (
     tiny_unet,
     tiny_vae,
 )
-
-from lightning_diffpipe.modules import LatentDiffusion, Optimization
 
 
 @pytest.fixture

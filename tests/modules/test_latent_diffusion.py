@@ -5,6 +5,11 @@ import lightning as L
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     tiny_text_encoder,
@@ -13,11 +18,6 @@ from tests.modules.tiny_parts import (
     tiny_unet,
     tiny_vae,
 )
-from torch.utils.data import DataLoader
-
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.modules import LatentDiffusion
-from lightning_diffpipe.modules.text import tokenize
 
 
 def loss_of(model, batch, seed=0):
@@ -181,9 +181,13 @@ def test_half_precision_files_load_as_fp32(make_model, tmp_path):
 
 
 def test_a_stable_diffusion_folder_stays_one(make_model, tmp_path):
-    clip_config = dict(
-        vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    clip_config = {
+        "vocab_size": 384,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     text_encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip_config))
     model = LatentDiffusion(
