@@ -10,7 +10,7 @@ everything else back.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +29,10 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
-from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.runtime.engine import Step
+from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 
 Auto = Literal["auto"]
@@ -51,6 +52,7 @@ class PipelineOptions:
     filling: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
+    cluster: Any = "measure"
     seed: int | None = None
     check_finite: bool = False
     verify: bool = False
@@ -108,10 +110,11 @@ def _plan_of_rank_0(
     world: dist.ProcessGroup | None,
 ) -> PipelinePlan:
     """Rank 0's plan, or its reason why there is none, on every rank."""
+    cluster = _cluster(options, process)
     answer: str | DiffPipeError = ""
     if process.rank == 0:
         try:
-            answer = _make_plan(module, step, batch, graph, options, process).to_json()
+            answer = _make_plan(module, step, batch, graph, options, cluster, process).to_json()
         except DiffPipeError as error:
             answer = error
     answer = _agree(answer, world)
@@ -126,6 +129,7 @@ def _make_plan(
     batch: Any,
     graph: LayerGraph,
     options: PipelineOptions,
+    cluster: Cluster,
     process: Process,
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
@@ -142,7 +146,28 @@ def _make_plan(
         schedule=options.schedule,
         filling=options.filling,
     )
-    return find_plan(profile, Cluster(num_ranks=process.world_size), wishes)
+    return find_plan(profile, cluster, wishes)
+
+
+def _cluster(options: PipelineOptions, process: Process) -> Cluster:
+    """The links between the ranks: given, or measured. A collective call.
+
+    Without measured layers there is nothing to weigh them against, and they count as free.
+    """
+    if isinstance(options.cluster, Cluster):
+        return options.cluster
+    if isinstance(options.cluster, Mapping):
+        return Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
+    if options.cluster != "measure":
+        raise ConfigurationError(
+            f"cluster must be 'measure', a Cluster or a mapping; got {options.cluster!r}"
+        )
+    if process.world_size == 1 or options.plan is not None or options.profile == "flops":
+        return Cluster(num_ranks=process.world_size)
+    group = dist.new_group(backend=process.backend)
+    cluster = measure_cluster(group, process.device)
+    _close(group)
+    return cluster
 
 
 def _data_parallel(options: PipelineOptions, world_size: int) -> int:
@@ -187,7 +212,7 @@ def _profile(
     if source == "flops":
         return estimate_profile(module, graph)
     if source == "measure":
-        return measure_profile(module, step, batch, graph, device=device)
+        return cached_profile(module, step, batch, graph, device=device)
     path = Path(source)
     if not path.is_file():
         raise ConfigurationError(

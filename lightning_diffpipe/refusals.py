@@ -6,6 +6,7 @@ before it is cut and would then average the weights of one stage into another, w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -48,3 +49,20 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
         )
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Names arguments the strategy does not have.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    if "start_method" in arguments:
+        raise ConfigurationError(
+            f"start_method={arguments['start_method']!r} is not supported: spawned and forked processes "
+            "return one stage only to the main process. Leave it out; processes are started by "
+            "re-running your script, or by torchrun"
+        )
+    raise ConfigurationError(
+        f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
+    )

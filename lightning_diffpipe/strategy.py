@@ -47,7 +47,7 @@ from lightning_diffpipe.loader import AlignedLoader
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
-from lightning_diffpipe.refusals import refuse_unsupported
+from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
@@ -72,6 +72,8 @@ class DiffPipeStrategy(ParallelStrategy):
         plan: A plan, or the path of one, to use instead of searching.
         profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
             from operation counts; or a profile, or the path of one.
+        cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
+            fields as a mapping.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
@@ -95,6 +97,7 @@ class DiffPipeStrategy(ParallelStrategy):
         filling: str = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
+        cluster: Any = "measure",
         timeout_s: float = 120.0,
         seed: int | None = None,
         check_finite: bool = False,
@@ -103,7 +106,7 @@ class DiffPipeStrategy(ParallelStrategy):
         **unsupported: Any,
     ) -> None:
         if unsupported:
-            _refuse_arguments(unsupported)
+            refuse_arguments(unsupported)
         super().__init__()
         if timeout_s <= 0:
             raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
@@ -119,6 +122,7 @@ class DiffPipeStrategy(ParallelStrategy):
             filling=filling,
             plan=plan,
             profile=profile,
+            cluster=cluster,
             seed=seed,
             check_finite=check_finite,
             verify=verify,
@@ -515,15 +519,3 @@ class DiffPipeStrategy(ParallelStrategy):
                 whole = spread(self.lightning_module.state_dict(), pipeline.owners, pipeline.mesh)
             pipeline.dismantle(whole, connected=not self._failed)
         super().teardown()
-
-
-def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    if "start_method" in arguments:
-        raise ConfigurationError(
-            f"start_method={arguments['start_method']!r} is not supported: spawned and forked processes "
-            "return one stage only to the main process. Leave it out; processes are started by "
-            "re-running your script, or by torchrun"
-        )
-    raise ConfigurationError(
-        f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
-    )
