@@ -134,7 +134,7 @@ class Interception:
     def watch(self, names: Collection[str]) -> None:
         """Intercepts more modules. Parts of a compiled module cannot be seen and are left out."""
         self._names |= set(names)
-        if not self._installed:
+        if not self._installed or self._names <= self._sites.keys():
             return
         visible = set(callable_modules(self.root))
         modules = dict(self.root.named_modules())
@@ -175,19 +175,20 @@ class Interception:
             owners: For each parameter name, where it lives, e.g. "stage 2 (rank 1)". Modules that hold
                 placeholders in parameters of their own are refused.
         """
-        foreign = {
-            name: next(key for key, p in module._parameters.items() if _is_foreign(p))
-            for name, module in self.root.named_modules()
-            if name and any(_is_foreign(p) for p in module._parameters.values())
-        }
-        parents = {name for name in self._names if any(_inside(f, name) for f in foreign)}
-        self.watch(foreign.keys() | parents)
+        inside: dict[str, tuple[str, str]] = {}
+        for name, module in self.root.named_modules():
+            own = next((k for k, p in module._parameters.items() if _is_foreign(p)), None)
+            if own is None or not name:
+                continue
+            self._names.add(name)
+            parts = name.split(".")
+            for depth in range(len(parts), 0, -1):
+                inside.setdefault(".".join(parts[:depth]), (name, own))
+        self.watch(())
         for name, site in self._sites.items():
-            inner = next((f for f in foreign if _inside(f, name)), None)
-            site.foreign = None
-            if inner is not None:
-                where = owners.get(f"{inner}.{foreign[inner]}", "another rank")
-                site.foreign = _foreign_message(name, where)
+            inner, parameter = inside.get(name, ("", ""))
+            where = owners.get(f"{inner}.{parameter}", "another rank")
+            site.foreign = _foreign_message(name, where) if inner else None
 
     @contextlib.contextmanager
     def running(self, run: Run | None) -> Iterator[None]:
@@ -243,10 +244,6 @@ class _LogSite:
 
 def _is_foreign(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and is_placeholder(parameter)
-
-
-def _inside(inner: str, outer: str) -> bool:
-    return inner == outer or inner.startswith(outer + ".")
 
 
 def _foreign_message(name: str, where: str) -> str:

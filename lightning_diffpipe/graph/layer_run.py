@@ -74,7 +74,8 @@ class RunPlan:
 
     def _make_dummy(self, spec: TensorSpec) -> Tensor:
         if spec.dtype not in self._scratch:
-            specs = [o for x in self.graph.layers for o in x.outputs if isinstance(o, TensorSpec)]
+            foreign = [x for x in self.graph.layers if x.index not in self.cut.layers]
+            specs = [o for x in foreign for o in x.outputs if isinstance(o, TensorSpec)]
             size = max(torch.Size(o.shape).numel() for o in specs if o.dtype == spec.dtype)
             floating = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._scratch[spec.dtype] = torch.full(
@@ -222,6 +223,8 @@ class LayerRun:
 
     def _checked(self, layer: Layer, out: Any) -> Any:
         """Compares an output with the probe, keeps what will be sent, hands out the rest."""
+        if self._is_plain(layer, out):
+            return out
         flat, spec = pytree.tree_flatten(out)
         if len(flat) != len(layer.outputs):
             raise GraphError(
@@ -241,6 +244,17 @@ class LayerRun:
             elif not isinstance(expected, SameAs | Opaque) and not _equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
         return self._handed_out(layer, flat, spec) if changed else out
+
+    def _is_plain(self, layer: Layer, out: Any) -> bool:
+        """The common case, one tensor that nobody else needs, without looking for leaves."""
+        return (
+            isinstance(out, Tensor)
+            and len(layer.outputs) == 1
+            and isinstance(layer.outputs[0], TensorSpec)
+            and not layer.outputs[0].mismatch(out)
+            and not layer.mutated
+            and layer.index not in self._plan.sent
+        )
 
     def _handed_out(self, layer: Layer, flat: list[Any], spec: Any) -> Any:
         for leaf in layer.mutated:
