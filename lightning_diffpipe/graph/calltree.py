@@ -53,26 +53,30 @@ def forward_replaced(
     root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
 ) -> Iterator[None]:
     """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` step aside."""
-    wanted, undo = set(names), []
+    wanted = set(names)
+    undo: list[tuple[nn.Module, str, Any]] = []
+
+    def put(module: nn.Module, attribute: str, value: Any) -> None:
+        undo.append((module, attribute, module.__dict__.get(attribute)))
+        module.__dict__[attribute] = value
+
     try:
         for name, module in root.named_modules():
-            current = module.__dict__.get("forward")
-            original = getattr(current, "diffpipe_original", None)
-            if name not in wanted and original is None:
-                continue
-            undo.append((module, current))
-            original = original or module.forward
-            wrapper = make(name, original) if name in wanted else original
+            if module.__dict__.get("_compiled_call_impl") is not None:
+                put(module, "_compiled_call_impl", None)  # compilers must not trace wrappers
+            original = getattr(module.__dict__.get("forward"), "diffpipe_original", None)
             if name in wanted:
-                functools.update_wrapper(wrapper, original)
-            module.forward = wrapper
+                original = original or module.forward
+                put(module, "forward", functools.update_wrapper(make(name, original), original))
+            elif original is not None:
+                put(module, "forward", original)
         yield
     finally:
-        for module, current in reversed(undo):
-            if current is None:
-                del module.forward
+        for module, attribute, value in reversed(undo):
+            if value is None:
+                del module.__dict__[attribute]
             else:
-                module.forward = current
+                module.__dict__[attribute] = value
 
 
 @dataclass

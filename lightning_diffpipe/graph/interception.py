@@ -301,10 +301,12 @@ class _Checkpointing:
         return cls._saved
 
     @classmethod
-    def _generator(cls, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _generator(cls, function: Any, preserve: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
         run = cls.current()
-        if run is None or not run.checkpoints_layers():
-            return cls.original()[0](function, *args, **kwargs)
+        if run is None:
+            return cls.original()[0](function, preserve, *args, **kwargs)
+        if not run.checkpoints_layers():  # private streams are seeded again in recomputation
+            return cls.original()[0](function, True, *args, **kwargs)
         return _checkpoint_layers(run)
 
 

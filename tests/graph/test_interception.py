@@ -1,8 +1,10 @@
 """Standing between a step and its modules without being noticed."""
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 
 import lightning as L
 import pytest
@@ -357,11 +359,12 @@ def test_containers_with_random_glue_stay_expanded():
     assert reference(root, step, rows(), 1, folded)[0] == loss
 
 
-def test_compiled_blocks_are_layers_of_their_own():
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_compiled_blocks_are_layers_of_their_own(mode):
     root = Tower()
     for block in root.blocks:
         block.compile(backend="eager")
-    graph = probe(root, step, rows(), max_share=1 / 40)
+    graph = probe(root, step, rows(), max_share=1 / 40, mode=mode)
     assert set(graph.layer_names) == {f"blocks.{i}" for i in range(6)}
     with intercepted(root) as interception:
         view = StageView(root, graph, uncut(graph), interception)
@@ -377,3 +380,18 @@ def test_installing_twice_and_removing_is_safe():
     interception.uninstall()
     interception.uninstall()
     assert "forward" not in root.blocks[0].__dict__
+
+
+def test_nothing_survives_a_step():
+    root = Noisy()
+    graph = coarse(root)
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception)
+        run = view.forward(lambda: step(root, rows()), seed=1)
+        kept = [weakref.ref(run), weakref.ref(run.loss)]
+        run.backward()
+        gc.disable()
+        del run
+        alive = [ref() for ref in kept]
+        gc.enable()
+    assert alive == [None, None]
