@@ -29,6 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 _CONF = "pkg://lightning_diffpipe.conf"
+# Settings that may be given by position: `diffpipe show plan.json`.
+_POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
 _VERBS: dict[str, tuple[str, Callable[[DictConfig], Any]]] = {}
 
 
@@ -247,21 +249,41 @@ def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
     from lightning_diffpipe.planning.cluster import Cluster
     from lightning_diffpipe.planning.options import PlanOptions
-    from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.planning.search import find_plan
+    from lightning_diffpipe.viewing.report import report
 
     values = _plain(config)
-    path = values["profile"]
-    profile = ModelProfile.from_json(_read(path), path)
+    profile = _profile_to_plan(config)
     wishes = {key: values[key] for key in ("global_batch_size", "filling")} | values["strategy"]
     found = find_plan(
         profile, Cluster.from_dict(_without_none(values["cluster"])), PlanOptions.from_dict(wishes)
     )
-    _show(found)
+    print(report(found))
     if values["output"] is not None:
         Path(values["output"]).write_text(found.to_json())
         print(f"wrote {values['output']}")
     return found
+
+
+def _profile_to_plan(config: DictConfig) -> Any:
+    """Reads the profile at `profile`, or models that of a well-known `model`."""
+    if (config.profile is None) == (config.model is None):
+        raise ConfigurationError(
+            "give profile=FILE, written by diffpipe profile, or model=NAME for one that is not at hand, "
+            f"such as model=flux; {'neither' if config.profile is None else 'both'} was given"
+        )
+    if config.profile is not None:
+        from lightning_diffpipe.planning.profile import ModelProfile
+
+        return ModelProfile.from_json(_read(config.profile), config.profile)
+    if not config.model._target_.endswith("ModelOnPaper"):
+        raise ConfigurationError(
+            "this model can be measured: write a profile with diffpipe profile model=..., "
+            "then plan with profile=FILE"
+        )
+    profile = hydra.utils.instantiate(config.model).profile()
+    print(f"{profile.name}; sizes are exact, times are not measured\n")
+    return profile
 
 
 def _read(path: str) -> str:
@@ -276,11 +298,60 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in nested.items() if value is not None}
 
 
-def _show(found: Any) -> None:
-    print(f"{found}\n\n{found.timeline}")
+def _read_plan(path: str) -> Any:
+    from lightning_diffpipe.planning.plan import PipelinePlan
+
+    return PipelinePlan.from_json(_read(path), path)
+
+
+@verb("print a plan, or draw it: diffpipe show plan.json as=picture output=plan.svg")
+def show(config: DictConfig) -> None:
+    """Shows `plan` as a report, a timeline, a trace or a picture."""
+    from lightning_diffpipe.viewing.ascii import render
+    from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+    from lightning_diffpipe.viewing.plot import plot
+    from lightning_diffpipe.viewing.report import report
+
+    values = _plain(config)
+    form, output = values["as"], values["output"]
+    if form not in ("report", "timeline", "trace", "picture"):
+        raise ConfigurationError(f"as={form!r}; choose report, timeline, trace or picture")
+    if (output is None) == (form in ("trace", "picture")):
+        hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
+        raise ConfigurationError(f"as={form} {hint}")
+    found = _read_plan(values["plan"])
+    match form:
+        case "report":
+            print(report(found, values["max_columns"]))
+        case "timeline":
+            print(render(found.timeline, max_columns=values["max_columns"]))
+        case "trace":
+            Path(output).write_text(chrome_trace({"planned": found.timeline}))
+        case "picture":
+            plot({"planned": found.timeline}, output, f"plan {found.digest}")
+
+
+@verb("say how two plans differ: diffpipe diff before.json after.json")
+def diff(config: DictConfig) -> None:
+    """Compares `before` with `after`."""
+    from lightning_diffpipe.viewing.plan_diff import diff as difference
+
+    values = _plain(config)
+    print(difference(_read_plan(values["before"]), _read_plan(values["after"])))
 
 
 # ---------------------------------------------------------------------- dispatch and messages
+
+
+def _named(name: str, arguments: Sequence[str]) -> list[str]:
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`."""
+    names = iter(_POSITIONS.get(name, ()))
+    return [
+        f"{next(names)}={argument}"
+        if "=" not in argument and not argument.startswith("-") and names.__length_hint__()
+        else argument
+        for argument in arguments
+    ]
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -293,7 +364,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv = whole
         return function(config)
 
-    sys.argv = [whole[0], *arguments]
+    sys.argv = [whole[0], *_named(name, arguments)]
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
     finally:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,31 @@ def modelled_profile(
     if cache:
         _keep(path, profile)
     return profile
+
+
+@dataclass(frozen=True)
+class ModelOnPaper:
+    """What to model, as a value: nothing is done before `profile()`; arguments of `modelled_profile`.
+
+    Raises:
+        ConfigurationError: There is no such model, device or type.
+    """
+
+    name: str
+    device: str = "h100"
+    dtype: str = "bfloat16"
+    resolution: int | None = None
+
+    def __post_init__(self) -> None:
+        _known(self.name)
+        device_named(self.device)
+        _dtype(self.dtype)
+
+    def profile(self) -> ModelProfile:
+        """Models it, or takes it from the cache."""
+        return modelled_profile(
+            self.name, device_model=self.device, dtype=self.dtype, resolution=self.resolution
+        )
 
 
 def _model(
