@@ -172,13 +172,13 @@ def pipeline_costs(
     def slowest_s(among: Sequence[Link], num_bytes: float) -> float:
         return max((link.seconds(num_bytes) for link in among), default=0.0)
 
+    def boundary_s(stage: int, size: int) -> float:
+        return slowest_s(links.downwards[stage], model.boundary_bytes(runs[stage], size))
+
     # What goes down over a cut as activations comes back over it as gradients.
-    boundary = table(model.boundary_bytes)
-    gradient = tuple(
-        tuple(slowest_s(among, num_bytes) for num_bytes in bytes_row)
-        for among, bytes_row in zip(links.downwards, boundary, strict=True)
-    )
-    before = [placement.previous_stage(stage) for stage in range(placement.num_stages)]
+    stages = range(placement.num_stages)
+    gradient = tuple(row(lambda size, stage=stage: boundary_s(stage, size)) for stage in stages)  # type: ignore[misc]
+    before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
     fed_back = model.profile.self_conditioning.feedback_bytes_per_sample
     sums_s = [

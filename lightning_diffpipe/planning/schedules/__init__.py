@@ -17,7 +17,7 @@ def deep_one_f_one_b(stages: int | Placement, num_microbatches: int) -> Schedule
     return one_f_one_b(stages, num_microbatches, deep_warmup=True)
 
 
-SCHEDULES: dict[str, Callable[[Placement, int], Schedule]] = {
+SCHEDULES: dict[str, Callable[[int | Placement, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b_deep": deep_one_f_one_b,
     "gpipe": gpipe,

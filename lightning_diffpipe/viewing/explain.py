@@ -1,0 +1,232 @@
+"""Why is it not faster? The parts of a step, its bottleneck, and the one change that helps most.
+
+Nothing here is a rule of thumb. Every part is found by simulating the same plan with that part taken
+away; every change by planning again with that change. So each number is a promise of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.viewing.units import percent, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the step: what it would save if it took no time, or were perfect."""
+
+    name: str
+    saved_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of options, and the step after it."""
+
+    description: str
+    plan: PipelinePlan
+
+    @property
+    def step_s(self) -> float:
+        """The step after the change."""
+        return self.plan.planned.iteration_s
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a step takes as long as it does.
+
+    Attributes:
+        plan: The plan explained.
+        parts: What would be saved without each part, largest first. Parts overlap, so that they need
+            not add up.
+        changes: What could be changed, best first; only what helps. Empty without a profile.
+    """
+
+    plan: PipelinePlan
+    parts: tuple[Part, ...]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def bottleneck(self) -> str:
+        """Name of the part that costs most."""
+        return self.parts[0].name if self.parts else "computation"
+
+    def __str__(self) -> str:
+        planned = self.plan.planned
+        step_s, limit_s = planned.iteration_s, planned.no_bubble_limit_s
+        lines = [
+            f"A step takes {seconds(step_s)}; all work over all ranks is {seconds(limit_s)}, "
+            f"so {percent(1 - limit_s / step_s if step_s else 0)} could be won at best.",
+        ]
+        if self.parts:
+            lines.append(f"Bottleneck: {self.bottleneck}.")
+        for part in self.parts:
+            share = percent(part.saved_s / step_s)
+            lines.append(f"  without {part.name}: {seconds(part.saved_s)} less ({share})")
+        if self.changes:
+            lines.append("What would help, best first:")
+        for change in self.changes:
+            gain = percent(1 - change.step_s / step_s)
+            lines.append(f"  {change.description}: {seconds(change.step_s)} ({gain} less)")
+        return "\n".join(lines)
+
+
+def explain(
+    plan: PipelinePlan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+) -> Explanation:
+    """Explains a plan.
+
+    Args:
+        plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
+        profile: With the cluster, lets changes be tried.
+        cluster: Where the plan shall run.
+    """
+    parts = () if plan.costs is None else _parts(plan, plan.costs)
+    changes: tuple[Change, ...] = ()
+    if profile is not None and cluster is not None:
+        step_s = plan.planned.iteration_s
+        tried = list(_changes(plan, profile, cluster))
+        helpful = [change for change in tried if change.step_s < step_s * (1 - 1e-3)]
+        changes = tuple(sorted(helpful, key=lambda change: change.step_s))
+    return Explanation(plan, parts, changes)
+
+
+def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
+    """Each part by leaving it out of the simulation."""
+    step_s = plan.planned.iteration_s
+    nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
+    without = {
+        "frozen work in front of the pipeline": replace(
+            costs, encode_s=(0.0,) * len(costs.encode_s), all_gather_s=0.0
+        ),
+        "links between stages": replace(costs, activation_s=nothing, gradient_s=nothing),
+        "summing gradients": replace(costs, all_reduce_s=(0.0,) * len(costs.all_reduce_s)),
+        f"imbalance (stage {_slowest(plan, costs)} is the slowest)": _balanced(plan, costs),
+    }
+    saved = {
+        name: step_s - simulate(plan.lowered, changed).iteration_s
+        for name, changed in without.items()
+    }
+    saved["pipeline warm-up and cooldown"] = _fill_s(plan, costs)
+    found = (Part(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
+    return tuple(sorted(found, key=lambda part: -part.saved_s))
+
+
+def _pace(plan: PipelinePlan, costs: PipelineCosts, stage: int) -> float:
+    """Seconds for which a stage holds up the pipeline for each microbatch."""
+    return (costs.forward_s[stage][0] + costs.backward_s[stage][0]) / plan.stages[
+        stage
+    ].num_replicas
+
+
+def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
+    return max(range(plan.num_stages), key=lambda stage: _pace(plan, costs, stage))
+
+
+def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
+    """The same work shared evenly: every rank computes for the same time."""
+    ranks = plan.ranks_per_pipeline
+
+    def even(table: Table) -> Table:
+        totals = [sum(column) for column in zip(*table, strict=True)]
+        return tuple(
+            tuple(total * stage.num_replicas / ranks for total in totals) for stage in plan.stages
+        )
+
+    return replace(costs, forward_s=even(costs.forward_s), backward_s=even(costs.backward_s))
+
+
+def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
+    """Time in which the slowest stage waits for the first work, and others for the last."""
+    busiest_s = max(
+        sum(costs.forward_s[stage][m] + costs.backward_s[stage][m] for m in own)
+        for stage in range(plan.num_stages)
+        for rank in plan.placement.stage_ranks[stage]
+        if (own := plan.placement.microbatches_of(stage, rank, plan.num_microbatches))
+    )
+    free = replace(
+        costs,
+        encode_s=(0.0,) * len(costs.encode_s),
+        all_gather_s=0.0,
+        activation_s=tuple((0.0,) * len(costs.sizes) for _ in plan.stages),
+        gradient_s=tuple((0.0,) * len(costs.sizes) for _ in plan.stages),
+        all_reduce_s=(),
+    )
+    return simulate(plan.lowered, free).iteration_s - busiest_s
+
+
+def _changes(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Iterator[Change]:
+    """One change at a time, everything else as it is; stages are cut again where they must be."""
+    fixed = plan.options
+    free = replace(fixed, num_replicas="auto", partition="auto")
+    count, stages = plan.num_microbatches, plan.num_stages
+    tries: list[tuple[str, PlanOptions, ModelProfile]] = [
+        (f"{2 * count} microbatches", replace(fixed, num_microbatches=2 * count), profile),
+        (f"{count // 2} microbatches", _with(fixed, num_microbatches=count // 2), profile),
+        ("cutting the layers anew", free, profile),
+        (f"{stages - 1} stages", _with(free, num_stages=stages - 1), profile),
+        (f"{stages + 1} stages", _with(free, num_stages=stages + 1), profile),
+        ("another order (1f1b_deep)", replace(fixed, schedule="1f1b_deep"), profile),
+        ("backwards in two parts (zero_bubble)", replace(fixed, schedule="zero_bubble"), profile),
+        ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
+        ("the best of all plans", _anything(fixed), profile),
+    ]
+    if profile.encoders:
+        cached = replace(profile, encoders=())
+        tries.append(("caching the encoders' outputs on disk", fixed, cached))
+    for description, options, what in tries:
+        try:
+            found = find_plan(what, cluster, options)
+        except DiffPipeError:
+            continue  # Not possible here: too many stages, too few samples, too little memory.
+        yield Change(f"{description}{_moved(plan, found)}", found)
+
+
+def _with(options: PlanOptions, **values: int) -> PlanOptions:
+    """Replaces numbers, never below one."""
+    return PlanOptions.from_dict(
+        options.to_dict() | {name: max(value, 1) for name, value in values.items()}
+    )
+
+
+def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:
+    return replace(
+        options,
+        num_stages=1,
+        num_replicas=1,
+        data_parallel=cluster.num_ranks,
+        num_microbatches="auto",
+    )
+
+
+def _anything(options: PlanOptions) -> PlanOptions:
+    return replace(
+        options,
+        num_stages="auto",
+        num_microbatches="auto",
+        num_replicas="auto",
+        data_parallel="auto",
+        schedule="auto",
+        partition="auto",
+    )
+
+
+def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:
+    """Where the new plan cuts, if it cuts the same number of stages elsewhere."""
+    old = [stage.first_layer for stage in plan.stages[1:]]
+    new = [stage.first_layer for stage in found.stages[1:]]
+    if found.num_stages == 1 or old == new:
+        return ""
+    replicas = [stage.num_replicas for stage in found.stages]
+    shares = f", replicas {replicas}" if len(set(replicas)) > 1 else ""
+    return f", cut before layers {', '.join(map(str, new))}{shares}"
