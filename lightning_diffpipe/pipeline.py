@@ -25,7 +25,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
 from lightning_diffpipe.graph.relay import RelayView
-from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
+from lightning_diffpipe.planning.instruction import Backward, Encode, ExchangeFrozen, Forward
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement, Schedule
@@ -218,6 +218,7 @@ def assemble(
     """
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
     schedule = _without_frozen_parts(plan.schedule)
+    _require_runnable(schedule)
     layout = Layout(process.world_size, schedule.placement)
     mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
@@ -270,6 +271,21 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
             "make a plan for this module, or leave strategy.plan out"
         )
     return tuple(stage.first_layer for stage in plan.stages[1:])
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Says before anything starts that a schedule can be planned, but not run yet.
+
+    Raises:
+        PlanError: It has instructions the executor does not know.
+    """
+    for program in schedule.programs:
+        for instruction in program:
+            if not isinstance(instruction, Forward | Backward):
+                raise PlanError(
+                    f"the plan's schedule has {instruction}, which can be simulated but not run yet; "
+                    "choose schedule=1f1b, 1f1b_deep or gpipe"
+                )
 
 
 def _without_frozen_parts(schedule: Schedule) -> Schedule:
