@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, minimax_cuts, partition_fronts
+from lightning_diffpipe.planning.pipedream import pipedream_code, pipedream_published
 from lightning_diffpipe.planning.proposals import Shape, replicas_of
 
 
@@ -17,11 +18,18 @@ def baseline_cuts(
 
     `uniform` (equal numbers of layers), `parameters` (equal parameter bytes) and `minimax` (the slowest
     stage as fast as possible) say nothing of replicas: all ways to share the ranks are proposed.
-    `diffusionpipe` proposes the Pareto front of its recurrences.
+    `diffusionpipe` proposes the Pareto front of its recurrences, `pipedream` and `pipedream_code` the
+    one cut of theirs; all three choose the replicas as well.
     """
     size = shape.sizes[0]
     if options.partition == "diffusionpipe":
         yield from diffusionpipe_cuts(model, shape)
+        return
+    if options.partition in ("pipedream", "pipedream_code"):
+        rule = pipedream_published if options.partition == "pipedream" else pipedream_code
+        found = rule(model, shape.num_ranks, size, shape.num_stages)
+        if found is not None:
+            yield found.cuts
         return
     layers = model.profile.backbones[0].layers
     if options.partition == "uniform":

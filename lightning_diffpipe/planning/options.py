@@ -12,7 +12,15 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 
 Auto = Literal["auto"]
 
-PARTITIONS = ("auto", "diffusionpipe", "minimax", "uniform", "parameters")
+PARTITIONS = (
+    "auto",
+    "diffusionpipe",
+    "pipedream",
+    "pipedream_code",
+    "minimax",
+    "uniform",
+    "parameters",
+)
 FILLINGS = ("none", "auto")
 
 
