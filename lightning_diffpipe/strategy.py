@@ -17,7 +17,8 @@ schedule that leaves them in place trains nothing, without any error.
 from __future__ import annotations
 
 import contextlib
-import logging
+import signal
+import time
 from collections.abc import Generator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,10 +51,10 @@ from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
-
-logger = logging.getLogger("lightning_diffpipe")
+from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
+_GRACE_S = 5.0
 
 
 class DiffPipeStrategy(ParallelStrategy):
@@ -233,8 +234,7 @@ class DiffPipeStrategy(ParallelStrategy):
                 self.timeout_s,
             ),
         )
-        if self.is_global_zero:
-            logger.info("%s", self.pipeline.plan)
+        rank_zero_info("\n%s\n", report(self.pipeline.plan))
 
     def _run_training_step(self, module: nn.Module, batch: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
@@ -503,8 +503,19 @@ class DiffPipeStrategy(ParallelStrategy):
     # ---------------------------------------------------------------------------------- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing collective may follow: other ranks may be gone."""
+        """Nothing collective may follow: other ranks may be gone.
+
+        Processes started by this one get a few seconds to say what went wrong on their side. On NCCL
+        nobody else would ever end them, as a lost peer closes no connection.
+        """
         self._failed = True
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            deadline_s = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline_s and any(
+                p.poll() is None for p in self._launcher.procs
+            ):
+                time.sleep(0.1)
+            self._launcher.kill(signal.SIGKILL)
 
     def teardown(self) -> None:
         """Makes the module whole again on every rank, on the host, and gives everything back."""
