@@ -89,7 +89,7 @@ def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
     """
     path = graph.path
     bounds = [0, *positions, len(path)]
-    if any(a >= b for a, b in pairwise(bounds)):
+    if positions and any(a >= b for a, b in pairwise(bounds)):
         raise PartitionError(
             f"cannot cut a path of {len(path)} layers at {list(positions)}: every stage needs at least one "
             f"layer; choose increasing positions between 1 and {len(path) - 1}, or fewer stages, or "

@@ -259,9 +259,15 @@ class _Probe:
         """
         fake = self._fake_mode is not None
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
-        before = rng.host_state()
+        before: tuple[Any, ...] = ()
+
+        def traced(call: Callable[[], Any]) -> Any:
+            nonlocal before
+            before = rng.host_state()  # after seeding
+            return tracer.run(call)
+
         try:
-            out = self._run(tracer.run, self._batch)
+            out = self._run(traced, self._batch)
             tail = tracer.provenance.of(out) | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None

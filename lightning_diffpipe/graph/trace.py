@@ -205,7 +205,7 @@ class Tracer:
         record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
         record.argument_dims = leading_dims((args, kwargs))
         self.records.append(record)
-        state = None if self._fake else rng.capture(host=False)
+        state, host_state = rng.capture(host=False), rng.host_state()
         mode.current = record
         try:
             with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
@@ -213,8 +213,9 @@ class Tracer:
             record.reads |= mode.of(out)  # what is passed through
         finally:
             mode.current = None
-        if state is not None:
+        if not self._fake:
             record.drew = not _same(state, rng.capture(host=False))
+        record.drew |= host_state != rng.host_state()
         return self._hand_out(record, out)
 
     def _hand_out(self, record: Record, out: Any) -> Any:

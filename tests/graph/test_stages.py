@@ -5,6 +5,7 @@ In float64, with NaN in every dummy and every foreign parameter; parameters that
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.probe import probe
 from tests.graph.emulate import emulate, randomise, reference, relative_error
-from tests.graph.steps import BUILDERS, Tower, build, image_batch, rows, step
+from tests.graph.steps import BUILDERS, Block, Tower, build, image_batch, rows, step
 from tests.zoo import CASES, in_double
 
 SEED = 1234
@@ -103,6 +104,30 @@ def test_dropout_and_checkpointing_inside_layers(dropout, checkpointing):
     got_loss, got = emulate(root, graph, [2, 4], run, rows().double(), SEED)
     assert got_loss == loss
     assert relative_error(expected, got)[0] < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_random_numbers_of_python_and_numpy(mode):
+    class Jitter(Block):
+        def forward(self, x):
+            return super().forward(x) * (1 + random.random())
+
+    class Jitters(Tower):
+        block = Jitter
+
+        def training_step(self, batch, batch_idx):
+            return self.run(batch * np.random.rand()).pow(2).mean() * random.random()
+
+    root, batch = Jitters().double(), rows().double()
+    graph = probe(root, step, batch, max_share=1 / 4, mode=mode)
+    assert graph.host_random
+    assert len(graph.seeded) == 6
+    loss, expected = reference(root, step, batch, SEED, graph)
+    random.seed(99)
+    got_loss, got = emulate(root, graph, [2, 4], step, batch, SEED)
+    assert got_loss == loss
+    assert relative_error(expected, got)[0] < 1e-12
+    assert random.random() == random.Random(99).random()
 
 
 def test_results_do_not_depend_on_folding_when_layers_draw():
