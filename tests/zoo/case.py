@@ -80,13 +80,13 @@ class DenoisingStep(L.LightningModule):
         self.model = model
         self.call = call
 
+    def outputs(self, batch: Batch) -> list[Tensor]:
+        """All floating-point tensors that the model returns."""
+        leaves = pytree.tree_leaves(self.call(self.model, batch))
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        outputs = [
-            leaf
-            for leaf in pytree.tree_leaves(self.call(self.model, batch))
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
-        return sum((output - torch.randn_like(output)).square().mean() for output in outputs)
+        return sum((x - torch.randn_like(x)).square().mean() for x in self.outputs(batch))
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ def z_image_pair() -> Controlled:
 def z_image_with_control(model: Controlled, batch: Batch):
     latents, text = list(batch["x"]), list(batch["cap_feats"])
     residuals = model.control(latents, batch["t"], text, list(batch["hint"]))
-    return model.denoiser(latents, batch["t"], text, controlnet_block_samples=residuals)
+    output = model.denoiser(latents, batch["t"], text, controlnet_block_samples=residuals)
+    return torch.stack(output.sample)
 
 
 CASES = [

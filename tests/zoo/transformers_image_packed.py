@@ -1,6 +1,8 @@
 """Image transformers that take latents as a sequence of tokens, with ids for their positions."""
 
+import diffusers
 import torch
+from torch import nn
 
 from .case import Case, filled, grid_ids, listed, mask, normal, steps, times, uniform
 
@@ -8,6 +10,23 @@ IDS = {"img_ids": grid_ids(4, 6, num_axes=3), "txt_ids": torch.zeros(7, 3)}
 DOUBLE_AND_SINGLE = {"num_layers": 3, "num_single_layers": 4, "in_channels": 4}
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 LATENTS_AND_TEXT = {"hidden_states": normal(24, 4), "encoder_hidden_states": normal(7, 12)}
+
+NUCLEUS = (
+    HEADS
+    | dict(in_channels=16, out_channels=4, num_layers=6, joint_attention_dim=12)
+    | dict(axes_dims_rope=(4, 6, 6), num_experts=4, moe_intermediate_dim=16)
+    | dict(capacity_factors=2.0, mlp_ratio=6.0)
+)
+
+
+def nucleus() -> nn.Module:
+    """The experts are left uninitialised by their class, to be loaded from a checkpoint."""
+    model = diffusers.NucleusMoEImageTransformer2DModel(**NUCLEUS)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
 
 CASES = [
     Case(
@@ -121,16 +140,14 @@ CASES = [
     ),
     Case(
         "NucleusMoEImageTransformer2DModel",
-        HEADS
-        | dict(in_channels=16, out_channels=4, num_layers=6, joint_attention_dim=12)
-        | dict(axes_dims_rope=(4, 6, 6), num_experts=4, moe_intermediate_dim=16)
-        | dict(capacity_factors=2.0, mlp_ratio=6.0),
+        NUCLEUS,
         dict(
             hidden_states=normal(24, 16),
             encoder_hidden_states=normal(7, 12),
             timestep=uniform(),
             img_shapes=listed((1, 4, 6)),
         ),
+        make=nucleus,
     ),
     Case(
         "Krea2Transformer2DModel",
@@ -195,7 +212,9 @@ CASES = [
         dict(in_channels=4, dim=24, n_layers=4, n_refiner_layers=2, n_heads=2, n_kv_heads=2)
         | dict(cap_feat_dim=12, axes_dims=[4, 4, 4], axes_lens=[64, 64, 64]),
         dict(x=normal(4, 1, 8, 12), t=uniform(), cap_feats=normal(7, 12)),
-        call=lambda model, batch: model(list(batch["x"]), batch["t"], list(batch["cap_feats"])),
+        call=lambda model, batch: torch.stack(
+            model(list(batch["x"]), batch["t"], list(batch["cap_feats"])).sample
+        ),
     ),
     Case(
         "HunyuanImageTransformer2DModel",

@@ -45,7 +45,7 @@ CASES = [
         | dict(temporal_compression_ratio=4, max_text_seq_length=8, cross_attn_interval=1)
         | dict(is_kps=False, is_train_face=True, cross_attn_dim_head=4, cross_attn_num_heads=1)
         | dict(LFE_id_dim=2, LFE_vit_dim=2, LFE_depth=5, LFE_dim_head=8, LFE_num_heads=2)
-        | dict(LFE_num_id_token=1, LFE_num_querie=1, LFE_output_dim=10, LFE_ff_mult=1)
+        | dict(LFE_num_id_token=1, LFE_num_querie=2, LFE_output_dim=10, LFE_ff_mult=1)
         | dict(LFE_num_scale=1),
         dict(
             hidden_states=normal(1, 4, 8, 8),

@@ -2,20 +2,20 @@
 
 from .case import Case, mask, normal, steps, tokens, uniform
 
-# Three resolutions, two residual blocks each, cross-attention on the two lower ones.
+# Images: three resolutions, cross-attention at the two higher ones. Videos: two and one.
 WIDTHS = {"block_out_channels": (8, 16, 16), "norm_num_groups": 4}
+TWO_WIDTHS = WIDTHS | {"block_out_channels": (8, 16)}
 LATENTS = {"in_channels": 4, "out_channels": 4, "sample_size": 16}
 IMAGE = {"sample": normal(4, 16, 24), "timestep": steps()}
 TEXT = {"encoder_hidden_states": normal(7, 12)}
 VIDEO = {"sample": normal(4, 3, 8, 16), "timestep": steps()}
 
 
-def blocks(kind: str, attention: str = "CrossAttn") -> dict:
-    """Names of the down and up blocks of a three-level U-Net of this kind."""
-    with_text, plain = f"{attention}{{}}Block{kind}", f"{{}}Block{kind}"
+def blocks(kind: str, with_text: int = 2) -> dict:
+    """Names of the blocks of a U-Net: some resolutions with cross-attention, one below without."""
     return {
-        "down_block_types": (*[with_text.format("Down")] * 2, plain.format("Down")),
-        "up_block_types": (plain.format("Up"), *[with_text.format("Up")] * 2),
+        "down_block_types": (*[f"CrossAttnDownBlock{kind}"] * with_text, f"DownBlock{kind}"),
+        "up_block_types": (f"UpBlock{kind}", *[f"CrossAttnUpBlock{kind}"] * with_text),
     }
 
 
@@ -60,12 +60,12 @@ CASES = [
     ),
     Case(
         "UNet3DConditionModel",
-        LATENTS | WIDTHS | blocks("3D") | dict(cross_attention_dim=12, attention_head_dim=4),
+        LATENTS | TWO_WIDTHS | blocks("3D", 1) | dict(cross_attention_dim=12, attention_head_dim=4),
         VIDEO | TEXT,
     ),
     Case(
         "I2VGenXLUNet",
-        LATENTS | WIDTHS | blocks("3D") | dict(cross_attention_dim=12, attention_head_dim=4),
+        LATENTS | TWO_WIDTHS | blocks("3D", 1) | dict(cross_attention_dim=12, attention_head_dim=4),
         VIDEO
         | TEXT
         | dict(fps=tokens(30), image_latents=normal(4, 3, 8, 16), image_embeddings=normal(12)),
@@ -73,8 +73,8 @@ CASES = [
     Case(
         "UNetMotionModel",
         LATENTS
-        | WIDTHS
-        | blocks("Motion")
+        | TWO_WIDTHS
+        | blocks("Motion", 1)
         | dict(cross_attention_dim=12, num_attention_heads=2, motion_num_attention_heads=2),
         VIDEO | TEXT,
         call=lambda model, batch: model(
@@ -85,9 +85,9 @@ CASES = [
     ),
     Case(
         "UNetSpatioTemporalConditionModel",
-        dict(in_channels=8, out_channels=4, sample_size=16, block_out_channels=(32, 32, 64))
-        | blocks("SpatioTemporal")
-        | dict(cross_attention_dim=12, num_attention_heads=(2, 2, 4), num_frames=2)
+        dict(in_channels=8, out_channels=4, sample_size=16, block_out_channels=(32, 64))
+        | blocks("SpatioTemporal", 1)
+        | dict(cross_attention_dim=12, num_attention_heads=(2, 4), num_frames=2)
         | dict(addition_time_embed_dim=8, projection_class_embeddings_input_dim=24),
         dict(
             sample=normal(2, 8, 4, 8),

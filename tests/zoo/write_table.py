@@ -1,0 +1,136 @@
+"""Writes `docs/models.md`: what came out for every model of the zoo.
+
+    python -m tests.zoo.write_table              # all models, a few minutes
+    python -m tests.zoo.write_table Flux Wan     # only rows whose name contains one of these
+
+Numbers of layers depend on the probe, error sizes on the machine; everything else is a fact. The
+equivalence test compares all but the errors with what it measures.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import diffusers
+import torch
+
+from . import CASES, FAMILIES
+from .case import Case
+from .measure import Outcome, measure
+
+PATH = Path(__file__).parents[2] / "docs" / "models.md"
+COLUMNS = (
+    "Model",
+    "Parameters",
+    "Layers",
+    "Frozen",
+    "Shared",
+    "Probed on",
+    "Samples apart",
+    "Gradient error",
+)
+INTRODUCTION = """\
+# Which models work
+
+Written by `python -m tests.zoo.write_table` with diffusers {version}; `tests/test_equivalence.py`
+keeps it true. {works} of the {total} denoiser classes of diffusers (transformers, U-Nets, ControlNets)
+give the loss and the gradients of one process when they are cut into stages, {models} configurations
+in all. No model needs code of its own; those missing fail for a reason outside this package.
+
+Each row is a tiny model in double precision with all parameters perturbed, cut at random places into
+two and three stages. Its loss is the same to the last bits (1e-12), and so is every gradient (1e-9).
+
+- **Parameters**: of the tiny model that was tested.
+- **Layers**: calls of modules between which it can be cut; **Frozen**: those that run in bubbles.
+- **Shared**: trained parameters that two stages held at once; their gradients are summed.
+- **Probed on**: *shapes* needs neither memory nor weights; *values* means that the control flow of the
+  model depends on values, so that probing a model of full size needs its weights.
+- **Samples apart**: *no* means that the loss of a batch is not the mean of the losses of its samples,
+  so that splitting it into microbatches changes the result, with or without a pipeline.
+- **Gradient error**: largest deviation relative to the largest entry of a gradient, rounded up to a
+  power of ten.
+"""
+
+
+def row(case: Case, outcome: Outcome | None) -> str:
+    """One line of the table; with the reason if the model cannot be run."""
+    class_name, _, variant = case.name.partition(" ")
+    title = f"`{class_name}` {variant}".rstrip()
+    if outcome is None:
+        return f"| {title} | not tested: {case.reason} " + "| " * (len(COLUMNS) - 2) + "|"
+    apart = {True: "yes", False: "no", None: "one sample"}[outcome.samples_apart]
+    cells = (
+        title,
+        f"{outcome.num_parameters:,}",
+        str(outcome.num_layers),
+        str(outcome.num_frozen),
+        str(outcome.num_shared),
+        "values" if outcome.probed_on_values else "shapes",
+        apart,
+        power_of_ten(outcome.gradient_error),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def power_of_ten(error: float) -> str:
+    """An upper bound of an error that does not change with the machine's last bits.
+
+    Example:
+        >>> power_of_ten(3.2e-13), power_of_ten(0.0)
+        ('1e-12', '0')
+    """
+    return f"1e{math.ceil(math.log10(error))}" if error > 0 else "0"
+
+
+def facts(line: str) -> str:
+    """A row without its error, which differs from machine to machine."""
+    return line.rstrip(" |").rpartition("|")[0]
+
+
+def table(rows: dict[str, str]) -> str:
+    """The whole page."""
+    built = [case for case in CASES.values() if case.reason is None]
+    lines = [
+        INTRODUCTION.format(
+            version=diffusers.__version__,
+            works=len({case.class_name for case in built}),
+            total=len({case.class_name for case in CASES.values()}),
+            models=len(built),
+        )
+    ]
+    for family, cases in FAMILIES.items():
+        lines += [f"## {family}", "", "| " + " | ".join(COLUMNS) + " |"]
+        lines += ["|" + "---|" * len(COLUMNS)]
+        lines += [rows[case.name] for case in sorted(cases, key=lambda case: case.name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def written_rows() -> dict[str, str]:
+    """Rows of the page as it is, by name of the model."""
+    lines = PATH.read_text().splitlines() if PATH.exists() else []
+    titles = {row(case, None).split("|")[1]: name for name, case in CASES.items()}
+    return {
+        titles[key]: line
+        for line in lines
+        if (key := line.partition("|")[2].split("|")[0]) in titles
+    }
+
+
+def main(wanted: list[str]) -> None:
+    """Measures the models asked for, and writes the page."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rows = written_rows()
+    for name, case in CASES.items():
+        if not wanted or any(word in name for word in wanted) or name not in rows:
+            rows[name] = row(case, None if case.reason else measure(case))
+            print(rows[name], flush=True)
+    PATH.write_text(table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
