@@ -166,6 +166,7 @@ class PipelinePlan:
         Raises:
             PlanError: Names what is wrong.
         """
+        _resolved(self.options.num_microbatches, "num_microbatches")
         try:
             self.lowered.validate()
             simulate(self.lowered)
@@ -245,11 +246,11 @@ def _read(node: Node) -> PipelinePlan:
         _read_planned(node["planned"]),
         costs_from_node(node["costs"]) if "costs" in node else None,
     )
+    plan.validate()
     if "digest" in node and node["digest"].value != plan.digest:
         raise node["digest"].expected(
             f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'
         )
-    plan.validate()
     return plan
 
 

@@ -1,15 +1,15 @@
 """Golden timelines: pictures kept in files, whose changes a reviewer reads.
 
-`pytest tests/planning --update-golden` rewrites them.
+`pytest tests/planning tests/viewing --update-golden` rewrites them.
 """
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent.parent
 
 
-def check_golden(name: str, text: str, update: bool = False) -> None:
-    path = FOLDER / f"{name}.txt"
+def check_golden(name: str, text: str, update: bool, folder: str = "planning") -> None:
+    path = TESTS / folder / "golden" / f"{name}.txt"
     if update:
         path.write_text(text.rstrip() + "\n")
     assert text.rstrip() == path.read_text().rstrip()

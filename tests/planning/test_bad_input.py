@@ -1,0 +1,270 @@
+"""Bad input: every complaint names what is wrong, with the numbers."""
+
+import json
+import re
+
+import pytest
+
+from lightning_diffpipe.errors import ConfigurationError, PartitionError, PlanError, ProfileError
+from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.search import find_plan
+
+from .profiles import equal_profile
+
+PROFILE = json.loads(equal_profile(3, 0.5).to_json())
+
+
+def edited(document, path, value):
+    """A copy with one value replaced, added, or removed (`value=...`)."""
+    copy = json.loads(json.dumps(document))
+    *parents, last = path
+    place = copy
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(copy)
+
+
+LAYER = ("backbones", 0, "layers", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (
+            ("format",),
+            "diffpipe-profile/2",
+            'format: expected "diffpipe-profile/1"; got "diffpipe-',
+        ),
+        (("colour",), 1, "unknown key 'colour'; known keys here: format, name, backbones"),
+        ((*LAYER, "forwards"), {}, "unknown key 'backbones[0].layers[1].forwards'"),
+        ((*LAYER, "forward_s"), ..., "missing key 'backbones[0].layers[1].forward_s'"),
+        ((*LAYER, "backward_s"), {}, "layers[1].backward_s: expected at least one measured number"),
+        ((*LAYER, "backward_s"), None, "layers[1].backward_s: expected an object; got nothing"),
+        ((*LAYER, "forward_s", "1"), -0.5, "forward_s.1: expected a number >= 0; got -0.5"),
+        ((*LAYER, "forward_s", "1"), "fast", 'forward_s.1: expected a number >= 0; got "fast"'),
+        ((*LAYER, "forward_s", "1"), float("nan"), "forward_s.1: expected a number >= 0; got NaN"),
+        ((*LAYER, "forward_s", "many"), 1, "numbers of samples such as \"4\" as keys, not 'many'"),
+        (
+            (*LAYER, "parameter_bytes"),
+            1.5,
+            "parameter_bytes: expected a whole number >= 0; got 1.5",
+        ),
+        ((*LAYER, "name"), 3, "layers[1].name: expected a string; got 3"),
+        (("backbones",), [], "profile 'equal' has no backbone; nothing can be trained"),
+        (("backbones", 0, "layers"), [], "'unet' of profile 'equal' has no layers"),
+        (("backbones", 0, "layers"), {}, "backbones[0].layers: expected an array; got {}"),
+        (("encoders", 0, "needs"), ["clip"], "encoder 'vae' needs 'clip', which is none"),
+        (("encoders", 0, "needs"), ["vae"], "encoders need each other in a circle: ['vae']"),
+        (("encoders", 0, "name"), "unet", "backbones and encoders need different names"),
+        (("self_conditioning", "probability"), 1.5, "probability: expected a number >= 0 and <= 1"),
+    ],
+)
+def test_bad_profiles(path, value, complaint):
+    with pytest.raises(ProfileError, match=re.escape(complaint)):
+        ModelProfile.from_json(edited(PROFILE, path, value), "profile.json")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_profile_cut_in_half(share):
+    text = equal_profile(3, 0.5).to_json()
+    with pytest.raises(ProfileError, match=r"profile.json is not JSON: .* at line \d+") as error:
+        ModelProfile.from_json(text[: int(share * len(text))], "profile.json")
+    assert "cut short" in str(error.value) or "edited by hand" in str(error.value)
+
+
+def test_profiles_round_trip():
+    profile = equal_profile(3, 0.5)
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_times_are_linear_between_and_beyond_what_was_measured():
+    seconds = Seconds.of({2: 1.0, 4: 3.0, 8: 4.0})
+    assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
+    assert seconds.at(1) == 0.0  # The line would go below zero.
+    assert Seconds.per_sample(0.5).at(3) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({}, "missing key 'num_ranks'"),
+        ({"num_ranks": 0}, "num_ranks: expected a whole number >= 1; got 0"),
+        ({"num_ranks": 4, "gpus": 4}, "unknown key 'gpus'"),
+        ({"num_ranks": 4, "p2p": {"bandwith": 1}}, "unknown key 'p2p.bandwith'"),
+        ({"num_ranks": 4, "p2p": {"latency_s": -1}}, "p2p.latency_s: expected a number >= 0"),
+        ({"num_ranks": 4, "p2p": {"bandwidth_bytes_per_s": 0}}, "needs a bandwidth > 0"),
+        ({"num_ranks": 4, "memory_bytes": "80GB"}, 'expected a whole number >= 1; got "80GB"'),
+    ],
+)
+def test_bad_clusters(values, complaint):
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)):
+        Cluster.from_dict(values)
+
+
+def test_clusters_from_plain_values():
+    values = {
+        "num_ranks": 16,
+        "ranks_per_host": 8,
+        "memory_bytes": 80e9,
+        "p2p": {"bandwidth_bytes_per_s": 1e9, "latency_s": None},
+        "all_reduce": {"bandwidth_bytes_per_s": None, "latency_s": 1e-5},
+        "p2p_between_hosts": {"bandwidth_bytes_per_s": 1e8},
+    }
+    cluster = Cluster.from_dict(values)
+    assert cluster.p2p == Link(1e9)
+    assert cluster.p2p_between(0, 7) == Link(1e9)
+    assert cluster.p2p_between(7, 8) == Link(1e8)
+    assert cluster.all_reduce.all_reduce_s(1e12, 4) == 1e-5
+    assert Cluster(4).p2p.seconds(1e12) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({}, "missing key 'global_batch_size'"),
+        ({"global_batch_size": 0}, "global_batch_size must be a whole number >= 1; got 0"),
+        ({"global_batch_size": 8, "num_stages": 2.5}, "num_stages must be a whole number >= 1 or"),
+        ({"global_batch_size": 8, "stages": 2}, "unknown key 'stages'"),
+        (
+            {"global_batch_size": 8, "schedule": "2f2b"},
+            "unknown schedule='2f2b'; choose one of auto",
+        ),
+        ({"global_batch_size": 8, "filling": "sand"}, "unknown filling='sand'; choose one of none"),
+        (
+            {"global_batch_size": 8, "num_replicas": [1, 0]},
+            "num_replicas must be a whole number >= 1",
+        ),
+        (
+            {"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
+            "num_replicas=(1, 2) names 2 stages, but num_stages=3",
+        ),
+    ],
+)
+def test_bad_options(values, complaint):
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)):
+        PlanOptions.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        (
+            {"num_stages": 4},
+            PartitionError,
+            "cannot cut 3 layers into 4 stages; choose num_stages bet",
+        ),
+        ({"num_stages": 5}, PartitionError, "cannot cut 3 layers into 5 stages"),
+        (
+            {"num_replicas": (1, 2)},
+            ConfigurationError,
+            "num_replicas=(1, 2) take 3 ranks, which do not add up to the 4 ranks there are",
+        ),
+        (
+            {"num_replicas": (2, 2), "data_parallel": 2},
+            ConfigurationError,
+            "take 4 ranks, which do not add up to the 4 ranks there are, in [2] pipelines",
+        ),
+        (
+            {"data_parallel": 3},
+            ConfigurationError,
+            "data_parallel=3 must divide the 4 ranks and the",
+        ),
+        (
+            {"num_microbatches": 9},
+            ConfigurationError,
+            "num_microbatches=9 is more than the 8 samples",
+        ),
+    ],
+)
+def test_options_that_cannot_be_met(options, error, complaint):
+    with pytest.raises(error, match=re.escape(complaint)):
+        find_plan(equal_profile(3), Cluster(4), PlanOptions(8, **options))
+
+
+def test_memory_that_cannot_fit_says_by_how_much_and_what_would_fit():
+    profile = equal_profile(
+        8, parameter_bytes=100, gradient_bytes=100, activation_bytes_per_sample=10
+    )
+    cluster = Cluster(4, memory_bytes=1200)
+    with pytest.raises(PlanError) as error:
+        find_plan(profile, cluster, PlanOptions(8, num_stages=2))
+    # Four layers with weights, gradients and Adam: 1600 bytes; one sample of activations in flight: 40.
+    assert str(error.value) == (
+        "no plan fits into 1,200 bytes a rank: the smallest needs 1,680 (num_stages=2, "
+        "num_microbatches=4), 480 too many; num_stages=4 would fit"
+    )
+    assert find_plan(profile, cluster, PlanOptions(8)).num_stages == 4
+    with pytest.raises(PlanError, match="use more ranks or smaller batches"):
+        find_plan(profile, Cluster(2, memory_bytes=100), PlanOptions(8))
+
+
+PLAN = find_plan(
+    equal_profile(6, 0.5), Cluster(3), PlanOptions(12, num_stages=3, num_microbatches=4)
+)
+
+
+def test_plans_round_trip():
+    text = PLAN.to_json()
+    again = PipelinePlan.from_json(text)
+    assert again == PLAN
+    assert again.digest == PLAN.digest
+    assert again.timeline == PLAN.timeline
+    assert again.to_json() == text
+
+
+def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
+    document = json.loads(PLAN.to_json())
+    del document["digest"], document["costs"]
+    plan = PipelinePlan.from_json(json.dumps(document))
+    assert plan.lowered == PLAN.lowered
+    assert str(plan.timeline).startswith("rank 0 | E0 E1 F0 F1 F2")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (
+            ("format",),
+            "diffpipe-plan/9",
+            'format: expected "diffpipe-plan/1"; got "diffpipe-plan/9"',
+        ),
+        (("extra",), 1, "unknown key 'extra'; known keys here: format, options, stages"),
+        (("programs", "1"), ..., "missing key 'programs.1'"),
+        (("programs", "1"), "E1 X F0 F1 Q0", "programs.1: 'Q0' is no instruction"),
+        (("programs", "1"), "E1 X F0 B0", "programs: no instruction of microbatch 1 on stage 1"),
+        (("programs", "1"), "E1 X B0 F0 B1 F1 F2 B2 F3 B3", "forward comes before backward"),
+        (("programs", "2"), "E2 X F3 F2 F1 F0 B0 B1 B2 B3", "each waits for the other"),
+        (("stages", 1, "first_layer"), 3, "stage 1 starts at layer 3, but stage 0 ends at layer 1"),
+        (("stages", 1, "index"), 2, "stages[1].index: expected 1; got 2"),
+        (("stages", 1, "num_replicas"), 2, "missing key 'programs.3'"),
+        (("stages", 2, "last_layer"), 3, "stage 2 needs at least one layer; got layers 4-3"),
+        (("options", "num_stages"), "auto", "digest: expected"),
+        (
+            ("options", "num_microbatches"),
+            "auto",
+            "options.num_microbatches: a plan needs a number",
+        ),
+        (("options", "color"), 1, "unknown key 'options.color'"),
+        (("planned", "iteration_s"), -1, "planned.iteration_s: expected a number >= 0; got -1"),
+        (("planned", "bubble_ratio"), ..., "missing key 'planned.bubble_ratio'"),
+        (("costs", "forward_s", "3"), ..., "missing key 'costs.forward_s.3'"),
+        (("digest",), "0123456789abcdef", "the digest of this content"),
+    ],
+)
+def test_bad_plans(path, value, complaint):
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), path, value))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_plan_cut_in_half(share):
+    text = PLAN.to_json()
+    with pytest.raises(PlanError, match="is not JSON"):
+        PipelinePlan.from_json(text[: int(share * len(text))])

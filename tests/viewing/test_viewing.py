@@ -1,0 +1,175 @@
+"""What people see: pictures, reports, traces, differences and explanations."""
+
+import json
+from textwrap import dedent
+
+import pytest
+
+from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.instruction import Wait
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.viewing.ascii import indent, render, side_by_side, waiting
+from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+from lightning_diffpipe.viewing.explain import explain
+from lightning_diffpipe.viewing.plan_diff import diff
+from lightning_diffpipe.viewing.report import report
+from lightning_diffpipe.viewing.units import percent, seconds, size
+
+from ..planning.pictures import check_golden
+from ..planning.profiles import equal_profile
+
+
+def picture(text):
+    return dedent(text).strip("\n")
+
+
+def test_where_a_rank_waits():
+    schedule = lower(one_f_one_b(3, 3))
+    at = schedule.programs[1].index(Wait("gradient", 1, 2, 2))
+    assert waiting(schedule, at=at, rank=1) == picture("""
+        rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  . B2 --
+        rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  ?          <-- waits here: 1g2?2
+        rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 --  .  .  .  .
+    """)
+    assert waiting(schedule, at=0, rank=1).splitlines()[1] == (
+        "rank 1 |  ?          <-- waits here: 1a0<0"
+    )
+
+
+def test_where_a_rank_waits_in_its_program():
+    program = lower(one_f_one_b(3, 3)).programs[1]
+    at = program.index(Wait("gradient", 1, 2, 2))
+    assert waiting(program, at=at) == (
+        "... 0g0>0 1a2?0 1F2 2a2>2 1g1?2 1g2<2 1B1 0g1>0 [1g2?2] 1B2 0g2>0 R"
+        "    <-- waits here: 1g2?2"
+    )
+
+
+def test_planned_and_measured_on_one_scale():
+    planned = simulate(one_f_one_b(2, 2))
+    measured = simulate(one_f_one_b(2, 2), TickCosts(forward=1, backward=3))
+    assert side_by_side(planned, measured, max_columns=36) == picture("""
+        planned   rank 0 | F0 F1  .  . B0 --  . B1 --
+        measured  rank 0 | F0 F1  .  .  . B0 -- --  . B1 -- --
+        planned   rank 1 |  . F0 B0 -- F1 B1 --  .  .
+        measured  rank 1 |  . F0 B0 -- -- F1 B1 -- --  .  .  .
+    """)
+    assert render(planned, tick_s=1) == str(planned)
+    assert indent("a\nb", 2) == "  a\n  b"
+
+
+def plan_of(num_stages=4, **options):
+    profile = equal_profile(
+        8,
+        0.44,
+        forward_s=0.002,
+        backward_s=0.004,
+        parameter_bytes=10**8,
+        gradient_bytes=10**8,
+        boundary_bytes_per_sample=10**6,
+        activation_bytes_per_sample=10**7,
+    )
+    cluster = Cluster(4, p2p=Link(25e9, 1e-5), all_reduce=Link(2e10, 1e-4))
+    values = {"num_microbatches": 4, "partition": "uniform", **options}
+    plan = find_plan(profile, cluster, PlanOptions(32, num_stages=num_stages, **values))
+    return profile, cluster, plan
+
+
+def test_the_report(update_golden):
+    _, _, plan = plan_of()
+    text = report(plan, max_columns=100).replace(plan.digest, "0123456789abcdef")
+    check_golden("report", text, update_golden, folder="viewing")
+
+
+def test_a_plan_without_costs_can_be_shown():
+    _, _, plan = plan_of()
+    document = json.loads(plan.to_json())
+    del document["costs"], document["digest"]
+    text = report(PipelinePlan.from_json(json.dumps(document)))
+    assert "0          0     0-1  unet        ?         ?        ?       ?" in text
+
+
+def test_the_trace_has_every_span_and_an_arrow_for_every_message():
+    planned = simulate(one_f_one_b(3, 4))
+    trace = json.loads(chrome_trace({"planned": planned, "measured": planned}))
+    events = trace["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * len(planned.spans)
+    for phase in "sf":
+        assert sum(event["ph"] == phase for event in events) == 2 * len(planned.transfers)
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["planned", "measured"]
+    first = next(event for event in events if event["ph"] == "X")
+    assert {"name", "cat", "pid", "tid", "ts", "dur"} <= first.keys()
+
+
+def test_what_differs_between_plans():
+    _, _, a = plan_of()
+    _, _, b = plan_of(num_stages=2, num_microbatches=8)
+    assert diff(a, a) == f"the plans are the same ({a.digest})"
+    lines = diff(a, b).splitlines()
+    assert "num_stages: 2 instead of 4" in lines
+    assert "stage 0 takes layers 0-3 instead of 0-1" in lines
+    assert "stage 3: layers 6-7 is gone" in lines
+    assert any(line.startswith("step: ") and line.endswith("faster") for line in lines)
+    assert "stage 3: layers 6-7 is new" in diff(b, a)
+
+
+def test_an_explanation_names_the_bottleneck_and_what_helps():
+    profile, cluster, plan = plan_of()
+    explanation = explain(plan, profile, cluster)
+    assert explanation.bottleneck == "pipeline warm-up and cooldown"
+    assert [part.name for part in explanation.parts][1] == "frozen work in front of the pipeline"
+    descriptions = [change.description for change in explanation.changes]
+    assert descriptions[0].startswith("the best of all plans")
+    assert "8 microbatches" in descriptions
+    assert "no pipeline: plain data parallelism" in descriptions
+    assert "caching the encoders' outputs on disk" in descriptions
+    steps = [change.step_s for change in explanation.changes]
+    assert steps == sorted(steps)
+    assert max(steps) < plan.planned.iteration_s
+    text = str(explanation)
+    assert "Bottleneck: pipeline warm-up and cooldown." in text
+    assert "so 34.5% could be won at best" in text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "bottleneck"),
+    [
+        (Cluster(2, p2p=Link(1e7)), "links between stages"),
+        (Cluster(4, all_reduce=Link(1e9)), "summing gradients"),
+    ],
+)
+def test_slow_links_are_named(cluster, bottleneck):
+    profile, _, _ = plan_of()
+    options = PlanOptions(64, num_stages=2, num_microbatches=16, partition="uniform")
+    assert explain(find_plan(profile, cluster, options)).bottleneck == bottleneck
+
+
+def test_an_unbalanced_stage_is_named():
+    profile = equal_profile(5)
+    options = PlanOptions(64, num_stages=4, num_microbatches=64, partition="uniform")
+    explanation = explain(find_plan(profile, Cluster(4), options))
+    assert explanation.bottleneck.startswith("imbalance (stage")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 s"), (1.234, "1.23 s"), (123.4, "123 s"), (0.0456, "45.6 ms"), (1e-7, "0.10 us")],
+)
+def test_seconds(value, text):
+    assert seconds(value) == text
+    assert size(1.5 * 2**40) == "1.5 TiB"
+    assert percent(1) == "100.0%"
+
+
+def test_the_plot_is_written(tmp_path):
+    from lightning_diffpipe.viewing.plot import plot
+
+    planned = simulate(one_f_one_b(2, 4))
+    plot({"planned": planned, "measured": planned}, tmp_path / "timeline.png", title="two ranks")
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
