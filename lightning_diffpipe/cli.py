@@ -345,13 +345,12 @@ def diff(config: DictConfig) -> None:
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
     """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`."""
-    names = iter(_POSITIONS.get(name, ()))
-    return [
-        f"{next(names)}={argument}"
-        if "=" not in argument and not argument.startswith("-") and names.__length_hint__()
-        else argument
-        for argument in arguments
-    ]
+    names = list(_POSITIONS.get(name, ()))
+    named = []
+    for argument in arguments:
+        by_position = names and "=" not in argument and not argument.startswith("-")
+        named.append(f"{names.pop(0)}={argument}" if by_position else argument)
+    return named
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,12 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "a=["], "diffpipe train: no viable alternative at input '['"),
         (
+            ["show", "plan.json"],
+            "diffpipe show: cannot read plan.json: No such file or directory",
+        ),
+        (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
+        (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size"),
+        (
             ["sample", "path=/nowhere"],
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
         ),
@@ -113,6 +120,68 @@ def test_hydra_does_not_see_the_verb_and_children_do(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["diffpipe", "train", "--cfg", "job"])
     cli.main()
     assert sys.argv == ["diffpipe", "train", "--cfg", "job"]
+
+
+def layer(name, forward_s):
+    return {
+        "name": name,
+        "forward_s": {"1": forward_s},
+        "backward_s": {"1": 2 * forward_s},
+        "parameter_bytes": 1,
+        "gradient_bytes": 1,
+        "boundary_bytes_per_sample": 1,
+        "activation_bytes_per_sample": 1,
+    }
+
+
+@pytest.fixture
+def profile_path(tmp_path):
+    layers = [layer(f"block.{i}", 0.001) for i in range(6)]
+    profile = {
+        "format": "diffpipe-profile/1",
+        "name": "six equal layers",
+        "backbones": [{"name": "unet", "layers": layers}],
+        "encoders": [],
+        "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0},
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    return path
+
+
+def plan_for(num_stages, profile_path, capsys, monkeypatch):
+    path = profile_path.with_name(f"plan_{num_stages}.json")
+    _, out, err = call(
+        *(capsys, monkeypatch, "plan", f"profile={profile_path}", "global_batch_size=4"),
+        *("cluster.num_ranks=3", f"strategy.num_stages={num_stages}", "filling=none"),
+        *("strategy.num_microbatches=4", f"output={path}"),
+    )
+    assert path.exists(), err
+    return path, out
+
+
+def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeypatch):
+    path, printed = plan_for(3, profile_path, capsys, monkeypatch)
+    assert json.loads(path.read_text())["planned"]["bubble_ratio"] == pytest.approx(2 / 6)
+    _, shown, _ = call(capsys, monkeypatch, "show", str(path))
+    assert shown in printed
+    _, timeline, _ = call(capsys, monkeypatch, "show", str(path), "as=timeline")
+    assert timeline in shown
+
+
+@pytest.mark.parametrize(("form", "start"), [("trace", b"{"), ("picture", b"\x89PNG")])
+def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
+    path, _ = plan_for(3, profile_path, capsys, monkeypatch)
+    output = path.with_suffix(".png" if form == "picture" else ".trace.json")
+    call(capsys, monkeypatch, "show", str(path), f"as={form}", f"output={output}")
+    assert output.read_bytes().startswith(start)
+
+
+def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
+    three, _ = plan_for(3, profile_path, capsys, monkeypatch)
+    one, _ = plan_for(1, profile_path, capsys, monkeypatch)
+    _, out, _ = call(capsys, monkeypatch, "diff", str(three), str(one))
+    assert "num_stages: 1 instead of 3" in out
 
 
 @pytest.mark.slow
