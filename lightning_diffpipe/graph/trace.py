@@ -127,6 +127,7 @@ class Tracer:
         self.calls: list[Call] = []
         self.fine_names: list[str] = []
         self.logged: set[Any] = set()
+        self.drew_host_random = False
         self._module, self._layers, self._containers = module, set(layers), set(containers)
         self._fine, self._seeded, self._fake = set(fine), seeded, fake
         self._open: list[bool] = []
@@ -154,7 +155,10 @@ class Tracer:
             ValueReads(self.provenance),
             self.provenance,
         ):
-            return call()
+            before = rng.host_state()
+            out = call()
+            self.drew_host_random = before != rng.host_state()
+            return out
 
     def _log(self, args: Any, kwargs: Any) -> None:
         self.logged |= self.provenance.of((args, kwargs))
