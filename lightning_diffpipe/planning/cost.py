@@ -70,7 +70,9 @@ class CostModel:
     def forward_s(self, run: LayerRun, samples: float) -> float:
         """Forward of a microbatch of that many samples."""
         sums = self.sums(run.backbone, samples).forward
-        return sums[run.stop] - sums[run.first]
+        repeated = self.profile.backbones[run.backbone].repeated_s
+        again_s = repeated.at(samples) if repeated is not None and run.first else 0.0
+        return again_s + sums[run.stop] - sums[run.first]
 
     def backward_s(self, run: LayerRun, samples: float) -> float:
         """Whole backward of a microbatch."""

@@ -14,6 +14,8 @@ between and beyond the measured counts; sizes are in bytes:
         {"name": "...", "forward_s": {"1": 0.001}, "parameter_bytes": 1,
          "output_bytes_per_sample": 1}]}],
      "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
+
+A backbone may also have `"repeated_s": {"1": 0.001}`; see `BackboneProfile`.
 """
 
 from __future__ import annotations
@@ -116,10 +118,19 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class BackboneProfile:
-    """A trainable denoiser: its layers in order."""
+    """A trainable denoiser: its layers in order.
+
+    Attributes:
+        name: What it is called.
+        layers: In call order.
+        repeated_s: What every stage but the first spends again on each microbatch, before its own
+            layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
+            The first layer's `forward_s` has it once. None if unknown.
+    """
 
     name: str
     layers: tuple[LayerProfile, ...]
+    repeated_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,11 @@ def _write(profile: ModelProfile) -> str:
         "format": FORMAT,
         "name": profile.name,
         "backbones": [
-            {"name": b.name, "layers": [_layer_to_json(layer) for layer in b.layers]}
+            {
+                "name": b.name,
+                **({} if b.repeated_s is None else {"repeated_s": b.repeated_s.to_json()}),
+                "layers": [_layer_to_json(layer) for layer in b.layers],
+            }
             for b in profile.backbones
         ],
         "encoders": [
@@ -275,8 +290,10 @@ def _read(node: Node) -> ModelProfile:
 
 
 def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"))
-    return BackboneProfile(node["name"].text(), tuple(map(_read_layer, node["layers"].elements())))
+    node.check_keys(("name", "layers"), ("repeated_s",))
+    repeated_s = Seconds.from_node(node["repeated_s"]) if "repeated_s" in node else None
+    layers = tuple(map(_read_layer, node["layers"].elements()))
+    return BackboneProfile(node["name"].text(), layers, repeated_s)
 
 
 def _read_layer(node: Node) -> LayerProfile:

@@ -57,8 +57,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Example:
         >>> from lightning_diffpipe.planning.schedules.gpipe import gpipe
         >>> print(simulate(gpipe(2, 2)))
-        rank 0 | F0 F1  . B0 -- B1 --
-        rank 1 |  . F0 F1 B0 -- B1 --
+        rank 0 | F0 F1  .  .  . B0 -- B1 --
+        rank 1 |  . F0 F1 B0 -- B1 --  .  .
     """
     lowered = schedule if schedule.is_lowered else lower(schedule)
     execution = execution_of(lowered)
