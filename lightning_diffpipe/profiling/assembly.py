@@ -41,7 +41,11 @@ class LayerCost:
 
 
 def assemble(
-    name: str, module: nn.Module, graph: LayerGraph, costs: Mapping[int, LayerCost]
+    name: str,
+    module: nn.Module,
+    graph: LayerGraph,
+    costs: Mapping[int, LayerCost],
+    repeated_s: Seconds | None = None,
 ) -> ModelProfile:
     """Puts a profile together.
 
@@ -52,6 +56,7 @@ def assemble(
         module: The module; only sizes of its parameters are read.
         graph: Its layers, unfolded.
         costs: Costs of all layers by index.
+        repeated_s: Glue that every stage runs.
 
     Returns:
         One backbone with the layers of the trained path in call order, and one encoder for every
@@ -79,9 +84,8 @@ def assemble(
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
             )
         )
-    return ModelProfile(
-        name, (BackboneProfile("backbone", tuple(layers)),), _encoders(graph, sizes, costs)
-    )
+    backbone = BackboneProfile("backbone", tuple(layers), repeated_s)
+    return ModelProfile(name, (backbone,), _encoders(graph, sizes, costs))
 
 
 def _encoders(

@@ -12,9 +12,9 @@ container (an autoencoder's residual additions) runs with the frozen layers only
     |<- vae      ->|
     |<- and ->|     |<- conv_in         ->|<block>|<-block           ->|
 
-What this leaves out: stages after the first repeat the glue at the top of the step (drawing noise,
-preparing data) with dummies. A profile is additive over layers and has no place for that; it is less
-than a hundredth of a stage for all but toy models.
+Stages after the first run the glue at the top of the step again (tokenizing captions, drawing noise), with
+dummies: see `repeated_s`. What is left out is glue further down that later stages pass on their way to their
+own first layer, such as additions in the forward of a U-Net; it is small, as dummies need not be computed.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
             seconds[following[index]] += times.before[index]
     seconds[graph.path[-1]] += times.tail
     return seconds
+
+
+def repeated_s(graph: LayerGraph, times: StepTimes) -> float:
+    """Glue in front of the first layer of the path, which every stage runs."""
+    return sum(
+        times.before[index]
+        for index in range(graph.path[0] + 1)
+        if not _inside_frozen_container(graph, index)
+    )
 
 
 def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:

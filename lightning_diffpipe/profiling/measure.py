@@ -29,7 +29,7 @@ from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.clock import clock_for
-from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s
+from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s, repeated_s
 from lightning_diffpipe.profiling.state import (
     placed,
     scratch_gradients,
@@ -95,7 +95,8 @@ def measure_profile(
         bench = _Bench(module, step, tree_to(batch, device), graph, device, progress)
         rounds = bench.rounds(counts, repeats, budget_s, fixed=sample_counts is not None)
         saved = bench.saved_bytes()
-    return assemble(name or type(module).__name__, module, graph, layer_costs(graph, rounds, saved))
+    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
+    return assemble(name or type(module).__name__, module, graph, costs, repeated)
 
 
 def default_counts(num_samples: int | None) -> tuple[int, ...]:
@@ -110,16 +111,30 @@ def default_counts(num_samples: int | None) -> tuple[int, ...]:
     return tuple(counts[:_MAX_COUNTS])
 
 
+Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
+"""By sample count: steps with whole backward, and with that of inputs only."""
+
+
+def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
+    """Median of the glue that every stage runs, by sample count."""
+    return Seconds.of(
+        {
+            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
+            for count, (whole, inputs) in rounds.items()
+        }
+    )
+
+
 def layer_costs(
     graph: LayerGraph,
-    rounds: Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]],
+    rounds: Rounds,
     saved_bytes_per_sample: Sequence[float],
 ) -> dict[int, LayerCost]:
     """Medians over repetitions, for every layer.
 
     Args:
         graph: The layers.
-        rounds: By sample count: steps with whole backward, and with that of inputs only.
+        rounds: Times of steps.
         saved_bytes_per_sample: Bytes kept for the backward, by layer.
     """
     forward: dict[int, list[float]] = {}

@@ -37,12 +37,12 @@ from lightning_diffpipe.profiling.device_model import (
 )
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
-from lightning_diffpipe.profiling.measure import layer_costs
+from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 1
+_VERSION = 2
 """Of the time model: kept profiles of another one are not used."""
 
 
@@ -142,7 +142,8 @@ def _model(
             )
         saved = _saved_bytes(graph, training, batch, interception)
         interception.uninstall()
-    return assemble(title, training, graph, layer_costs(graph, rounds, saved))
+    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
+    return assemble(title, training, graph, costs, repeated)
 
 
 def _run(

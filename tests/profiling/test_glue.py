@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_diffpipe.graph.layer import Call
-from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
+from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s, repeated_s
 
 
 @dataclass
@@ -68,3 +76,22 @@ def test_the_backward_of_the_loss_counts_for_the_last_layer():
 def test_total_is_the_whole_step():
     whole = times([1, 2], [10, 20], tail=4, backward=[5, 6], backward_tail=2)
     assert whole.total_s == pytest.approx(50)
+
+
+def test_glue_at_the_top_is_repeated_by_every_stage():
+    graph = Graph("ffttft", calls=[(0, 2)])
+    whole = times([1, 2, 4, 8, 16, 32], [0] * 6)
+    assert repeated_s(graph, whole) == 1 + 4  # not what lies between the frozen layers 0 and 1
+
+
+def test_a_later_stage_pays_for_it_again():
+    layers = tuple(
+        LayerProfile(name, Seconds.per_sample(1.0), Seconds.per_sample(2.0)) for name in "ab"
+    )
+    backbone = BackboneProfile("backbone", layers, Seconds.per_sample(0.25))
+    profile = ModelProfile("two layers", (backbone,))
+    model = CostModel(profile, Cluster(2))
+    assert model.forward_s(LayerRun(0, 0, 2), 4) == 8
+    assert model.forward_s(LayerRun(0, 0, 1), 4) == 4
+    assert model.forward_s(LayerRun(0, 1, 2), 4) == 4 + 1
+    assert ModelProfile.from_json(profile.to_json()) == profile
