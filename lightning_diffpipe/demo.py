@@ -103,16 +103,13 @@ class DemoStory(L.Callback):
         print("2. Looking at the model, timing its layers, planning the pipeline.", flush=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the plan and the timeline it promises."""
+        """Explains the timeline that the strategy has just printed, and keeps the plan."""
         self._start_s = time.perf_counter()
         plan = getattr(trainer.strategy, "plan", None)
         if not trainer.is_global_zero:
             return
         if plan is not None:
-            print(
-                f"\n{plan}\n\nThe planned timeline (F forward, B backward, E frozen, . bubble):\n"
-            )
-            print(f"{plan.timeline}\n")
+            print("F forward, B backward, E frozen encoders, . bubble, -- goes on; one row per rank")
             (self.folder / "plan.json").write_text(plan.to_json())
         print(f"3. Training for {trainer.max_steps} steps.", flush=True)
 
