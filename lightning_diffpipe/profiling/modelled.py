@@ -132,14 +132,14 @@ def _model(
     with fused_attention():
         graph = probe(training, step, batch, max_share=max_share)
         interception = Interception(training, graph.layer_names).install()
-        scratch_gradients(training, graph.trained)
         rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
-        for count in sample_counts:
-            call = partial(step, training, training.batch(count, resolution))
-            rounds[count] = (
-                [_run(graph, device, call, interception, "whole")],
-                [_run(graph, device, call, interception, "inputs")],
-            )
+        with scratch_gradients(training, graph.trained):
+            for count in sample_counts:
+                call = partial(step, training, training.batch(count, resolution))
+                rounds[count] = (
+                    [_run(graph, device, call, interception, "whole")],
+                    [_run(graph, device, call, interception, "inputs")],
+                )
         saved = _saved_bytes(graph, training, batch, interception)
         interception.uninstall()
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)

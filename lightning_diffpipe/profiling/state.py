@@ -8,7 +8,7 @@ parameters are not saved: no optimizer runs here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,14 +96,14 @@ def take_samples(batch: Any, total: int, count: int) -> Any:
     return pytree.tree_map(cut, batch, is_leaf=is_list)
 
 
-def scratch_gradients(module: nn.Module, names: frozenset[str]) -> Callable[[], None]:
-    """Gives parameters gradients to be added to, as in every microbatch but the first; undoes it."""
+@contextlib.contextmanager
+def scratch_gradients(module: nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """Gives parameters gradients to be added to, as they are in every microbatch but the first."""
     chosen = [p for name, p in module.named_parameters() if name in names]
-    for parameter in chosen:
-        parameter.grad = torch.zeros_like(parameter)
-
-    def drop() -> None:
+    try:
+        for parameter in chosen:
+            parameter.grad = torch.zeros_like(parameter)
+        yield
+    finally:
         for parameter in chosen:
             parameter.grad = None
-
-    return drop

@@ -121,11 +121,14 @@ class StepRun:
         finally:
             self._inside = False
         self._stamps.append(self._clock.stamp())
+        self._await_gradients(index, out)
+        return out
+
+    def _await_gradients(self, index: int, out: Any) -> None:
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self._outputs.append(leaf)
                 leaf.register_hook(partial(self._fire, index))
-        return out
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         if self.checkpointing:

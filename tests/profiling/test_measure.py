@@ -11,7 +11,7 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError, ProfileError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import measure
+from lightning_diffpipe.profiling import bench
 from lightning_diffpipe.profiling.measure import default_counts, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, toy
@@ -19,7 +19,7 @@ from tests.profiling.toys import CpuClock, Toy, toy
 
 @pytest.fixture(autouse=True)
 def cpu_clock(monkeypatch):
-    monkeypatch.setattr(measure, "clock_for", lambda device: CpuClock())
+    monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
 
 
 def everything(module):
@@ -216,3 +216,65 @@ def test_take_samples_cuts_what_counts_samples():
     assert small["table"].shape == (5,)
     assert (small["text"], small["k"]) == (["a", "b"], 2)
     assert pytree.tree_structure(small["x"]) == pytree.tree_structure(batch["x"])
+
+
+@pytest.fixture
+def too_large(monkeypatch):
+    """Nothing fits on the device as a whole."""
+    monkeypatch.setattr(bench.Bench, "_fits", lambda self: False)
+
+
+def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
+    module, step, batch, graph = toy()
+    before = everything(module)
+    measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    assert equal(before, everything(module))
+
+
+def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
+    module, step, batch, graph = toy(num_samples=64, width=256)
+    options = {"sample_counts": (64,), "repeats": 7}
+    whole = measure_profile(module, step, batch, graph, **options).backbones[0].layers
+    monkeypatch.setattr(bench.Bench, "_fits", lambda self: False)
+    alone = measure_profile(module, step, batch, graph, **options).backbones[0].layers
+    assert [layer.name for layer in alone] == [layer.name for layer in whole]
+    for a, b in zip(alone, whole, strict=True):
+        assert a.gradient_bytes == b.gradient_bytes
+        assert a.boundary_bytes_per_sample == b.boundary_bytes_per_sample
+    total = lambda layers: sum(x.forward_s.at(64) + x.backward_s.at(64) for x in layers)
+    assert total(alone) == pytest.approx(total(whole), rel=0.5)
+
+
+def test_a_step_that_runs_out_of_memory_is_timed_layer_by_layer(monkeypatch, caplog):
+    module, step, batch, graph = toy()
+
+    def full(*args):
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(bench.StepRun, "measure", full)
+    profile = measure_profile(module, step, batch, graph, sample_counts=(2,), repeats=2)
+    assert len(profile.backbones[0].layers) == len(graph.path)
+    assert "tried to allocate" in caplog.text
+
+
+def test_layer_by_layer_refuses_a_step_that_changed(too_large):
+    module, _, batch, graph = toy()
+    other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
+    with pytest.raises(GraphError, match="call 1 is head"):
+        measure_profile(module, other, batch, graph, sample_counts=(4,), repeats=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(bench.Bench, "_fits", lambda self: fits)
+    module, step, batch, graph = toy(num_samples=64, width=512)
+    before = everything(module)
+    profile = measure_profile(
+        module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3
+    )
+    assert equal(before, everything(module))
+    assert all(p.device.type == "cpu" for p in module.parameters())
+    assert all(layer.forward_s.at(64) > 0 for layer in profile.backbones[0].layers)

@@ -1,0 +1,226 @@
+"""Running a step again and again, at several sample counts, until the time allowed is used up.
+
+The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a
+disturbance of the machine meets them all alike. A module that is too large for the device is
+timed layer by layer instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probe import Step
+from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.profiling.clock import clock_for
+from lightning_diffpipe.profiling.glue import StepTimes
+from lightning_diffpipe.profiling.one_by_one import OneByOneRun
+from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
+from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""`progress(what, share)`: what is being done, and how much of all is done, 0 to 1."""
+
+Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
+"""By sample count: steps with whole backward, and with that of inputs only."""
+
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_MEMORY_SHARE = 0.5
+"""Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
+
+
+class Bench:
+    """Times the layers of one module.
+
+    Args:
+        module: The module.
+        step: Module and batch to loss.
+        batch: The largest batch there is.
+        graph: The layers, unfolded.
+        device: Where to measure.
+        progress: Is told how far it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Step,
+        batch: Any,
+        graph: LayerGraph,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._module, self._step, self._batch, self._graph = module, step, batch, graph
+        self._total, self._clock = count_samples(batch), clock_for(device)
+        self._device = device
+        self._progress = progress or (lambda what, share: None)
+
+    def run(
+        self, counts: Sequence[int], repeats: int | None, budget_s: float, fixed: bool
+    ) -> tuple[Rounds, list[float]]:
+        """Times all layers.
+
+        Args:
+            counts: Sample counts, ascending.
+            repeats: Timed runs at each; as many as fit into `budget_s` if None.
+            budget_s: Seconds to spend, about.
+            fixed: Run all of the counts, however long it takes.
+
+        Returns:
+            The times of steps, and by layer the bytes kept for the backward, per sample.
+
+        Raises:
+            ProfileError: The step runs at none of the counts.
+            GraphError: It calls other layers than in its probe.
+        """
+        limit_s = None if fixed else budget_s
+        if self._fits():
+            try:
+                return self._in_place(counts, repeats, budget_s, limit_s)
+            except torch.OutOfMemoryError:
+                _log.info("the step does not fit into %s; timing layer by layer", self._device)
+        return self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s)
+
+    def _fits(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        trained = self._graph.trained
+        need = sum(
+            p.numel() * p.element_size() * (2 if name in trained else 1)
+            for name, p in self._module.named_parameters()
+        )
+        return need < _MEMORY_SHARE * torch.cuda.mem_get_info(self._device)[0]
+
+    def _in_place(
+        self,
+        counts: Sequence[int],
+        repeats: int | None,
+        budget_s: float,
+        limit_s: float | None,
+    ) -> tuple[Rounds, list[float]]:
+        batch = self._batch
+        try:
+            with placed(self._module, self._device):
+                self._batch = tree_to(batch, self._device)
+                rounds = self._rounds(counts, repeats, budget_s, limit_s)
+                return rounds, self._saved_bytes(max(rounds))
+        finally:
+            self._batch = batch
+
+    def _one_by_one(
+        self, counts: Sequence[int], repeats: int, limit_s: float | None
+    ) -> tuple[Rounds, list[float]]:
+        rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+        saved: list[float] = []
+        with self._interception() as interception:
+
+            def run(count: int) -> float:
+                nonlocal saved
+                start_s = time.perf_counter()
+                walk = OneByOneRun(self._graph, self._clock, self._device, repeats)
+                rounds[count] = walk.walk(self._call(count), interception)
+                saved = [num_bytes / count for num_bytes in walk.num_saved_bytes]
+                return time.perf_counter() - start_s
+
+            self._runnable(run, counts, limit_s)
+        return rounds, saved
+
+    def _rounds(
+        self,
+        counts: Sequence[int],
+        repeats: int | None,
+        budget_s: float,
+        limit_s: float | None,
+    ) -> dict[int, tuple[list[StepTimes], list[StepTimes]]]:
+        """Runs all counts in turn."""
+        scratch = scratch_gradients(self._module, self._graph.trained)
+        with self._interception() as interception, scratch:
+            start_s = time.perf_counter()
+            run = partial(self._run, interception)
+            runs = 2 * _MIN_ROUNDS + 1
+            warm_up = lambda count: runs * run(count, "whole").total_s
+            counts = self._runnable(warm_up, counts, limit_s)
+            results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+            for turn in range(repeats or _MAX_ROUNDS):
+                spent_s = time.perf_counter() - start_s
+                share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
+                if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
+                    break
+                for count in counts:
+                    self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
+                    whole, without_weights = results.setdefault(count, ([], []))
+                    whole.append(run(count, "whole"))
+                    without_weights.append(run(count, "inputs"))
+        self._progress("timed", 1.0)
+        return results
+
+    def _saved_bytes(self, count: int) -> list[float]:
+        known = [*self._module.parameters(), *self._module.buffers()]
+        run = StepRun(self._graph, self._clock)
+        with (
+            self._interception() as interception,
+            SavedBytes(run, known, len(self._graph.layers)) as saved,
+        ):
+            run.forward_only(self._call(count), interception)
+        return [num_bytes / count for num_bytes in saved.num_bytes]
+
+    @contextmanager
+    def _interception(self) -> Iterator[Interception]:
+        interception = Interception(self._module, self._graph.layer_names).install()
+        try:
+            yield interception
+        finally:
+            interception.uninstall()
+
+    def _runnable(
+        self, run: Callable[[int], float], counts: Sequence[int], limit_s: float | None
+    ) -> tuple[int, ...]:
+        """Runs all counts once; leaves out those that cannot be run, or would take too long.
+
+        Args:
+            run: Runs a count, and says how many seconds all runs at it will take.
+            counts: Ascending.
+            limit_s: Seconds there are for all of them.
+        """
+        usable: list[int] = []
+        failure: Exception | None = None
+        committed_s = 0.0
+        for count in counts:
+            self._progress(f"{count} samples, warm-up", 0.0)
+            try:
+                needed_s = run(count)
+            except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+                # Too little memory, or a step that needs more samples (batch norm needs two).
+                _log.warning("cannot time %d samples: %s", count, error)
+                failure = error
+                continue
+            usable.append(count)
+            committed_s += needed_s
+            if limit_s is not None and committed_s + 2 * needed_s > limit_s:
+                break
+        if not usable:
+            if isinstance(failure, GraphError | torch.OutOfMemoryError):
+                raise failure
+            raise ProfileError(f"the step runs with none of {list(counts)} samples: {failure}")
+        return tuple(usable)
+
+    def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
+        return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
+
+    def _call(self, count: int) -> Callable[[], Any]:
+        batch = self._batch
+        if self._total is not None and count != self._total:
+            batch = take_samples(batch, self._total, count)
+        return partial(self._step, self._module, batch)
