@@ -144,7 +144,8 @@ def _make_plan(
         num_microbatches=options.num_microbatches,
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
-        filling=options.filling,
+        # Filled bubbles can be planned, but not run yet.
+        filling="none" if options.filling == "auto" else options.filling,
     )
     return find_plan(profile, cluster, wishes)
 

@@ -35,6 +35,7 @@ class Bounds:
         num_pipelines: Pipelines side by side.
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
         frozen_splittable: See `PlanOptions`.
+        frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
     """
 
     model: CostModel
@@ -43,12 +44,13 @@ class Bounds:
     num_pipelines: int = 1
     keeps_all: bool = False
     frozen_splittable: bool = True
+    frozen_first: bool = True
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def frozen_s(self) -> float:
         """Time of the frozen work in front of the pipeline."""
-        if not self.model.profile.encoders:
+        if not self.model.profile.encoders or not self.frozen_first:
             return 0.0
         busy = [0.0] * self.num_ranks
         for part in encode_parts(self.sizes, self.num_ranks, self.frozen_splittable):

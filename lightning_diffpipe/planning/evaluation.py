@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.execution import Execution, execution_of
+from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
+from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
+from lightning_diffpipe.planning.filling_shares import fill_by_shares
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
@@ -14,10 +18,14 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
+from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.simulator import makespan, simulate
+from lightning_diffpipe.planning.timeline import Timeline
+
+FILLINGS_KNOWN = ("diffusionpipe", "shares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,13 @@ class Evaluator:
     _frames: dict[tuple[Shape, tuple[int, ...]], Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
 
+    @property
+    def fills(self) -> bool:
+        """Whether frozen work goes into bubbles."""
+        return self.options.filling != "none" and bool(self.model.profile.encoders)
+
     def parts(self, shape: Shape) -> tuple[EncodePart, ...]:
-        """The frozen parts of a shape."""
+        """The frozen parts in front of the pipeline."""
         if not self.model.profile.encoders:
             return ()
         return encode_parts(shape.sizes, shape.num_ranks, self.options.frozen_splittable)
@@ -70,6 +83,7 @@ class Evaluator:
         key = (shape, proposal.replicas)
         if key not in self._frames:
             placement, parts = Placement.of_replicas(proposal.replicas), self.parts(shape)
+            parts = () if self.fills else parts
             schedule = SCHEDULES[shape.schedule](placement, len(shape.sizes))
             schedule = prefix_frozen(schedule, parts)
             execution = execution_of(lower(schedule)).by_size(shape.sizes)
@@ -86,10 +100,16 @@ class Evaluator:
         return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts)
 
     def step_s(self, proposal: Proposal) -> float:
-        """The simulated time of a step."""
+        """The simulated time of a step; with filling, as if bubbles were filled without a loss."""
         if proposal not in self._steps:
-            execution = self.frame(proposal).execution
-            self._steps[proposal] = makespan(execution, self.costs(proposal))
+            costs, num_ranks = self.costs(proposal), proposal.shape.num_ranks
+            step_s = makespan(self.frame(proposal).execution, costs)
+            if self.fills:
+                samples = sum(proposal.shape.sizes)
+                frozen_s = num_ranks * self.model.encode_s(samples / num_ranks)
+                busy_s = sum(map(sum, costs.forward_s)) + sum(map(sum, costs.backward_s))
+                step_s = max(step_s, (busy_s + frozen_s) / num_ranks)
+            self._steps[proposal] = step_s
         return self._steps[proposal]
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
@@ -102,13 +122,25 @@ class Evaluator:
         return limit is None or max(self.peak_bytes(proposal)) <= limit
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
-        """Writes a proposal down as a plan."""
-        shape, schedule, costs = proposal.shape, self.frame(proposal).schedule, self.costs(proposal)
+        """Writes a proposal down as a plan, filled if that is asked for and helps."""
+        plain = replace(self, options=replace(self.options, filling="none"), _frames={}, _steps={})
+        unfilled = plain.unfilled_plan(proposal)
+        plans = [unfilled]
+        if self.fills:
+            wanted = self.options.filling
+            for policy in FILLINGS_KNOWN if wanted == "auto" else (wanted,):
+                plans.append(self.filled_plan(proposal, policy, unfilled))
+        if self.options.filling not in ("none", "auto"):
+            plans = plans[-1:]
+        return min(plans, key=lambda plan: plan.planned.iteration_s)
+
+    def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
+        """Frozen work in front of the pipeline."""
+        shape, schedule = proposal.shape, self.frame(proposal).schedule
+        costs = self.costs(proposal)
         timeline = simulate(lower(schedule), costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         computed = (s for s in timeline.spans if isinstance(s.instruction, Compute))
-        work_s = sum(span.duration_s for span in computed)
-        batch_size = self.options.global_batch_size
         planned = Planned(
             iteration_s=iteration_s,
             bubble_ratio=bubble_ratio,
@@ -116,22 +148,82 @@ class Evaluator:
             unfilled_bubble_ratio=bubble_ratio,
             frozen_s=sum(costs.encode_s),
             leftover_s=0.0,
-            no_bubble_limit_s=work_s / shape.num_ranks,
+            no_bubble_limit_s=sum(s.duration_s for s in computed) / shape.num_ranks,
             peak_memory_bytes=self.peak_bytes(proposal),
-            samples_per_s=batch_size / iteration_s if iteration_s else 0.0,
+            samples_per_s=self._rate(iteration_s),
         )
-        resolved = replace(
+        return PipelinePlan(
+            self._resolved(proposal, "none"),
+            self._stages(proposal),
+            schedule.programs,
+            planned,
+            costs,
+        )
+
+    def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
+        """Frozen work of the next batch in the bubbles of this one."""
+        frame, costs = self.frame(proposal), self.costs(proposal)
+        timeline = simulate(lower(frame.schedule), costs)
+        filled = fill(
+            policy,
+            frame.schedule,
+            timeline,
+            self.model.profile.encoders,
+            sum(proposal.shape.sizes),
+        )
+        costs = replace(costs, encode_s=filled.piece_s)
+        timeline = simulate(lower(filled.schedule), costs)
+        planned = replace(
+            unfilled.planned,
+            iteration_s=timeline.iteration_s,
+            bubble_ratio=timeline.bubble_ratio,
+            frozen_s=sum(filled.piece_s),
+            leftover_s=filled.leftover_s,
+            samples_per_s=self._rate(timeline.iteration_s),
+        )
+        return PipelinePlan(
+            self._resolved(proposal, policy),
+            self._stages(proposal),
+            filled.schedule.programs,
+            planned,
+            costs,
+            filled.pieces,
+        )
+
+    def _rate(self, iteration_s: float) -> float:
+        return self.options.global_batch_size / iteration_s if iteration_s else 0.0
+
+    def _resolved(self, proposal: Proposal, filling: str) -> PlanOptions:
+        """The options with everything decided."""
+        shape = proposal.shape
+        return replace(
             self.options,
             num_stages=shape.num_stages,
             num_microbatches=len(shape.sizes),
             num_replicas=proposal.replicas,
             data_parallel=shape.num_pipelines,
             schedule=shape.schedule,
-            filling="none",
+            filling=filling,
         )
+
+    def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         backbone = self.model.profile.backbones[0].name
-        stages = tuple(
+        return tuple(
             Stage(index, backbone, first, stop - 1, replicas)
             for index, (first, stop, replicas) in enumerate(proposal.cuts)
         )
-        return PipelinePlan(resolved, stages, schedule.programs, planned, costs)
+
+
+def fill(
+    policy: str,
+    schedule: Schedule,
+    timeline: Timeline,
+    encoders: Sequence[EncoderProfile],
+    num_samples: int,
+) -> Filled:
+    """Fills the bubbles of a pipeline by the policy of that name."""
+    if policy == "diffusionpipe":
+        placed = fill_like_diffusionpipe(timeline, encoders, num_samples)
+    else:
+        placed = fill_by_shares(timeline, frozen_layers(encoders), num_samples)
+    return weave(schedule, timeline, placed)

@@ -9,7 +9,8 @@ Each rank keeps its order of work. What is added:
   it. Receives are posted in the order of the sends, whatever the order of use, since links
   deliver in order;
 * `Encode`s of the frozen work of this batch and their exchange in front, if there is any;
-* `ReduceGradients` at the end, if there are gradients.
+* `ReduceGradients` behind the last instruction of a stage, if there are gradients; frozen work that is
+  left over comes behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_diffpipe.planning.instruction import (
     Instruction,
     Program,
     ReduceGradients,
+    Staged,
     UpdateWeights,
 )
 from lightning_diffpipe.planning.laws import messages_of_edge
@@ -43,12 +45,13 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
     """
     schedule = prefix_frozen(schedule, frozen_parts)
     edges = messages_of_edge(schedule)
-    reduction = _reduction(schedule)
+    reduction = _has_reduction(schedule)
     programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
-        lowered = _lower_program(schedule, program, incoming)
-        programs.append((*lowered, *reduction))
+        if reduction and ReduceGradients() not in program:
+            program = _reduce_behind_last_stage(program)
+        programs.append(tuple(_lower_program(schedule, program, incoming)))
     return replace(schedule, programs=tuple(programs))
 
 
@@ -65,6 +68,13 @@ def prefix_frozen(schedule: Schedule, frozen_parts: Sequence[EncodePart]) -> Sch
         for rank, program in enumerate(schedule.programs)
     )
     return replace(schedule, programs=programs)
+
+
+def _reduce_behind_last_stage(program: Program) -> Program:
+    """Gradients are summed as soon as they are there; frozen work that is left over can wait."""
+    ends = [i + 1 for i, done in enumerate(program) if isinstance(done, Staged)]
+    stop = max(ends, default=len(program))
+    return (*program[:stop], ReduceGradients(), *program[stop:])
 
 
 def _lower_program(
@@ -100,11 +110,10 @@ def _lower_program(
     return out
 
 
-def _reduction(schedule: Schedule) -> tuple[Instruction, ...]:
-    """Gradients are summed at the end, unless the programs step their optimizers on the way.
+def _has_reduction(schedule: Schedule) -> bool:
+    """Whether gradients are summed at the end: not if the programs step their optimizers on the way.
 
     Ranks without a microbatch take part: they hold a replica that must stay equal to the others.
     """
     kinds = {type(instruction) for _, instruction in schedule.staged()}
-    has_gradients = Backward in kinds or BackwardInput in kinds
-    return (ReduceGradients(),) if has_gradients and UpdateWeights not in kinds else ()
+    return (Backward in kinds or BackwardInput in kinds) and UpdateWeights not in kinds

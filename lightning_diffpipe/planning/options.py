@@ -21,7 +21,7 @@ PARTITIONS = (
     "uniform",
     "parameters",
 )
-FILLINGS = ("none", "auto")
+FILLINGS = ("none", "diffusionpipe", "shares", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class PlanOptions:
         num_replicas: Ranks of each stage: a number for all, or one number for each stage.
         data_parallel: Pipelines side by side, each with its part of the batch.
         schedule: A name of `SCHEDULES`.
-        filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline.
+        filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline;
+            `diffusionpipe` and `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only.

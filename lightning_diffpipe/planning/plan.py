@@ -23,6 +23,7 @@ from functools import cached_property
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.costs_json import costs_from_node, costs_to_json
+from lightning_diffpipe.planning.filling import FrozenPiece
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import (
     Encode,
@@ -79,6 +80,7 @@ class PipelinePlan:
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
         planned: The numbers promised.
         costs: What the promise is computed from; None in plans written by hand.
+        pieces: With filling, the frozen pieces of the next batch that `Encode` names.
     """
 
     options: PlanOptions
@@ -86,6 +88,7 @@ class PipelinePlan:
     programs: tuple[Program, ...]
     planned: Planned
     costs: PipelineCosts | None = None
+    pieces: tuple[FrozenPiece, ...] = ()
 
     def __post_init__(self) -> None:
         _check_stages(self.stages)
@@ -143,8 +146,10 @@ class PipelinePlan:
 
     @cached_property
     def frozen_parts(self) -> tuple[EncodePart, ...]:
-        """The frozen parts that `Encode` names; empty when no frozen work is planned."""
-        if not any(isinstance(i, Encode) for program in self.programs for i in program):
+        """Without filling, the frozen parts of this batch that `Encode` names."""
+        if self.pieces or not any(
+            isinstance(i, Encode) for program in self.programs for i in program
+        ):
             return ()
         splittable = self.options.frozen_splittable
         return encode_parts(self.microbatch_sizes, self.ranks_per_pipeline, splittable)
@@ -167,6 +172,7 @@ class PipelinePlan:
             PlanError: Names what is wrong.
         """
         _resolved(self.options.num_microbatches, "num_microbatches")
+        _check_encodes(self)
         try:
             self.lowered.validate()
             simulate(self.lowered)
@@ -216,6 +222,19 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
             )
 
 
+def _check_encodes(plan: PipelinePlan) -> None:
+    """Every frozen part or piece is run once, on its rank."""
+    known = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
+    for rank, program in enumerate(plan.programs):
+        for part in (i.part for i in program if isinstance(i, Encode)):
+            if known.pop(part, None) != rank:
+                raise PlanError(
+                    f"plan: programs.{rank}: E{part} is not a frozen part of this rank, or is run twice"
+                )
+    if known:
+        raise PlanError(f"plan: programs: frozen part {min(known)} is never run")
+
+
 def _content(plan: PipelinePlan) -> dict[str, object]:
     """Everything but format and digest."""
     texts = {
@@ -227,13 +246,14 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
         "stages": [asdict(stage) for stage in plan.stages],
         "programs": texts,
         "planned": json.loads(json.dumps(asdict(plan.planned))),
+        **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
         **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
     }
 
 
 def _read(node: Node) -> PipelinePlan:
     keys = ("format", "options", "stages", "programs", "planned")
-    node.check_keys(keys, ("digest", "costs"))
+    node.check_keys(keys, ("digest", "pieces", "costs"))
     if node["format"].value != FORMAT:
         raise node["format"].expected(f'"{FORMAT}"')
     options = _read_options(node["options"])
@@ -245,6 +265,7 @@ def _read(node: Node) -> PipelinePlan:
         _read_programs(node["programs"], stages),
         _read_planned(node["planned"]),
         costs_from_node(node["costs"]) if "costs" in node else None,
+        tuple(map(_read_piece, node["pieces"].elements())) if "pieces" in node else (),
     )
     plan.validate()
     if "digest" in node and node["digest"].value != plan.digest:
@@ -270,6 +291,12 @@ def _read_stage(node: Node) -> Stage:
         return Stage(node["index"].integer(), node["backbone"].text(), first, last, replicas)
     except DiffPipeError as cause:
         raise PlanError(f"{node.source}: {node.where}: {cause}") from cause
+
+
+def _read_piece(node: Node) -> FrozenPiece:
+    names = tuple(f.name for f in fields(FrozenPiece))
+    node.check_keys(names)
+    return FrozenPiece(*(node[name].integer() for name in names))
 
 
 def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:

@@ -42,6 +42,9 @@ WORTHWHILE = 0.002
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
 
+MOST_FINALISTS = 4
+"""With filling, so many of the best proposals are filled and simulated."""
+
 
 def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> PipelinePlan:
     """Finds the fastest plan.
@@ -66,7 +69,10 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
         search.try_shape(shape)
     if search.best is None:
         raise _nothing_fits(model, options)
-    return search.evaluator.plan(search.best)
+    # Filling is simulated at last only; until then an estimate of it ranks the proposals.
+    finalists = search.history[-MOST_FINALISTS:] if search.evaluator.fills else [search.best]
+    plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
+    return min(plans, key=lambda plan: plan.planned.iteration_s)
 
 
 @dataclass
@@ -79,6 +85,7 @@ class Search:
         evaluator: Simulates proposals.
         best: The fastest proposal that fits into memory.
         best_s: Its step.
+        history: All proposals that were the best for a while, in order.
     """
 
     model: CostModel
@@ -86,6 +93,7 @@ class Search:
     evaluator: Evaluator = field(init=False)
     best: Proposal | None = None
     best_s: float = float("inf")
+    history: list[Proposal] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.model, self.options)
@@ -99,6 +107,7 @@ class Search:
             shape.num_pipelines,
             shape.schedule == "gpipe",
             self.options.frozen_splittable,
+            not self.evaluator.fills,
         )
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
@@ -144,6 +153,7 @@ class Search:
         step_s = self.evaluator.step_s(proposal)
         if self._is_better(step_s) and self.evaluator.fits(proposal):
             self.best, self.best_s = proposal, step_s
+            self.history.append(proposal)
         return step_s
 
     def _climb(self, shape: Shape, cuts: tuple[Cut, ...]) -> None:

@@ -1,0 +1,111 @@
+"""Filling by shares: every rank encodes its own samples, as many as its bubbles have room for.
+
+Rank `r` takes `n_r` samples through all frozen layers, `n_r` in proportion to its idle time. A layer that
+does not fit into what is left of a bubble runs for as many samples as do fit, and for the others later.
+Nothing has to move between ranks before the exchange at the end, which needs each sample once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_diffpipe.planning.filling import (
+    MARGIN,
+    FrozenLayer,
+    FrozenPiece,
+    Placed,
+    gaps_of,
+)
+from lightning_diffpipe.planning.timeline import Timeline
+
+
+def fill_by_shares(
+    timeline: Timeline, layers: Sequence[FrozenLayer], num_samples: int
+) -> tuple[Placed, ...]:
+    """Places the frozen work of a batch.
+
+    Args:
+        timeline: The pipeline alone.
+        layers: The frozen layers, in an order in which they can run.
+        num_samples: Samples of the pipeline's next batch.
+    """
+    placed: list[Placed] = []
+    idle = [timeline.idle_s(rank) for rank in range(timeline.num_ranks)]
+    start = 0
+    for rank, samples in enumerate(shares(idle, _per_sample_s(layers, num_samples), num_samples)):
+        placed += _fill_rank(timeline, rank, layers, start, samples, len(placed))
+        start += samples
+    return tuple(placed)
+
+
+def _per_sample_s(layers: Sequence[FrozenLayer], num_samples: int) -> float:
+    return sum(layer.seconds(num_samples) for layer in layers) / num_samples
+
+
+def shares(idle_s: Sequence[float], sample_s: float, num_samples: int) -> tuple[int, ...]:
+    """How many samples each rank encodes, so that all are done at the same time.
+
+    Args:
+        idle_s: Idle time of each rank.
+        sample_s: Time of a sample through all frozen layers.
+        num_samples: Samples to share.
+
+    Example:
+        >>> shares([4.0, 2.0, 0.0], sample_s=1.0, num_samples=6), shares([0, 0], 1.0, 3)
+        ((4, 2, 0), (2, 1))
+    """
+    # Every rank works until the same moment: `idle + level`, which may be before its bubbles end.
+    ranked = sorted(idle_s, reverse=True)
+    level = 0.0
+    for count in range(1, len(ranked) + 1):
+        level = (num_samples * sample_s - sum(ranked[:count])) / count
+        if count == len(ranked) or level + ranked[count] <= 0:
+            break
+    exact = [max(idle + level, 0.0) / sample_s if sample_s else 0.0 for idle in idle_s]
+    whole = [int(n + 1e-9) for n in exact]
+    by_rest = sorted(range(len(exact)), key=lambda r: (whole[r] - exact[r], r))
+    for position in range(num_samples - sum(whole)):
+        whole[by_rest[position % len(whole)]] += 1
+    return tuple(whole)
+
+
+def _fill_rank(
+    timeline: Timeline,
+    rank: int,
+    layers: Sequence[FrozenLayer],
+    first_sample: int,
+    samples: int,
+    index: int,
+) -> list[Placed]:
+    """One rank's samples through all layers, gap after gap; what is left comes behind the pipeline."""
+    todo = [(layer, first_sample, first_sample + samples) for layer in layers] if samples else []
+    placed: list[Placed] = []
+    for gap_start, gap_stop in gaps_of(timeline, rank):
+        left = (gap_stop - gap_start) * (1 - MARGIN)
+        while todo:
+            layer, start, stop = todo[0]
+            fitting = _most_samples(layer, stop - start, left)
+            if not fitting:
+                break
+            duration = layer.seconds(fitting)
+            piece = FrozenPiece(
+                index + len(placed), rank, layer.encoder, layer.layer, start, start + fitting
+            )
+            placed.append(Placed(piece, duration, gap_start))
+            left -= duration
+            todo[:1] = [] if start + fitting == stop else [(layer, start + fitting, stop)]
+    for layer, start, stop in todo:
+        piece = FrozenPiece(index + len(placed), rank, layer.encoder, layer.layer, start, stop)
+        placed.append(Placed(piece, layer.seconds(stop - start), None))
+    return placed
+
+
+def _most_samples(layer: FrozenLayer, samples: int, time_s: float) -> int:
+    """The most samples, up to `samples`, for which the layer takes no longer than `time_s`."""
+    if layer.seconds(samples) <= time_s:
+        return samples
+    low, high = 0, samples - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layer.seconds(middle) <= time_s else (low, middle - 1)
+    return low

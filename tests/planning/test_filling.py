@@ -1,0 +1,190 @@
+"""Frozen work in bubbles: laws, pictures, and what it gains."""
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.evaluation import fill
+from lightning_diffpipe.planning.filling import frozen_layers
+from lightning_diffpipe.planning.filling_shares import shares
+from lightning_diffpipe.planning.instruction import Encode, Staged
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProfile, Seconds
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+
+from .pictures import check_golden
+from .profiles import equal_profile
+
+UNIFORM = [[1] * 24, [1] * 24]
+LONG = [[1] * 12, [1, 1, 2, 2, 4, 4, 12, 3, 3, 2]]
+POLICIES = ["diffusionpipe", "shares"]
+
+
+def encoders_of(shape, total_s, batch, chained=False):
+    """Layers in the given proportions, 2% of each independent of the number of samples."""
+    weight = total_s / sum(map(sum, shape))
+    encoders = []
+    for i, layers in enumerate(shape):
+        profiles = [
+            EncoderLayerProfile(
+                f"layer{j}", Seconds.of({1: (0.02 + 0.98 / batch) * w * weight, batch: w * weight})
+            )
+            for j, w in enumerate(layers)
+        ]
+        needs = ("encoder0",) if chained and i else ()
+        encoders.append(EncoderProfile(f"encoder{i}", tuple(profiles), needs))
+    return encoders
+
+
+def filled_of(policy, schedule, encoders, batch, costs=None):
+    timeline = simulate(schedule, costs)
+    filled = fill(policy, schedule, timeline, encoders, batch)
+    costs = TickCosts(encode=filled.piece_s) if costs is None else costs
+    return timeline, filled, simulate(lower(filled.schedule), costs)
+
+
+CASES = [
+    (policy, shape, S, M) for policy in POLICIES for shape in (UNIFORM, LONG) for S, M in
+    [(1, 1), (2, 2), (2, 4), (3, 1), (4, 2), (4, 4), ((1, 3), 6), ((2, 1, 1), 5)]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "shape", "S", "M"), CASES)
+@pytest.mark.parametrize("chained", [False, True])
+def test_laws_of_filling(policy, shape, S, M, chained):
+    schedule = one_f_one_b(S if isinstance(S, int) else Placement.of_replicas(S), M)
+    encoders = encoders_of(shape, 0.6 * schedule.num_ranks * M * 3, 32, chained)
+    timeline, filled, after = filled_of(policy, schedule, encoders, 32)
+
+    # The pipeline's own times are untouched.
+    before_spans = {s.instruction: s for s in timeline.spans if isinstance(s.instruction, Staged)}
+    for span in after.spans:
+        if isinstance(span.instruction, Staged):
+            assert span.start_s == pytest.approx(before_spans[span.instruction].start_s)
+    # Every sample passes every layer exactly once, and every piece is run once, on its rank.
+    samples = defaultdict(list)
+    for piece in filled.pieces:
+        samples[piece.encoder, piece.layer] += range(piece.start, piece.stop)
+    assert all(sorted(seen) == list(range(32)) for seen in samples.values())
+    assert len(samples) == sum(len(encoder.layers) for encoder in encoders)
+    run = {
+        i.part: r
+        for r, p in enumerate(filled.schedule.programs)
+        for i in p
+        if isinstance(i, Encode)
+    }
+    assert run == {piece.index: piece.rank for piece in filled.pieces}
+    # What is left over runs behind the pipeline, and nothing else does.
+    assert timeline.iteration_s <= after.iteration_s + 1e-9
+    assert after.iteration_s <= timeline.iteration_s + filled.leftover_s + 1e-6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_sample_passes_the_layers_in_order(policy, chained):
+    schedule = one_f_one_b(4, 4)
+    encoders = encoders_of(LONG, 40, 32, chained)
+    _, filled, after = filled_of(policy, schedule, encoders, 32)
+    order = {(l.encoder, l.layer): n for n, l in enumerate(frozen_layers(encoders))}
+    spans = {s.instruction.part: s for s in after.spans if isinstance(s.instruction, Encode)}
+    for rank in range(4):
+        own = [p for p in filled.pieces if p.rank == rank]
+        for sample in range(32):
+            passed = sorted(
+                (spans[p.index].start_s, order[p.encoder, p.layer], p.encoder, p.layer)
+                for p in own
+                if p.start <= sample < p.stop
+            )
+            for encoder in {p[2] for p in passed}:
+                layers = [p[3] for p in passed if p[2] == encoder]
+                assert layers == sorted(layers)
+            if chained and policy == "shares":
+                assert [p[1] for p in passed] == sorted(p[1] for p in passed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "x", "S", "M", "unfilled", "ratio", "speedup"),
+    [
+        (UNIFORM, 0.44, 2, 2, 25.7, 4.0, 1.299),
+        (UNIFORM, 0.44, 4, 4, 33.8, 17.0, 1.267),
+        (UNIFORM, 0.8944, 2, 2, 20.7, 0.3, 1.264),
+        (UNIFORM, 0.8944, 4, 2, 43.5, 23.0, 1.379),
+        (LONG, 0.44, 2, 4, 14.7, 0.2, 1.173),
+        (LONG, 0.44, 4, 4, 33.8, 16.5, 1.267),
+        (LONG, 0.8944, 2, 4, 11.6, 0.0, 1.132),
+        (LONG, 0.8944, 4, 4, 27.8, 2.9, 1.327),
+    ],
+)
+def test_what_filling_gains(shape, x, S, M, unfilled, ratio, speedup):
+    """Toy costs: forward 1, backward 2, batch 64, frozen work of x times the trained work."""
+    schedule, batch = one_f_one_b(S, M), 64
+    encoders = encoders_of(shape, x * S * M * 3, batch)
+    timeline, _, after = filled_of("diffusionpipe", schedule, encoders, batch)
+    frozen_s = sum(layer.seconds(batch / S) for layer in frozen_layers(encoders))
+    unfilled_s = timeline.iteration_s + frozen_s
+    idle_s = sum(timeline.idle_s(rank) for rank in range(S))
+    assert 100 * idle_s / (unfilled_s * S) == pytest.approx(unfilled, abs=0.06)
+    assert 100 * after.bubble_ratio == pytest.approx(ratio, abs=0.06)
+    assert unfilled_s / after.iteration_s == pytest.approx(speedup, abs=0.001)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_shares_are_done_at_the_same_time(seed):
+    rng = random.Random(seed)
+    idle = [rng.uniform(0, 10) for _ in range(rng.randint(1, 6))]
+    samples, sample_s = rng.randint(1, 60), rng.uniform(0.05, 1)
+    found = shares(idle, sample_s, samples)
+    assert sum(found) == samples
+    ends = [n * sample_s - i for n, i in zip(found, idle, strict=True) if n]
+    assert max(ends) - min(ends) <= 2 * sample_s + 1e-9
+    rest = [-i for n, i in zip(found, idle, strict=True) if not n]
+    assert all(end <= other + 2 * sample_s for end in ends for other in rest)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_golden_timeline(policy, update_golden):
+    encoders = encoders_of([[1, 1, 2], [1, 3]], 10, 4)
+    _, filled, after = filled_of(policy, one_f_one_b(3, 3), encoders, 4)
+    pieces = "\n".join(str(piece) for piece in filled.pieces)
+    check_golden(f"filling_{policy}", f"{filled.schedule}\n\n{after}\n\n{pieces}", update_golden)
+
+
+@pytest.mark.parametrize("filling", [*POLICIES, "auto"])
+def test_filled_plans(filling):
+    profile = equal_profile(12, 0.44)
+    options = PlanOptions(48, num_stages=4, num_microbatches=4, filling=filling)
+    plan = find_plan(profile, Cluster(4), options)
+    planned = plan.planned
+    assert plan.options.filling in POLICIES
+    assert planned.iteration_s < 0.81 * planned.unfilled_iteration_s
+    assert planned.bubble_ratio < planned.unfilled_bubble_ratio / 2
+    assert planned.iteration_s >= planned.no_bubble_limit_s
+    assert plan.timeline.iteration_s == pytest.approx(planned.iteration_s)
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_without_frozen_work_there_is_nothing_to_fill():
+    options = PlanOptions(48, num_stages=4, num_microbatches=4, filling="auto")
+    plan = find_plan(equal_profile(12), Cluster(4), options)
+    assert (plan.options.filling, plan.pieces) == ("none", ())
+
+
+def test_filling_is_never_slower_than_not_filling():
+    for seed in range(20):
+        rng = random.Random(seed)
+        profile = equal_profile(rng.randint(2, 8), rng.uniform(0.05, 1.5))
+        S = rng.randint(1, min(4, len(profile.backbones[0].layers)))
+        steps = [
+            find_plan(
+                profile, Cluster(S), PlanOptions(24, num_stages=S, filling=filling)
+            ).planned.iteration_s
+            for filling in ("none", "auto")
+        ]
+        assert steps[1] <= steps[0] * (1 + 1e-9)
