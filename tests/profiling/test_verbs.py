@@ -1,0 +1,71 @@
+"""`diffpipe profile` and `diffpipe plan model=...`, in this process."""
+
+import sys
+
+import pytest
+
+from lightning_diffpipe import ModelProfile, PipelinePlan, cli
+from lightning_diffpipe.modules.built_in import built_in
+from lightning_diffpipe.profiling.known_models import KNOWN_MODELS
+from tests.profiling.test_modelled import TINY
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, tmp_path):
+    """Calls the command from an empty folder; returns its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
+    arguments = ["plan", "model=sd21", "model.name=tiny", "cluster=8x_h100", "global_batch_size=16"]
+    code, out, _ = call(*arguments, "strategy.num_stages=2", "output=plan.json")
+    assert code == 0
+    assert out.startswith("tiny at 64 in bfloat16, modelled on h100; sizes are exact")
+    assert (
+        PipelinePlan.from_json((tmp_path / "plan.json").read_text()).options.global_batch_size == 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "neither was given"),
+        (["profile=p.json", "model=flux"], "both was given"),
+        (["model=glyph_unet"], "this model can be measured"),
+        (["model=flux", "model.device=b200"], "there is no device model 'b200'; choose one of t4"),
+        (["model=flux", "model.name=flux3"], "there is no known model 'flux3'"),
+        (["model=flux", "cluster=9x_h100"], "8x_h100"),
+    ],
+)
+def test_wrong_calls_are_told_in_a_line(call, arguments, message):
+    code, _, err = call("plan", "global_batch_size=8", *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (built_in("glyphs") / "vae").exists(), reason="needs the built-in weights")
+def test_a_model_is_profiled_and_planned(call, tmp_path):
+    small = ["data.alphabets=[digits]", "data.faces=[sans]", "data.batch_size=4"]
+    code, out, _ = call("profile", *small, "output=p.json", "budget_s=0.1", "progress=false")
+    assert code == 0, out
+    assert "layers of the path" in out
+    profile = ModelProfile.from_json((tmp_path / "p.json").read_text())
+    assert profile.name == "LatentDiffusion"
+    assert {encoder.name for encoder in profile.encoders} == {"frozen vae", "frozen text_encoder"}
+    code, out, _ = call("plan", "profile=p.json", "global_batch_size=8")
+    assert code == 0
