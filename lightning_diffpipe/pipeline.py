@@ -25,7 +25,12 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
 from lightning_diffpipe.graph.relay import RelayView
-from lightning_diffpipe.planning.instruction import Backward, Encode, ExchangeFrozen, Forward
+from lightning_diffpipe.planning.instruction import (
+    Encode,
+    ExchangeFrozen,
+    ForwardNoGrad,
+    UpdateWeights,
+)
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement, Schedule
@@ -281,10 +286,10 @@ def _require_runnable(schedule: Schedule) -> None:
     """
     for program in schedule.programs:
         for instruction in program:
-            if not isinstance(instruction, Forward | Backward):
+            if isinstance(instruction, ForwardNoGrad | UpdateWeights):
                 raise PlanError(
                     f"the plan's schedule has {instruction}, which can be simulated but not run yet; "
-                    "choose schedule=1f1b, 1f1b_deep or gpipe"
+                    "choose another schedule"
                 )
 
 

@@ -44,6 +44,9 @@ class Run(Protocol):
     checkpointing: bool
     """Layers called now are to be checkpointed."""
 
+    checkpointed: bool
+    """Something was checkpointed, so that a backward will compute it again."""
+
 
 class Site:
     """Replaces `forward` of one module instance. Costs about half a microsecond per call.
@@ -306,6 +309,7 @@ class _Checkpointing:
         if run is None:
             return cls.original()[0](function, preserve, *args, **kwargs)
         if not run.checkpoints_layers():  # private streams are seeded again in recomputation
+            run.checkpointed = True
             return cls.original()[0](function, True, *args, **kwargs)
         return _checkpoint_layers(run)
 

@@ -100,11 +100,12 @@ class LayerRun:
     Attributes:
         outputs: Tensors made here that others read, still attached to the autograd graph.
         checkpointing: Layers called now are to be checkpointed.
+        checkpointed: Something was, so that a backward will compute it again.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self.outputs: dict[TensorKey, Tensor] = {}
-        self.checkpointing = False
+        self.checkpointing = self.checkpointed = False
         self._plan = plan
         self._position = 0
         self._inside = self._in_fine = self._stopping = False

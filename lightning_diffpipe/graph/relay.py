@@ -76,7 +76,7 @@ class RelayRun:
     """Answers calls while a relay view is active."""
 
     def __init__(self, owners: Mapping[int, tuple[int, str]], share: Share) -> None:
-        self.checkpointing = False
+        self.checkpointing = self.checkpointed = False
         self.inside = False
         self._owners, self._share = owners, share
         self._decisions: dict[str, int | None] = {}

@@ -13,7 +13,8 @@ The run stops when its last own layer is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan, with_layout
+from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
 from lightning_diffpipe.graph.trace import loss_of
 
 __all__ = ["FrozenView", "StageRun", "StageView"]
@@ -112,6 +114,7 @@ class StageRun(LayerRun):
         self._interception, self._log = interception, log
         self._received = received
         self._leaves: dict[TensorKey, Tensor] = {}
+        self._later: WeightGradients | None = None
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Only the last stage sees real values."""
@@ -159,25 +162,73 @@ class StageRun(LayerRun):
         Returns:
             Gradients of `cut.received_gradients`; zeros where nothing here reads a tensor.
         """
-        cut, grads = self._plan.cut, grad_outputs or {}
-        roots = [k for k in cut.sent_gradients if k in grads and self.outputs[k].requires_grad]
-        tensors = [self.outputs[key] for key in roots]
-        gradients = [grads[key] for key in roots]
+        grads = grad_outputs or {}
+        roots, flows = self._roots(grads, loss_scale)
+        if roots:
+            with self._recomputing():
+                torch.autograd.backward(roots, flows)
+        return self._input_gradients(grads)
+
+    def backward_input(
+        self,
+        grad_outputs: Mapping[TensorKey, Tensor] | None = None,
+        loss_scale: float | Tensor = 1.0,
+    ) -> dict[TensorKey, Tensor]:
+        """The half of `backward` that the stage before waits for; `backward_weight` must follow.
+
+        Takes and returns what `backward` does. Where the graph cannot be split (activation
+        checkpointing, which would recompute for every question) all of it runs here.
+        """
+        grads = grad_outputs or {}
+        roots, flows = self._roots(grads, loss_scale)
+        leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+        if self.checkpointed:
+            return self.backward(grad_outputs, loss_scale)
+        if roots:
+            try:
+                with rng.preserved(self._plan.graph.host_random):
+                    found, self._later = input_gradients(roots, flows, leaves)
+            except NestedExits:
+                return self.backward(grad_outputs, loss_scale)
+            for leaf, gradient in zip(leaves, found, strict=True):
+                leaf.grad = gradient
+        return self._input_gradients(grads)
+
+    def backward_weight(self) -> None:
+        """The other half: gradients of this stage's parameters, into their `.grad`."""
+        if self._later is not None:
+            self._later.run()
+        self._later = None
+
+    def _roots(
+        self, grads: Mapping[TensorKey, Tensor], loss_scale: float | Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the backward starts, and the gradients there."""
+        keys = [
+            k for k in self._plan.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
+        ]
+        roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
         if self.loss is not None and self.loss.requires_grad:
-            tensors.append(self.loss)
-            gradients.append(torch.ones_like(self.loss) * loss_scale)
-        self._inside = True  # what runs now is recomputation inside layers
-        interception = self._interception
-        if tensors:
-            with (
-                rng.preserved(self._plan.graph.host_random),
-                interception.running(self),
-                interception.recomputed_by(self),
-            ):
-                torch.autograd.backward(tensors, gradients)
-        result = {key: self._gradient(key, grads) for key in cut.received_gradients}
+            roots.append(self.loss)
+            flows.append(torch.ones_like(self.loss) * loss_scale)
+        return roots, flows
+
+    @contextlib.contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Calls of layers are recomputation now."""
+        self._inside = True
+        with (
+            rng.preserved(self._plan.graph.host_random),
+            self._interception.running(self),
+            self._interception.recomputed_by(self),
+        ):
+            yield
+
+    def _input_gradients(self, grads: Mapping[TensorKey, Tensor]) -> dict[TensorKey, Tensor]:
+        result = {key: self._gradient(key, grads) for key in self._plan.cut.received_gradients}
         self.outputs.clear()
         self._leaves.clear()
+        self.loss = None if self.loss is None else self.loss.detach()
         return result
 
     def _gradient(self, key: TensorKey, grads: Mapping[TensorKey, Tensor]) -> Tensor:

@@ -104,6 +104,10 @@ class Executor:
                 runner.forward(stage, works[microbatch])
             case Backward(stage, microbatch):
                 runner.backward(stage, works[microbatch])
+            case BackwardInput(stage, microbatch):
+                runner.backward_input(stage, works[microbatch])
+            case BackwardWeight(stage, microbatch):
+                runner.backward_weight(stage, works[microbatch])
             case Send(kind, stage, microbatch, to_rank):
                 pack = (
                     runner.outgoing_activation if kind == "activation" else runner.outgoing_gradient
@@ -130,10 +134,9 @@ class Executor:
                 frozen.deliver()
             case ReduceGradients():
                 self._reduce_gradients()
-            case ForwardNoGrad() | BackwardInput() | BackwardWeight() | UpdateWeights():
+            case ForwardNoGrad() | UpdateWeights():
                 raise ScheduleError(
-                    f"{instruction} cannot be run yet; it can be planned and simulated. "
-                    "Choose schedule=1f1b or gpipe"
+                    f"{instruction} cannot be run yet; it can be planned and simulated"
                 )
             case _:
                 assert_never(instruction)

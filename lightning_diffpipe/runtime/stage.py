@@ -116,7 +116,23 @@ class StageRunner:
     def backward(self, stage: int, work: MicrobatchWork) -> None:
         """Backpropagates one microbatch through one stage and frees its activations."""
         run: StageRun = self._stash.take("run", stage, work.index)
-        upstream = run.backward(self._gradients(stage, work), work.loss_scale)
+        self._keep_upstream(stage, work, run.backward(self._gradients(stage, work), work.loss_scale))
+
+    def backward_input(self, stage: int, work: MicrobatchWork) -> None:
+        """The half of a backward that the stage before waits for."""
+        run: StageRun = self._stash.take("run", stage, work.index)
+        upstream = run.backward_input(self._gradients(stage, work), work.loss_scale)
+        self._keep_upstream(stage, work, upstream)
+        self._stash.put("weights", stage, work.index, run)
+
+    def backward_weight(self, stage: int, work: MicrobatchWork) -> None:
+        """The half that nobody waits for; frees the activations."""
+        run: StageRun = self._stash.take("weights", stage, work.index)
+        run.backward_weight()
+
+    def _keep_upstream(
+        self, stage: int, work: MicrobatchWork, upstream: dict[TensorKey, Tensor]
+    ) -> None:
         if stage > 0:
             self._stash.put("upstream", stage - 1, work.index, upstream)
 

@@ -34,9 +34,14 @@ def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, **sett
     return outcomes, expected
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_two_stages(schedule):
     check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
+
+
+def test_zero_bubble_on_three_stages_with_tied_weights_and_a_replica():
+    strategy = {"num_stages": 3, "num_replicas": (1, 2, 1), "schedule": "zero_bubble"}
+    check(4, 4, module={"tied": True}, strategy=strategy)
 
 
 def test_three_stages_and_one_microbatch():

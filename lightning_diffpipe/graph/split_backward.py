@@ -1,0 +1,210 @@
+"""A backward pass in two halves: gradients of inputs now, gradients of weights later.
+
+Only the first half is waited for by the stage before; zero-bubble schedules move the second half into
+places where a rank would idle. Autograd runs a backward as one piece, but it computes only what is asked
+for, so the two halves are two kinds of questions to the same graph:
+
+    root ── u1 ──── u2 ──── u3 ── input          u: nodes on a way to some input
+            │       │       │
+            w1      w2      w3 (weights)         hanging off them: ways to weights only
+
+    first half    gradients of the inputs; what flows into each u is noted on the way
+    second half   for each u, from what was noted, the gradients of the weights that hang off it
+
+A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for
+where its way leaves the u's: that gradient is noted in the first half, and continued in the second.
+
+Source:
+    Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
+
+
+@dataclass
+class WeightGradients:
+    """The second half, waiting to be run.
+
+    Attributes:
+        calls: For each question to autograd: edges to start from, what flows in, the weights asked for.
+    """
+
+    calls: list[tuple[list[Any], list[Tensor], list[Tensor]]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Adds the gradients of the weights to their `.grad` and frees the graph."""
+        while self.calls:
+            edges, flows, weights = self.calls.pop(0)
+            found = torch.autograd.grad(
+                edges, weights, flows, retain_graph=bool(self.calls), allow_unused=True
+            )
+            for weight, gradient in zip(weights, found, strict=True):
+                if gradient is not None:
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def input_gradients(
+    roots: Sequence[Tensor], flows: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightGradients]:
+    """Runs the first half.
+
+    Args:
+        roots: Where the backward starts.
+        flows: Their gradients.
+        inputs: Leaves whose gradients are wanted now.
+
+    Returns:
+        Gradients of the inputs, `None` where no way leads to one; and the second half.
+    """
+    graph = _Graph(roots, inputs)
+    if not graph.towards_inputs:
+        joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
+        return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
+    apart, shared = graph.exits()
+    noted: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [node.register_prehook(_note(noted, node)) for node in apart]
+    edges = [GradientEdge(node, number) for node, number in shared]
+    starts = [
+        (r, f) for r, f in zip(roots, flows, strict=True) if r.grad_fn in graph.towards_inputs
+    ]
+    others = [
+        (r, f) for r, f in zip(roots, flows, strict=True) if r.grad_fn not in graph.towards_inputs
+    ]
+    try:
+        found = torch.autograd.grad(
+            [r for r, _ in starts],
+            [*inputs, *edges],
+            [f for _, f in starts],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    later = WeightGradients()
+    for node, weights in apart.items():
+        ways = [(i, flow) for i, flow in enumerate(noted.get(node, ())) if flow is not None]
+        if ways:
+            starts_here = [GradientEdge(node, i) for i, _ in ways]
+            later.calls.append((starts_here, [flow for _, flow in ways], weights))
+    crossing = list(zip(edges, found[len(inputs) :], strict=True)) + others
+    crossing = [(edge, flow) for edge, flow in crossing if flow is not None]
+    nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
+    if weights := graph.weights_below(nodes):
+        later.calls.append(([e for e, _ in crossing], [f for _, f in crossing], weights))
+    return list(found[: len(inputs)]), later
+
+
+def _note(noted: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:
+    def hook(flows: tuple[Tensor | None, ...]) -> None:
+        noted[node] = flows
+
+    return hook
+
+
+class _Graph:
+    """The autograd graph below some roots, sorted into ways to inputs and ways to weights.
+
+    Attributes:
+        towards_inputs: Nodes from which some input can be reached.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        targets = {get_gradient_edge(leaf).node for leaf in inputs}
+        self._order = _post_order([root.grad_fn for root in roots])
+        self.towards_inputs: set[Node] = set()
+        self._weights: dict[Node, frozenset[Tensor]] = {}
+        for node in self._order:  # children first
+            children = [child for child, _ in node.next_functions if child is not None]
+            if node in targets or any(child in self.towards_inputs for child in children):
+                self.towards_inputs.add(node)
+            elif hasattr(node, "variable"):
+                self._weights[node] = frozenset([node.variable])
+            else:
+                below = (self._weights.get(child, frozenset()) for child in children)
+                self._weights[node] = frozenset().union(*below)
+
+    def weights_below(self, nodes: Iterable[Node]) -> list[Tensor]:
+        """Weights that can be reached from nodes off the ways to inputs, in a fixed order."""
+        found: dict[Tensor, None] = {}
+        wanted = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
+        for node in self._order:
+            if hasattr(node, "variable") and node.variable in wanted:
+                found[node.variable] = None
+        return list(found)
+
+    def exits(self) -> tuple[dict[Node, list[Tensor]], list[tuple[Node, int]]]:
+        """Where ways to weights leave the ways to inputs.
+
+        Returns:
+            Nodes with weights that hang off them alone; and, for all other weights, the edges (node,
+            input number) behind the exit. No exit of the second kind lies below another.
+        """
+        leaving: dict[tuple[Node, int], set[Node]] = {}
+        for node in self._order:
+            if node in self.towards_inputs:
+                for child, number in node.next_functions:
+                    if child is not None and self._weights.get(child):
+                        leaving.setdefault((child, number), set()).add(node)
+        shared = self._shared(leaving)
+        apart: dict[Node, list[Tensor]] = {}
+        for (child, number), nodes in leaving.items():
+            if (child, number) not in shared:
+                (node,) = nodes
+                have = apart.setdefault(node, [])
+                have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
+        return apart, self._highest(shared)
+
+    def _shared(self, leaving: dict[tuple[Node, int], set[Node]]) -> set[tuple[Node, int]]:
+        """Exits from which some weight can be reached that hangs off another node, too."""
+        owners: dict[Tensor, set[Node]] = {}
+        for (child, _), nodes in leaving.items():
+            for weight in self._weights[child]:
+                owners.setdefault(weight, set()).update(nodes)
+        contested = {weight for weight, nodes in owners.items() if len(nodes) > 1}
+        shared: set[tuple[Node, int]] = set()
+        while True:  # an exit that shares a weight with a shared exit is shared, too
+            more = {exit_ for exit_ in leaving if self._weights[exit_[0]] & contested} - shared
+            if not more:
+                return shared
+            shared |= more
+            contested |= frozenset().union(*(self._weights[child] for child, _ in more))
+
+    def _highest(self, shared: set[tuple[Node, int]]) -> list[tuple[Node, int]]:
+        """Refuses exits below other exits, whose gradients would be counted twice."""
+        children = {child for child, _ in shared}
+        below = set(_post_order([c for n in children for c, _ in n.next_functions if c is not None]))
+        if children & below:
+            raise NestedExits
+        return [exit_ for node in self._order for exit_ in shared if exit_[0] is node]
+
+
+class NestedExits(Exception):  # noqa: N818 - not an error: the caller takes another way
+    """The graph cannot be split this way; run the backward as one piece."""
+
+
+def _post_order(roots: Iterable[Node]) -> list[Node]:
+    """All nodes below the roots, each after everything below it."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    for root in roots:
+        stack = [(root, False)] if root is not None else []
+        while stack:
+            node, expanded = stack.pop()
+            if expanded:
+                order.append(node)
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+    return order

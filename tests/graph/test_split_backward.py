@@ -1,0 +1,118 @@
+"""The two halves of a backward add up to the whole, and the first does not touch weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe.graph.split_backward import NestedExits, input_gradients
+
+
+class Block(nn.Module):
+    """Attention, normalisation, a conditioned residual: many kinds of autograd nodes."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.scale = nn.Linear(width, width), nn.Linear(width, width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x, condition):
+        q, k, v = (self.norm(x) * (1 + self.scale(F.silu(condition))[:, None])).chunk(3, 1)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        return x + self.conv(self.norm(x).transpose(1, 2)).transpose(1, 2)
+
+
+def halves(roots, flows, inputs, module):
+    found, later = input_gradients(roots, flows, inputs)
+    assert all(p.grad is None for p in module.parameters()), "the first half made weight gradients"
+    later.run()
+    return found, {name: p.grad for name, p in module.named_parameters()}
+
+
+def whole(roots, flows, inputs, module):
+    for tensor in [*inputs, *module.parameters()]:
+        tensor.grad = None
+    torch.autograd.backward(roots, flows)
+    return [x.grad for x in inputs], {name: p.grad for name, p in module.named_parameters()}
+
+
+def compare(run, inputs, module):
+    module.zero_grad()
+    roots = run()
+    flows = [torch.randn_like(root) for root in roots]
+    found, weights = halves(roots, flows, inputs, module)
+    expected, expected_weights = whole(run(), flows, inputs, module)
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or torch.allclose(got, wanted, rtol=1e-12, atol=1e-12)
+    for name, wanted in expected_weights.items():
+        got = weights[name]
+        assert (got is None) == (wanted is None), name
+        assert got is None or torch.allclose(got, wanted, rtol=1e-12, atol=1e-12), name
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_chain_of_blocks_with_a_shared_conditioning_layer():
+    module = nn.ModuleDict({"b": nn.ModuleList(Block() for _ in range(3)), "time": nn.Linear(4, 8)})
+    x, t = torch.randn(2, 6, 8, requires_grad=True), torch.randn(2, 4)
+
+    def run():
+        condition, h = module["time"](t), x
+        for block in module["b"]:
+            h = block(h, condition)
+        return [h]
+
+    compare(run, [x], module)
+
+
+def test_received_conditioning_and_several_outputs():
+    module = nn.ModuleList(Block() for _ in range(2))
+    x, c = torch.randn(2, 6, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+
+    def run():
+        first = module[0](x, c)
+        return [module[1](first, c), first, F.silu(c)]
+
+    compare(run, [x, c], module)
+
+
+def test_tied_weights():
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    module[1].weight = module[0].weight
+    x = torch.randn(3, 8, requires_grad=True)
+    compare(lambda: [module[1](torch.tanh(module[0](x)))], [x], module)
+
+
+def test_a_first_stage_has_no_inputs_and_a_root_may_miss_them():
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    data, x = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)
+    compare(lambda: [module[1](torch.tanh(module[0](data)))], [], module)
+    compare(lambda: [module[1](x), module[0](data)], [x], module)
+
+
+def test_an_input_that_is_not_used_gets_no_gradient():
+    module = nn.Linear(8, 8)
+    x, y = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    compare(lambda: [module(x)], [x, y], module)
+
+
+def test_a_way_that_leaves_twice_is_refused_not_counted_twice():
+    """A value made from weights alone, read by two nodes, one of them through another such value."""
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    x, data = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+
+    def run():
+        inner = module[0](data)
+        outer = module[1](inner)
+        return [(x * outer) + (x * x) * inner]
+
+    with pytest.raises(NestedExits):
+        halves(run(), [torch.ones(3, 8)], [x], module)
