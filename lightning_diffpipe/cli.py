@@ -267,7 +267,8 @@ def plan(config: DictConfig) -> Any:
 
 def _profile_to_plan(config: DictConfig) -> Any:
     """Reads the profile at `profile`, or models that of a well-known `model`."""
-    if (config.profile is None) == (config.model is None):
+    model = config.get("model")  # absent where the group was not chosen
+    if (config.profile is None) == (model is None):
         raise ConfigurationError(
             "give profile=FILE, written by diffpipe profile, or model=NAME for one that is not at hand, "
             f"such as model=flux; {'neither' if config.profile is None else 'both'} was given"
@@ -276,12 +277,12 @@ def _profile_to_plan(config: DictConfig) -> Any:
         from lightning_diffpipe.planning.profile import ModelProfile
 
         return ModelProfile.from_json(_read(config.profile), config.profile)
-    if not config.model._target_.endswith("ModelOnPaper"):
+    if not model._target_.endswith("ModelOnPaper"):
         raise ConfigurationError(
             "this model can be measured: write a profile with diffpipe profile model=..., "
             "then plan with profile=FILE"
         )
-    profile = hydra.utils.instantiate(config.model).profile()
+    profile = hydra.utils.instantiate(model).profile()
     print(f"{profile.name}; sizes are exact, times are not measured\n")
     return profile
 
