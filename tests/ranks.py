@@ -2,9 +2,9 @@
 
     results = run_ranks(function, 4, argument)      # function(rank, *arguments) -> anything picklable
 
-Processes are forked from a server that has imported torch and Lightning once, so that a test pays
-milliseconds, not seconds, for each. Every wait has a deadline: a hanging test prints the stack of every
-rank and fails in a minute, never in an hour.
+Processes are forked from a server that has imported torch, Lightning and this project once and used them
+(`tests/warm.py`), so that a test pays milliseconds, not seconds, for each. Every wait has a deadline: a
+hanging test prints the stack of every rank and fails in a minute, never in an hour.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "lightning", "diffusers", "transformers"]
-)
+_CONTEXT.set_forkserver_preload(["tests.warm"])
 
 
 class RankError(AssertionError):

@@ -1,0 +1,31 @@
+"""Imported once by the server that test processes are forked from.
+
+Without it every process would import the project, and pay for the first use of fake tensors (dynamo,
+symbolic shapes, decompositions: seconds) again. No thread may be started here: forks would lack it.
+"""
+
+import contextlib
+import gc
+
+import torch
+
+
+def probe_once() -> None:
+    """Runs the code that a set-up runs; its caches are inherited by every fork."""
+    from lightning_diffpipe.graph.fold import fold
+    from lightning_diffpipe.graph.probe import probe
+    from tests.distributed import scenarios, tiny
+
+    torch.set_num_threads(1)
+    module = scenarios.build(scenarios.Settings())
+    batch = torch.utils.data.default_collate([tiny.Samples(2)[0]] * 2)
+    step = lambda module, batch: module.training_step(batch, 0)
+    graph = probe(module, step, batch)
+    fold(module, step, batch, graph, [len(graph.path) // 2])
+
+
+# An error here would end the server without a word; the tests themselves will report it.
+with contextlib.suppress(Exception):
+    probe_once()
+gc.collect()
+gc.freeze()  # what is shared by all forks need not be searched by any
