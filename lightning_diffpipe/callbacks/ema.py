@@ -34,6 +34,16 @@ def _is_placeholder(parameter: nn.Parameter) -> bool:
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
+def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
+    # In half precision, small updates of an average would round to nothing.
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _outline(parameter: nn.Parameter) -> Tensor:
+    """Stands for the average of a parameter of another rank: its shape and dtype, no memory."""
+    return torch.empty((), dtype=_dtype_of_average(parameter)).expand(parameter.shape)
+
+
 class EMA(L.Callback):
     """Keeps an exponential moving average of the trained weights.
 
@@ -52,7 +62,7 @@ class EMA(L.Callback):
         self._num_updates = 0
         self._last_step = 0
         self._restored: dict[str, Tensor] = {}
-        self._swapped = False
+        self._weights: dict[str, Tensor] = {}  # set aside while the averages are in their place
 
     @property
     def state_key(self) -> str:
@@ -71,7 +81,9 @@ class EMA(L.Callback):
         """Starts from the restored averages, or from the weights themselves."""
         self._last_step = trainer.global_step
         self.averages = {
-            name: self._restored.get(name, parameter.detach()).to(parameter.device, copy=True)
+            name: self._restored.get(name, parameter.detach()).to(
+                parameter.device, _dtype_of_average(parameter), copy=True
+            )
             for name, parameter in self._resident(trainer, pl_module).items()
         }
         self._restored = {}
@@ -88,45 +100,51 @@ class EMA(L.Callback):
         self._num_updates += 1
         weights = dict(pl_module.named_parameters())
         torch._foreach_lerp_(
-            list(self.averages.values()), [weights[name] for name in self.averages], 1 - decay
+            list(self.averages.values()),
+            [weights[name].to(average.dtype) for name, average in self.averages.items()],
+            1 - decay,
         )
 
-    def _swap(self, module: nn.Module) -> None:
+    def _swap_in(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
         for name, average in self.averages.items():
             # Exchanging storage keeps the Parameter objects the optimizer knows.
-            self.averages[name], weights[name].data = weights[name].data, average
-        self._swapped = not self._swapped
+            self._weights[name] = weights[name].data
+            weights[name].data = average.to(weights[name].dtype)
+
+    def _swap_out(self, module: nn.Module) -> None:
+        weights = dict(module.named_parameters())
+        for name, data in self._weights.items():
+            weights[name].data = data
+        self._weights = {}
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
         """A context in which the module has the averaged weights."""
-        if self._swapped:  # validation is under way: they are in place already
+        if self._weights:  # validation is under way: they are in place already
             yield
             return
-        self._swap(module)
+        self._swap_in(module)
         try:
             yield
         finally:
-            self._swap(module)
+            self._swap_out(module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validates the averages, within a training run."""
         # A later `trainer.validate` may have divided the module otherwise.
-        if trainer.state.fn == TrainerFn.FITTING and not self._swapped:
-            self._swap(pl_module)
+        if trainer.state.fn == TrainerFn.FITTING and not self._weights:
+            self._swap_in(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Goes back to the weights in training."""
-        if self._swapped:
-            self._swap(pl_module)
+        self._swap_out(pl_module)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Leaves the weights in training behind, also when a validation fails."""
-        if self._swapped:
-            self._swap(pl_module)
+        self._swap_out(pl_module)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -135,8 +153,10 @@ class EMA(L.Callback):
         gather = getattr(trainer.strategy, "gather_by_name", None)
         if gather is None or "callbacks" not in checkpoint:
             return
-        weights = _trained(pl_module)
-        averages = {name: self.averages.get(name, weights[name].detach()) for name in weights}
+        averages = {
+            name: self.averages.get(name, _outline(parameter))
+            for name, parameter in _trained(pl_module).items()
+        }
         checkpoint["callbacks"][self.state_key]["averages"] = gather(averages)
 
     def state_dict(self) -> dict[str, Any]:

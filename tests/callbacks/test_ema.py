@@ -103,6 +103,27 @@ def test_the_context_swaps_in_and_back(tmp_path):
     assert ema.averages["layer.weight"].equal(average)
 
 
+def test_averages_are_fp32_and_are_swapped_in_as_the_weights_are(tmp_path):
+    ema = EMA(decay=0.3)
+    _, module, recorder = fit(tmp_path, ema, BoringModel().bfloat16(), precision="bf16-true")
+    average = ema.averages["layer.weight"]
+    assert average.dtype == torch.float32
+    torch.testing.assert_close(
+        average, averaged_by_hand([w.float() for w in recorder.trained], 0.3)
+    )
+    with ema.averaged(module):
+        assert module.layer.weight.equal(average.bfloat16())
+    assert module.layer.weight.equal(recorder.trained[-1])
+
+
+def test_a_checkpoint_written_in_validation_holds_averages_as_averages(tmp_path):
+    ema = EMA(decay=0.3)
+    _, module, _ = fit(tmp_path, ema)
+    average = ema.averages["layer.weight"].clone()
+    with ema.averaged(module):
+        assert ema.state_dict()["averages"]["layer.weight"].equal(average)
+
+
 def test_frozen_and_foreign_parameters_are_left_out(tmp_path):
     module = BoringModel()
     module.frozen = nn.Linear(2, 2).requires_grad_(False)
