@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -146,7 +147,7 @@ class Evaluator:
             bubble_ratio=bubble_ratio,
             unfilled_iteration_s=iteration_s,
             unfilled_bubble_ratio=bubble_ratio,
-            frozen_s=sum(costs.encode_s),
+            frozen_s=math.fsum(costs.encode_s),
             leftover_s=0.0,
             no_bubble_limit_s=sum(s.duration_s for s in computed) / shape.num_ranks,
             peak_memory_bytes=self.peak_bytes(proposal),
@@ -177,7 +178,7 @@ class Evaluator:
             unfilled.planned,
             iteration_s=timeline.iteration_s,
             bubble_ratio=timeline.bubble_ratio,
-            frozen_s=sum(filled.piece_s),
+            frozen_s=math.fsum(filled.piece_s),
             leftover_s=filled.leftover_s,
             samples_per_s=self._rate(timeline.iteration_s),
         )

@@ -27,6 +27,7 @@ from lightning_diffpipe.planning.filling import FrozenPiece
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import (
     Encode,
+    ForwardNoGrad,
     Program,
     format_program,
     parse_program,
@@ -137,7 +138,9 @@ class PipelinePlan:
     @cached_property
     def schedule(self) -> Schedule:
         """The programs as a schedule, without communication."""
-        return Schedule(self.placement, self.num_microbatches, self.programs)
+        estimates = any(isinstance(i, ForwardNoGrad) for program in self.programs for i in program)
+        lag = 0 if estimates else None
+        return Schedule(self.placement, self.num_microbatches, self.programs, lag)
 
     @cached_property
     def lowered(self) -> Schedule:
@@ -162,7 +165,7 @@ class PipelinePlan:
     @property
     def digest(self) -> str:
         """A hash of all that ranks must agree on; equal plans have equal digests."""
-        content = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
+        content = json.dumps(_canonical(_content(self)), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def validate(self) -> None:
@@ -220,6 +223,17 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
                 f"plan: stages[{index}].first_layer: stage {index} starts at layer "
                 f"{stage.first_layer}, but {why}; stages must be contiguous"
             )
+
+
+def _canonical(value: object) -> object:
+    """The same content with all numbers as floats, so that 1 and 1.0 are the same plan."""
+    if isinstance(value, dict):
+        return {key: _canonical(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(element) for element in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
 
 
 def _check_encodes(plan: PipelinePlan) -> None:

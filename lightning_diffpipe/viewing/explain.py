@@ -184,6 +184,8 @@ def _changes(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Ite
     if profile.encoders:
         cached = replace(profile, encoders=())
         tries.append(("caching the encoders' outputs on disk", fixed, cached))
+        filled = replace(fixed, filling="auto")
+        tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
     for description, options, what in tries:
         try:
             found = find_plan(what, cluster, options)

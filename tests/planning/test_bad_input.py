@@ -10,6 +10,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
@@ -210,13 +211,17 @@ PLAN = find_plan(
 )
 
 
-def test_plans_round_trip():
-    text = PLAN.to_json()
+@pytest.mark.parametrize("frozen_share", [0, 0.5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_plans_round_trip(frozen_share, schedule):
+    options = PlanOptions(12, num_stages=3, schedule=schedule, filling="auto")
+    plan = find_plan(equal_profile(6, frozen_share), Cluster(3), options)
+    text = plan.to_json()
     again = PipelinePlan.from_json(text)
-    assert again == PLAN
-    assert again.digest == PLAN.digest
-    assert again.timeline == PLAN.timeline
-    assert again.to_json() == text
+    assert again == plan
+    assert again.digest == plan.digest
+    assert again.timeline == plan.timeline
+    assert PipelinePlan.from_json(again.to_json()) == plan
 
 
 def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():

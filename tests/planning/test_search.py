@@ -1,5 +1,7 @@
 """The search against trying everything, with the same simulator."""
 
+import random
+import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -7,19 +9,21 @@ import pytest
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
+from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.proposals import microbatch_counts
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
-from .profiles import random_case
+from .profiles import equal_profile, random_case, random_profile
 
 
 def every_way(profile, cluster, options):
@@ -114,3 +118,46 @@ def test_no_cut_is_faster_than_its_bound(seed):
         best = bounds.best_cuts(replicas)
         assert best is not None
         assert best[0] <= bounds.cuts_s(cuts) + 1e-9
+
+
+def test_self_conditioning_can_be_planned():
+    options = PlanOptions(
+        12, num_stages=3, num_microbatches=4, schedule="self_conditioning", partition="uniform"
+    )
+    plan = find_plan(equal_profile(6), Cluster(3), options)
+    # Stages of 2 layers, microbatches of 3 samples: forward 6, backward 12.
+    assert plan.planned.iteration_s == pytest.approx(max(4 * 6, 3 * 6) + (4 + 3 - 1) * 18)
+    assert PipelinePlan.from_json(plan.to_json()).timeline == plan.timeline
+
+
+def test_plain_data_parallelism_is_a_candidate():
+    """With free links no pipeline beats it; with slow gradient sums a pipeline does."""
+    profile = equal_profile(8, gradient_bytes=10**9, boundary_bytes_per_sample=10**3)
+    free = find_plan(profile, Cluster(4), PlanOptions(64))
+    assert (free.num_stages, free.num_pipelines) == (1, 4)
+    slow = Cluster(4, p2p=Link(1e9), all_reduce=Link(1e8))
+    assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
+
+
+def cpu_seconds(num_layers, num_ranks, batch, **options):
+    rng = random.Random(1)
+    profile = random_profile(rng, num_layers, frozen=True)
+    model = CostModel(profile, Cluster(num_ranks))
+    whole = LayerRun(0, 0, num_layers)
+    need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
+    link = Link(300, 0.05)
+    cluster = Cluster(num_ranks, 8, int(0.3 * need), link, link)
+    start = time.process_time()
+    find_plan(profile, cluster, PlanOptions(batch, **options))
+    return time.process_time() - start
+
+
+def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
+    """Here with a model that fits no rank, which leaves most to be tried; half of it is usual."""
+    assert cpu_seconds(60, 8, 64, num_stages=8, num_microbatches=16) < 1
+    assert cpu_seconds(60, 8, 64) < 4
+
+
+@pytest.mark.slow
+def test_two_hundred_layers_on_64_ranks_are_planned_in_ten_seconds():
+    assert cpu_seconds(200, 64, 512) < 10

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 
 
@@ -22,7 +23,9 @@ SCHEDULES: dict[str, Callable[[int | Placement, int], Schedule]] = {
     "1f1b_deep": deep_one_f_one_b,
     "gpipe": gpipe,
     "zero_bubble": zero_bubble,
+    "self_conditioning": self_conditioning,
 }
 
 AUTO_SCHEDULES = ("1f1b", "1f1b_deep", "gpipe")
-"""Those whose backward is one piece: splitting it is not possible for every module."""
+"""Those that do the same work in another order. The others change it: they split backwards, which not
+every module allows, or add a forward."""
