@@ -49,7 +49,8 @@ two and three stages. Its loss is the same to the last bits (1e-12), and so is e
 - **Probed on**: *shapes* needs neither memory nor weights; *values* means that the control flow of the
   model depends on values, so that probing a model of full size needs its weights.
 - **Samples apart**: *no* means that the loss of a batch is not the mean of the losses of its samples,
-  so that splitting it into microbatches changes the result, with or without a pipeline.
+  so that splitting it into microbatches changes the result, with or without a pipeline. (The fusion
+  transformer of ControlNet-Union attends from one sample of the batch to another.)
 - **Gradient error**: largest deviation relative to the largest entry of a gradient, rounded up to a
   power of ten.
 """
@@ -123,6 +124,7 @@ def written_rows() -> dict[str, str]:
 def main(wanted: list[str]) -> None:
     """Measures the models asked for, and writes the page."""
     warnings.filterwarnings("ignore")
+    diffusers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = written_rows()
     for name, case in CASES.items():
