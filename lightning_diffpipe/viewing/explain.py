@@ -105,8 +105,9 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
     """Each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
+    frozen = "that fits no bubble" if plan.pieces else "in front of the pipeline"
     without = {
-        "frozen work in front of the pipeline": replace(
+        f"frozen work {frozen}": replace(
             costs, encode_s=(0.0,) * len(costs.encode_s), all_gather_s=0.0
         ),
         "links between stages": replace(costs, activation_s=nothing, gradient_s=nothing),

@@ -1,16 +1,18 @@
-"""A plan as a page of text: what runs where, what it costs, and what to expect."""
+"""A plan as a page of text: what runs where, what it costs, what to expect, and what holds it up."""
 
 from __future__ import annotations
 
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.viewing.ascii import render
+from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.units import percent, seconds, size, table
 
 
 def report(plan: PipelinePlan, max_columns: int = 120) -> str:
-    """The whole page: headline, table of stages, numbers, timeline."""
+    """The whole page: headline, table of stages, numbers, bottleneck, timeline."""
     parts = [headline(plan), stage_table(plan), numbers(plan)]
     if plan.costs is not None:
+        parts.append(str(explain(plan)))
         parts.append(render(plan.timeline, max_columns=max_columns))
     return "\n\n".join(parts)
 
@@ -70,7 +72,7 @@ def numbers(plan: PipelinePlan) -> str:
     lines = [
         f"step          {seconds(planned.iteration_s)}, {planned.samples_per_s:.4g} samples/s",
         f"bubble ratio  {percent(planned.bubble_ratio)}",
-        f"no bubbles    {seconds(planned.no_bubble_limit_s)} at best: all work over all ranks",
+        f"no bubbles    {seconds(planned.no_bubble_limit_s)} at best",
     ]
     if planned.frozen_s:
         share = planned.frozen_s / plan.ranks_per_pipeline
