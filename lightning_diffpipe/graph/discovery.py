@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
@@ -32,6 +33,7 @@ from lightning_diffpipe.graph.layer import (
     TensorKey,
     TensorSpec,
     batch_signature,
+    dense_stride,
 )
 from lightning_diffpipe.graph.provenance import LeakError, Record
 from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
@@ -49,6 +51,8 @@ _log = logging.getLogger(__name__)
 Step = Callable[[Any, Any], Any]
 """`step(module, batch)` returns the loss, or a mapping with the key "loss"."""
 
+Look = Callable[[str, Any, Any], Any]
+_Dims = tuple[list[Any] | None, list[Any] | None]
 _MAX_EXPANSIONS = 50
 
 
@@ -128,9 +132,10 @@ class StepProbe:
             seeded = {record.name for record in tracer.records if record.drew}
             for record in tracer.records:
                 record.num_seeds = int(record.name in seeded)
+        more = self._dims_of_more_samples(layers, [record.name for record in tracer.records])
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         return LayerGraph(
-            layers=self._layers(tracer.records, trained, self._dims_of_more_samples(layers)),
+            layers=self._layers(tracer.records, trained, more),
             tail_reads=_keys(tail),
             tail_parameters=_parameters(tail),
             trained=trained,
@@ -184,13 +189,13 @@ class StepProbe:
             )
         return trained
 
-    def _dims_of_more_samples(self, layers: Collection[str]) -> list[tuple[list[Any], list[Any]]]:
-        """Leading dimensions of arguments and outputs of all layers with one sample more, if it runs."""
-        dims: list[tuple[list[Any], list[Any]]] = []
+    def _observe(self, layers: Collection[str], batch: Any, look: Look) -> list[Any]:
+        """Runs the step without gradients and looks at arguments and output of every layer."""
+        seen: list[Any] = []
         inside = False
 
         def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def recorded(*args: Any, **kwargs: Any) -> Any:
+            def observed(*args: Any, **kwargs: Any) -> Any:
                 nonlocal inside
                 if inside:
                     return forward(*args, **kwargs)
@@ -199,35 +204,58 @@ class StepProbe:
                     out = forward(*args, **kwargs)
                 finally:
                     inside = False
-                dims.append((leading_dims((args, kwargs)), leading_dims(out)))
+                seen.append(look(name, (args, kwargs), out))
                 return out
 
-            return recorded
+            return observed
 
-        def record(call: Callable[[], Any]) -> Any:
+        def observe(call: Callable[[], Any]) -> Any:
             with self._recording(set(layers), wrap), torch.no_grad():
                 return call()
 
+        self._run(observe, batch)
+        return seen
+
+    def _dims_of_more_samples(self, layers: Collection[str], names: list[str]) -> list[_Dims]:
+        """Leading dimensions of arguments and outputs of all layers with one sample more, if it runs."""
         num_samples = count_samples(self._batch)
         try:
             with self._fake_mode or contextlib.nullcontext():
                 larger = add_sample(self._batch, num_samples) if num_samples else self._batch
-            self._run(record, larger)
+            seen = self._observe(layers, larger, _look_at_dims)
         except Exception as error:  # a step may insist on its batch size
             _log.info("layers cannot be cut into samples: %s", error)
-            return []
-        return dims
+            return [(None, None)] * len(names)
+        if [name for name, _ in seen] != names:
+            return [(None, None)] * len(names)
+        return [dims for _, dims in seen]
+
+    def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
+        """The graph with strides as they really are, where the step calls the same layers."""
+        seen = self._observe(graph.layer_names, self._batch, _look_at_strides)
+        if tuple(name for name, _ in seen) != graph.layer_names:
+            return graph
+        layers = [
+            dataclasses.replace(
+                layer,
+                outputs=tuple(
+                    dataclasses.replace(o, stride=stride) if isinstance(o, TensorSpec) else o
+                    for o, stride in zip(layer.outputs, strides, strict=True)
+                ),
+            )
+            for layer, (_, strides) in zip(graph.layers, seen, strict=True)
+        ]
+        return dataclasses.replace(graph, layers=tuple(layers))
 
     def _layers(
         self,
         records: Sequence[Record],
         trained: frozenset[str],
-        more: Sequence[tuple[list[Any], list[Any]]],
+        more: Sequence[_Dims],
     ) -> tuple[Layer, ...]:
         num_samples = count_samples(self._batch)
-        pairs = more if len(more) == len(records) else [(None, None)] * len(records)
         layers: list[Layer] = []
-        for record, (more_in, more_out) in zip(records, pairs, strict=True):
+        for record, (more_in, more_out) in zip(records, more, strict=True):
             reads, parameters = _keys(record.reads), _parameters(record.reads)
             frozen = not (parameters & trained) and all(layers[i].frozen for i, _ in reads)
             rows = output_rows(record.output_dims, more_out, num_samples)
@@ -260,3 +288,12 @@ def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:
 
 def _parameters(tags: Collection[Any]) -> frozenset[str]:
     return frozenset(tag for tag in tags if isinstance(tag, str))
+
+
+def _look_at_dims(name: str, arguments: Any, out: Any) -> tuple[str, _Dims]:
+    return name, (leading_dims(arguments), leading_dims(out))
+
+
+def _look_at_strides(name: str, arguments: Any, out: Any) -> tuple[str, list[Any]]:
+    leaves = pytree.tree_leaves(out)
+    return name, [dense_stride(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -156,7 +156,8 @@ def _in_some_mode(
     if mode in ("auto", "fake"):
         fake_mode = TrackedFakeMode()
         try:
-            return _fake(root, step, batch, fake_mode, work)
+            graph = _fake(root, step, batch, fake_mode, work)
+            return graph if graph.num_samples != 1 else _observed(root, step, batch, seed, graph)
         except GraphError as error:
             traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
             raise
@@ -184,3 +185,18 @@ def _fake(
     with rng.preserved(host=True):
         copy = fake_copy(root, mode)
         return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root))
+
+
+def _observed(root: nn.Module, step: Step, batch: Any, seed: int, graph: LayerGraph) -> LayerGraph:
+    """Looks at the real strides of a single sample.
+
+    With one sample the strides of a tensor are ambiguous, and fake kernels decide otherwise than real
+    ones; random numbers drawn with `*_like` depend on it. Costs one forward pass.
+    """
+    try:
+        with untouched(root):
+            probe_on_values = StepProbe(root, step, batch, seed, None, graph.mode)
+            return probe_on_values.with_observed_strides(graph)
+    except Exception as error:
+        _log.info("keeping the strides of the fake probe: %s", error)
+        return graph

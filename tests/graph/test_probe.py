@@ -250,3 +250,14 @@ def test_specs_describe_dense_layouts():
     assert TensorSpec.of(torch.zeros(1).expand(2, 3)).stride == (3, 1)
     part = tensor[:, ::2]
     assert TensorSpec.of(part).empty().stride() == torch.empty_like(part).stride()
+
+
+@pytest.mark.slow
+def test_strides_of_a_single_sample_are_those_of_real_kernels():
+    """Fake kernels choose otherwise, and `randn_like` of a latent would draw other noise."""
+    with in_double():
+        root = build("Stable Diffusion")
+        fake = probe(root, step, image_batch(1))
+        real = probe(root, step, image_batch(1), mode="real")
+    assert fake.mode == "fake"
+    assert [x.outputs for x in fake.layers] == [x.outputs for x in real.layers]
