@@ -58,6 +58,14 @@ class Bounds:
         return max(busy)
 
     @cached_property
+    def all_work_s(self) -> float:
+        """All work divided by all ranks: with filling, what full bubbles would give."""
+        work_s = self._work_s(1)[-1]
+        if self.model.profile.encoders and not self.frozen_first:
+            work_s += self.num_ranks * self.model.encode_s(sum(self.sizes) / self.num_ranks)
+        return work_s / self.num_ranks
+
+    @cached_property
     def _start_s(self) -> tuple[float, ...]:
         """By layer: earliest time at which a microbatch can reach it."""
         return self.model.sums(0, self.sizes[-1]).forward
@@ -93,7 +101,7 @@ class Bounds:
 
     def cuts_s(self, cuts: Sequence[Cut]) -> float:
         """The bound of a whole cut; counts the way over every link to a stage and back as well."""
-        bound_s = link_s = 0.0
+        bound_s, link_s = self.all_work_s, 0.0
         cluster, size = self.model.cluster, self.sizes[-1]
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
         for first, stop, replicas in cuts:
@@ -157,8 +165,7 @@ class Bounds:
             A lower bound on the step, for any cuts with these replicas, and cuts that meet it within
             `precision`; None if there are none within `limit_s` or memory.
         """
-        cuts = self.cuts_within(limit_s, replicas)
-        if cuts is None:
+        if self.all_work_s > limit_s or (cuts := self.cuts_within(limit_s, replicas)) is None:
             return None
         low, high = self.frozen_s, max(self.stage_s(*cut) for cut in cuts)
         while high - low > precision * high:

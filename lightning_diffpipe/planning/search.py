@@ -72,6 +72,8 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
     finalists = search.history[-MOST_FINALISTS:] if search.evaluator.fills else [search.best]
     plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
+    if search.evaluator.fills and options.filling == "auto":
+        plans.append(find_plan(profile, cluster, replace(options, filling="none")))
     return min(plans, key=lambda plan: plan.planned.iteration_s)
 
 
