@@ -229,6 +229,21 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
+def test_the_demo_tells_its_story(tmp_path):
+    settings = ["trainer.max_steps=2", "data.batch_size=4", "num_inference_steps=2"]
+    told = run("demo", *settings, "strategy.profile=flops", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr[-3000:]
+    folder = tmp_path / "outputs" / "demo"
+    assert Image.open(folder / "before_after.png").size == (110 + 10 * 128, 3 * 128)
+    for name in ("samples.png", "loss.png", "plan.json"):
+        assert (folder / name).exists()
+        assert name in told.stdout
+    assert "To try next:" in told.stdout
+    assert "rank 1 |" in told.stdout + told.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
     settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=1", "save_to=null"]
     settings += ["trainer.val_check_interval=1", "trainer.limit_val_batches=1"]

@@ -31,6 +31,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _FILES_KEY = "diffpipe_parts"
+_INDEX_KEY = "diffpipe_index"
 
 
 def _class_of(library: str, name: str) -> Any:
@@ -197,7 +198,8 @@ class PartsModule(L.LightningModule):
         folder.mkdir(parents=True, exist_ok=True)
         index_path = folder / "model_index.json"
         index = json.loads(index_path.read_text()) if index_path.exists() else {}
-        index = {"_class_name": type(self).__name__} | self.pipeline_index | index
+        # Modules that train one part only write into the folder of a whole model.
+        index = {"_class_name": "LatentDiffusion"} | self.pipeline_index | index
         index |= {"_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
             index[name] = _index_entry(part)
@@ -213,6 +215,7 @@ class PartsModule(L.LightningModule):
             name: {"class": _index_entry(part), "files": _text_files(part)}
             for name, part in self.parts.items()
         }
+        checkpoint[_INDEX_KEY] = self.pipeline_index
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, ema: bool = True, **kwargs: Any) -> Self:
@@ -238,6 +241,7 @@ class PartsModule(L.LightningModule):
         stored = checkpoint[_FILES_KEY]
         parts = {n: _from_text_files(s["class"], s["files"]) for n, s in stored.items()}
         module = cls(**{**parts, **checkpoint.get("hyper_parameters", {}), **kwargs})
+        module.pipeline_index = checkpoint.get(_INDEX_KEY, {})
         module.load_state_dict(checkpoint["state_dict"])
         if ema:
             load_averages(module, checkpoint)

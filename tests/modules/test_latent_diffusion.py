@@ -180,7 +180,7 @@ def test_half_precision_files_load_as_fp32(make_model, tmp_path):
     assert {p.dtype for p in again.parameters()} == {torch.float32}
 
 
-def test_a_stable_diffusion_folder_stays_one(make_model, tmp_path):
+def test_a_stable_diffusion_folder_stays_one(batch, tmp_path):
     clip_config = {
         "vocab_size": 384,
         "hidden_size": 16,
@@ -199,9 +199,12 @@ def test_a_stable_diffusion_folder_stays_one(make_model, tmp_path):
     index_path.write_text(text.replace("{", '{"safety_checker": [null, null],', 1))
     again = LatentDiffusion.from_pretrained(tmp_path)
     again.save_pretrained(tmp_path / "copy")
-    index = diffusers.DiffusionPipeline.load_config(tmp_path / "copy")
-    assert index["_class_name"] == "StableDiffusionPipeline"
-    assert index["safety_checker"] == [None, None]
+    fit(again, batch, tmp_path).save_checkpoint(tmp_path / "last.ckpt")
+    LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt").save_pretrained(tmp_path / "trained")
+    for folder in ("copy", "trained"):
+        index = diffusers.DiffusionPipeline.load_config(tmp_path / folder)
+        assert index["_class_name"] == "StableDiffusionPipeline"
+        assert index["safety_checker"] == [None, None]
     assert not again._uses_text_mask
 
 
