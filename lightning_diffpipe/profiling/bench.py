@@ -213,7 +213,8 @@ class Bench:
         if not usable:
             if isinstance(failure, GraphError | torch.OutOfMemoryError):
                 raise failure
-            raise ProfileError(f"the step runs with none of {list(counts)} samples: {failure}")
+            message = f"the step runs with none of {list(counts)} samples: {failure}"
+            raise ProfileError(message) from failure
         return tuple(usable)
 
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
