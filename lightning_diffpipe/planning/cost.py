@@ -47,6 +47,7 @@ class CostModel:
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
+    _encode_s: dict[float, float] = field(default_factory=dict, repr=False, compare=False)
     _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -117,8 +118,10 @@ class CostModel:
 
     def encode_s(self, samples: float) -> float:
         """All frozen encoders for that many samples, on one rank."""
-        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
-        return sum(layer.forward_s.at(samples) for layer in layers)
+        if samples not in self._encode_s:
+            layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
+            self._encode_s[samples] = sum(layer.forward_s.at(samples) for layer in layers)
+        return self._encode_s[samples]
 
     def resident_bytes(self, run: LayerRun) -> float:
         """Weights, gradients and optimizer state of a stage."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.grid import draw
 from lightning_diffpipe.planning.instruction import Compute, Program
 from lightning_diffpipe.planning.schedule import Schedule
@@ -64,7 +65,10 @@ def waiting(plan: Schedule | Program, at: int, rank: int = 0) -> str:
 
 
 def _waiting_in_schedule(schedule: Schedule, at: int, rank: int) -> str:
-    timeline = simulate(schedule)
+    try:
+        timeline = simulate(schedule)
+    except ScheduleError as deadlock:
+        return str(deadlock)  # Then this is why the rank waits.
     program = schedule.programs[rank]
     # Communication takes no time on a rank, so that only computation makes spans.
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
