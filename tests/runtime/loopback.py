@@ -1,0 +1,184 @@
+"""All ranks of a pipeline in one process: engines of copies of one module, messages through a dict.
+
+Everything but the network and the sums of gradients is what a real rank runs: placeholders for foreign
+parameters, frozen parts shared out over the ranks, lowered programs, executors, stashes, messages. Dummies
+are NaN. So a model that trains here as one process would has been cut, packed and scheduled correctly.
+
+    pipeline = Loopback(module, step, batch, num_stages=3, num_microbatches=3)
+    loss = pipeline.run_step(batch, batch_index=0)      # gradients are in .grad of every rank's module
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.runtime.engine import Engine, PartitionedStepCache, cut_for, holders_of
+from lightning_diffpipe.runtime.executor import run_together
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.microbatch import split
+from lightning_diffpipe.runtime.transport import LoopbackTransport
+
+CPU = torch.device("cpu")
+
+
+class SumBetweenCopies:
+    """Stands in for `GradientReducer`: notes that a rank asked, and sums when all have."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def reduce(self) -> None:
+        self.calls += 1
+
+    def sum(self, ranks: Sequence[Rank], holders: dict[str, tuple[int, ...]]) -> None:
+        """Gives every holder of a parameter the sum of the gradients of all of them."""
+        assert self.calls == len(ranks), "every rank must reduce exactly once in a step"
+        self.calls = 0
+        for name, positions in holders.items():
+            parameters = [ranks[position].trained[name] for position in positions]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            for parameter in parameters:
+                parameter.grad = sum(gradients[1:], gradients[0]) if gradients else None
+
+
+@dataclass
+class Rank:
+    """One copy of the module and what it holds."""
+
+    module: nn.Module
+    engine: Engine
+    interception: Interception
+    trained: dict[str, nn.Parameter]
+
+
+class Loopback:
+    """A pipeline in one process.
+
+    Args:
+        module: Is copied for every rank and stays untouched.
+        step: Module and batch to loss.
+        batch: Tells the layers; its first `num_probed` samples are probed.
+        num_stages: Stages of the evenly cut path.
+        num_microbatches: Microbatches of every batch.
+        replicas: Ranks for each stage; one each if not given.
+        schedule: Name of a schedule.
+        seed: Seed of the run.
+        max_share: Granularity of the graph.
+        folded: Make containers inside one stage whole again, as a real run does.
+        num_probed: Samples of the probed microbatch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Callable[[Any, Any], Any],
+        batch: Any,
+        num_stages: int,
+        num_microbatches: int,
+        *,
+        replicas: Sequence[int] | None = None,
+        schedule: str = "1f1b",
+        seed: int = 5,
+        max_share: float = 1 / 32,
+        folded: bool = True,
+        num_probed: int = 2,
+    ) -> None:
+        small = split(batch, [num_probed])[0]
+        self.fine = probe(module, step, small, max_share=max_share)
+        size = len(self.fine.path)
+        positions = tuple(size * stage // num_stages for stage in range(1, num_stages))
+        self.graph = self.fine
+        if folded:
+            self.graph, positions = fold(module, step, small, self.fine, positions)
+        self.placement = Placement.of_replicas(replicas or [1] * num_stages)
+        self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
+        self.pieces = cut_for(self.graph, positions, alone=self.placement.num_ranks == 1)
+        self.reducer = SumBetweenCopies()
+        network: dict[Any, Tensor] = {}
+        self.ranks = [
+            self._rank(module, step, positions, rank, network, seed)
+            for rank in range(self.placement.num_ranks)
+        ]
+        mesh = self.ranks[0].engine.mesh
+        self.holders = dict(holders_of(self.pieces, mesh, self.graph.trained))
+
+    def _rank(self, module, step, positions, rank, network, seed) -> Rank:
+        root, graph, placement = copy.deepcopy(module), self.graph, self.placement
+        stages = [self.pieces.stages[stage].parameters for stage in placement.stages_of(rank)]
+        resident = frozenset().union(self.pieces.frozen.parameters, *stages)
+        interception = Interception(root).install()
+        place_parameters(root, resident, CPU)
+        steps = PartitionedStepCache(
+            root, step, graph, positions, placement, rank, interception, CPU, verify=True
+        )
+        engine = Engine(
+            root,
+            step,
+            self.schedule,
+            steps,
+            Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0),
+            self.reducer,
+            seed,
+            transport=LoopbackTransport(network, rank),
+        )
+        parameters = dict(root.named_parameters())
+        trained = {name: parameters[name] for name in graph.trained & resident}
+        return Rank(root, engine, interception, trained)
+
+    def run_step(self, batch: Any, batch_index: int) -> float:
+        """Runs one batch on all ranks; returns its mean loss and leaves summed gradients."""
+        steps = [rank.engine.lay_out(batch, batch_index) for rank in self.ranks]
+        run_together(
+            [rank.engine.executor for rank in self.ranks],
+            [step.program for step in steps],
+            [step.works for step in steps],
+            [step.frozen for step in steps],
+        )
+        self.reducer.sum(self.ranks, self.holders)
+        works = [work for step in steps for work in step.works if work.loss is not None]
+        assert len(works) == len(steps[0].works), "each microbatch has one loss"
+        self.encodes = [sum(isinstance(i, Encode) for i in step.program) for step in steps]
+        return float(sum(work.loss * work.loss_scale for work in works))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by name; all holders of a parameter must have the same."""
+        whole: dict[str, Tensor] = {}
+        for rank in self.ranks:
+            for name, parameter in rank.trained.items():
+                if parameter.grad is None:
+                    continue
+                assert name not in whole or torch.equal(whole[name], parameter.grad)
+                whole[name] = parameter.grad
+        return whole
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trained parameters by name; all holders must have the same values."""
+        whole: dict[str, Tensor] = {}
+        for rank in self.ranks:
+            for name, parameter in rank.trained.items():
+                value = parameter.detach()
+                assert name not in whole or torch.equal(whole[name], value)
+                whole[name] = value
+        return whole
+
+    def optimizers(self, make: Callable[[Iterable[nn.Parameter]], Any]) -> list[Any]:
+        """One optimizer for each rank, over all parameters of its module, as Lightning makes it."""
+        return [make(rank.module.parameters()) for rank in self.ranks]
+
+    def close(self) -> None:
+        """Puts back what is patched globally."""
+        for rank in self.ranks:
+            rank.interception.uninstall()

@@ -1,0 +1,236 @@
+"""The oracle without processes: every model of the wish list, as a pipeline and as one process.
+
+Double precision, M = 3 microbatches of 3, 2 and 2 samples, two and three stages, folded, frozen encoders
+shared out over the ranks, five steps of AdamW on five batches. Compared are losses and gradients of every
+step and the weights at the end. Parameters that start at zero are moved before, every trained layer has
+to move, and frozen ones must not. The plain models also run with a microbatch of one sample; a VAE does
+not, as fake tensors of one sample have other strides than real ones, and strides decide which noise
+`randn_like` draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.cut import uncut
+from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.trace import loss_of
+from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.seeding import derived_seed
+from tests.graph.emulate import intercepted, randomise, relative_error
+from tests.graph.steps import BUILDERS, Tower, build, image_batch, rows, step
+from tests.runtime.loopback import Loopback
+from tests.zoo import CASES, in_double
+
+SEED = 5
+NUM_STEPS = 5
+NUM_SAMPLES = 7  # microbatches of 3, 2 and 2
+NUM_MICROBATCHES = 3
+DENOISERS = [
+    "UNet2DModel",
+    "PixArtTransformer2DModel",
+    "DiTTransformer2DModel",
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanDiT2DModel",
+    "WanTransformer3DModel",
+]
+
+
+class Sequential(Tower):
+    """Dropout between the layers of a `nn.Sequential`."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(6)]
+        self.net = nn.Sequential(*[part for group in parts for part in group])
+        del self.blocks
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
+
+
+class Tied(Tower):
+    """The first layer's weight is read again by the loss, on the last stage."""
+
+    def training_step(self, batch, batch_idx):
+        return (self.run(batch) @ self.blocks[0].linear.weight.t()).pow(2).mean()
+
+
+class Twice(Tower):
+    """All layers are called twice, so that every weight lives on two stages."""
+
+    def training_step(self, batch, batch_idx):
+        return self.run(self.run(batch)).pow(2).mean()
+
+
+class Skips(Tower):
+    """Outputs that pass through stages which do not read them."""
+
+    def training_step(self, batch, batch_idx):
+        hidden, x = [], batch
+        for block in self.blocks[:3]:
+            x = block(x)
+            hidden.append(x)
+        for block in self.blocks[3:]:
+            x = block(x + hidden.pop())
+        return x.pow(2).mean()
+
+
+class Checkpointed(Tower):
+    """Blocks that are recomputed in the backward, dropout included."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.dropout.p = 0.3
+
+    def training_step(self, batch, batch_idx):
+        x = batch.clone().requires_grad_()
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x.pow(2).mean()
+
+
+TOWERS = {
+    "sequential with dropout": (Sequential, 1 / 32),
+    "tied weights": (Tied, 1 / 30),
+    "layers called twice": (Twice, 1 / 30),
+    "long skips": (Skips, 1 / 4),
+    "activation checkpointing": (Checkpointed, 1 / 4),
+}
+
+
+def plain_step(root: Any, graph: Any, batch: Any, batch_index: int) -> float:
+    """One process, microbatch after microbatch; gradients are left in `.grad`.
+
+    Layers that draw random numbers do so from streams of their own in a pipeline; a step with such layers
+    is run uncut but seeded in the same way, every other one without anything of ours around it.
+    """
+    total = 0.0
+    sizes = microbatch_sizes(num_samples(batch), NUM_MICROBATCHES)
+    for index, part in enumerate(split(batch, sizes)):
+        seed = derived_seed(SEED, 0, batch_index, index)
+        share = sizes[index] / sum(sizes)
+        if graph.seeded:
+            with intercepted(root) as interception:
+                known = reprobe(root, step, part, graph)
+                view = StageView(root, known, uncut(known), interception)
+                run = view.forward(lambda part=part: step(root, part), seed=seed)
+                run.backward(loss_scale=share)
+                total += float(run.loss.detach()) * share
+        else:
+            rng.seed_all(seed, host=True)
+            loss = loss_of(step(root, part))
+            (loss * share).backward()
+            total += float(loss.detach()) * share
+    return total
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
+
+
+def check(root: Any, batches: list[Any], num_stages: int, **options: Any) -> Loopback:
+    """Trains five steps both ways and compares everything."""
+    randomise(root)
+    alone = copy.deepcopy(root)
+    initial = {name: value.detach().clone() for name, value in root.named_parameters()}
+    pipeline = Loopback(root, step, batches[0], num_stages, NUM_MICROBATCHES, seed=SEED, **options)
+    try:
+        optimizers, optimizer = pipeline.optimizers(adam), adam(alone.parameters())
+        for index, batch in enumerate(batches):
+            alone.zero_grad(set_to_none=True)
+            expected_loss = plain_step(alone, pipeline.fine, batch, index)
+            for rank in pipeline.ranks:
+                rank.module.zero_grad(set_to_none=True)
+            loss = pipeline.run_step(batch, index)
+            expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            error, where = relative_error(expected, pipeline.gradients())
+            assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss), f"loss of step {index}"
+            assert error < (1e-9 if index == 0 else 1e-6), f"step {index}: {where} off by {error}"
+            for each in (optimizer, *optimizers):
+                each.step()
+    finally:
+        pipeline.close()
+    check_weights(pipeline, alone, initial)
+    return pipeline
+
+
+def check_weights(pipeline: Loopback, alone: Any, initial: dict[str, torch.Tensor]) -> None:
+    """Weights equal those of one process; each trained layer moved, nothing frozen did."""
+    trained, parameters = pipeline.weights(), dict(alone.named_parameters())
+    assert trained.keys() == pipeline.fine.trained
+    for name, value in trained.items():
+        error = (value - parameters[name]).abs().max() / parameters[name].abs().max()
+        assert error < 1e-9, f"{name} is off by {error:.1e}"
+    moved = {n for n, v in trained.items() if (v - initial[n]).abs().max() > 1e-4}
+    # The last block of a joint transformer computes queries of the text for nothing: exact zeros.
+    used = {n for n, p in parameters.items() if p.grad is not None and p.grad.abs().max() > 1e-12}
+    for index in pipeline.fine.path:
+        layer = pipeline.fine.layers[index]
+        own = set(layer.parameters) & used
+        assert not own or own & moved, f"nothing in {layer.name} was trained"
+    assert len(used) > 0.9 * len(trained)
+    for rank in pipeline.ranks:
+        for name, value in rank.module.named_parameters():
+            if name in pipeline.pieces.frozen.parameters:
+                assert torch.equal(value, initial[name]), f"frozen {name} moved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_latent_diffusion(name, num_stages):
+    with in_double():
+        batches = [image_batch(NUM_SAMPLES, seed) for seed in range(NUM_STEPS)]
+        pipeline = check(build(name), batches, num_stages)
+    assert all(pipeline.encodes), f"frozen parts per rank: {pipeline.encodes}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("name", DENOISERS)
+def test_denoisers_of_diffusers(name, num_stages):
+    case = dataclasses.replace(CASES[name], num_samples=NUM_SAMPLES)
+    with in_double():
+        root, _ = case.build()
+        generator = torch.Generator().manual_seed(1)
+        batches = [
+            {key: draw(NUM_SAMPLES, generator) for key, draw in case.batch.items()}
+            for _ in range(NUM_STEPS)
+        ]
+        check(root, batches, num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers(name, num_stages):
+    make, max_share = TOWERS[name]
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(5, 16, generator=generator).double() for _ in range(NUM_STEPS)]
+    with in_double():
+        check(make().double(), batches, num_stages, max_share=max_share)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
+def test_unequal_replicas_and_other_schedules(schedule):
+    batches = [rows(5).double() for _ in range(NUM_STEPS)]
+    with in_double():
+        check(Twice().double(), batches, 3, replicas=(1, 3, 2), schedule=schedule)
+
+
+def test_unfolded():
+    batches = [rows(5).double() for _ in range(NUM_STEPS)]
+    with in_double():
+        check(Tied().double(), batches, 3, folded=False, max_share=1 / 30)
