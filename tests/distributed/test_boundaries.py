@@ -1,0 +1,124 @@
+"""What crosses a stage boundary may be anything a module returns."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe import DiffPipeStrategy
+from tests.distributed.scenarios import (
+    SEED,
+    Recorder,
+    Settings,
+    assert_equal_runs,
+    build,
+    outcome,
+    quiet_trainer,
+    reference,
+)
+from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Front(nn.Module):
+    """Returns tensors of many types; no children, so that it is one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x):
+        wide = x + torch.tanh(x @ self.weight)
+        planes = wide.transpose(1, 2).reshape(len(x), 3, 4, 5)
+        return {
+            "wide": wide,
+            "narrow": (wide * 0.5).float(),
+            "ids": wide.argmax(-1),
+            "mask": wide.sum(-1) > 0,
+            "image": planes.contiguous(memory_format=torch.channels_last),
+            "still": wide.detach() * 2,
+            "only_looked_at": wide.mean((1, 2)) + 1,
+        }
+
+
+class Back(nn.Module):
+    """Reads all of them, one without gradient only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, h, parts, noise):
+        with torch.no_grad():
+            scale = parts["only_looked_at"].abs() + 1
+        h = h @ self.weight + self.table[parts["ids"]] + parts["narrow"].double()
+        h = torch.where(parts["mask"][..., None], h, parts["still"])
+        image = (parts["image"] * noise).flatten(1).sum(-1)
+        return h / scale[:, None, None] + image[:, None, None]
+
+
+class Mixed(TinyDiffusion):
+    """Many tensors from the first layer to the last, past the stage between."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=6)
+        self.front, self.back = Front(), Back()
+
+    def denoise(self, noisy, t, text):
+        parts = self.front(noisy)
+        noise = torch.randn_like(parts["image"])  # depends on the strides of what was received
+        h = super().denoise(parts["wide"], t, text)
+        return F.layer_norm(self.back(h, parts, noise), (WIDTH,))
+
+
+class Messages(L.Callback):
+    """Notes what the message into each stage holds."""
+
+    def __init__(self) -> None:
+        self.specs = {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        for step in trainer.strategy.pipeline.engine._steps._made.values():
+            for stage, layout in enumerate(step.activation_layouts):
+                self.specs[stage] = [
+                    (str(spec.dtype), spec.requires_grad, spec.stride) for spec in layout.specs
+                ]
+
+
+def fit(rank, settings):
+    module, recorder, messages = build(settings), Recorder(), Messages()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = DiffPipeStrategy(
+        num_stages=3, num_microbatches=3, seed=SEED, profile="flops", timeout_s=20
+    )
+    trainer = quiet_trainer(
+        devices=3, strategy=strategy, callbacks=[recorder, messages], **settings.trainer
+    )
+    trainer.fit(module, datamodule=Data(**settings.data))
+    return outcome(trainer, module, recorder, initial), messages.specs
+
+
+def test_many_tensors_of_many_types():
+    settings = Settings(
+        module_class=Mixed,
+        trainer={"max_steps": 5, "max_epochs": -1},
+        data={"batch_size": 7, "size": 35},
+    )
+    results = run_ranks(fit, 3, settings)
+    assert_equal_runs([got for got, _ in results], reference(settings, 3), tolerance=1e-6)
+    for stage in (1, 2):
+        specs = results[0][1][stage]
+        assert {dtype for dtype, _, _ in specs} == {
+            "torch.float64",
+            "torch.float32",
+            "torch.int64",
+            "torch.bool",
+        }
+        assert (60, 1, 15, 3) in [stride for _, _, stride in specs], "channels last"
+        floating = [grad for dtype, grad, _ in specs if dtype == "torch.float64"]
+        assert True in floating
+        assert False in floating
