@@ -50,15 +50,15 @@ def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):
     code, out, _ = call(capsys, monkeypatch)
     assert code == 0
     assert out.startswith("diffpipe VERB [group=option] [key=value] ...")
-    for verb in cli._VERBS:
+    for verb in cli.VERBS:
         assert f"\n  {verb}" in out
 
 
 def test_every_verb_has_its_config():
-    assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli._VERBS)
+    assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli.VERBS)
 
 
-@pytest.mark.parametrize("verb", sorted(cli._VERBS))
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
     _, out, _ = call(capsys, monkeypatch, verb, "--help")
     assert f"diffpipe {verb}: " in out

@@ -1,0 +1,126 @@
+"""Finds the verb, lets Hydra compose its config, and tells errors in a line.
+
+Hydra reads the arguments behind the verb; the verb itself is hidden from Hydra while it parses, and
+put back before the function runs, because Lightning starts further processes with `sys.argv`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_diffpipe.cli.registry import POSITIONS, VERBS
+from lightning_diffpipe.errors import DiffPipeError
+
+_CONF = "pkg://lightning_diffpipe.conf"
+
+
+def _named(name: str, arguments: Sequence[str]) -> list[str]:
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`."""
+    names = list(POSITIONS.get(name, ()))
+    named = []
+    for argument in arguments:
+        by_position = names and "=" not in argument and not argument.startswith("-")
+        named.append(f"{names.pop(0)}={argument}" if by_position else argument)
+    return named
+
+
+def _run(name: str, arguments: Sequence[str]) -> None:
+    """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
+    _, function = VERBS[name]
+    whole = list(sys.argv)
+
+    @functools.wraps(function)
+    def task(config: DictConfig) -> Any:
+        sys.argv = whole
+        return function(config)
+
+    sys.argv = [whole[0], *_named(name, arguments)]
+    try:
+        hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+    finally:
+        sys.argv = whole
+
+
+def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
+    if not OmegaConf.is_dict(config):
+        return
+    for key in config:
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key):
+            yield from _flatten(config[key], f"{prefix}{key}.")
+
+
+def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
+    """Looks for a setting that is spelled like a wrong one."""
+    choices = [a for a in arguments if a.partition("=")[0] in ("experiment", "model", "data")]
+    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        known = list(_flatten(hydra.compose(name, overrides=choices)))
+    known += [
+        folder.name for folder in files("lightning_diffpipe.conf").iterdir() if folder.is_dir()
+    ]
+    near = difflib.get_close_matches(wrong, known, n=1)
+    near = near or [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]][:1]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
+    """Says in one or a few lines what is wrong and what to do."""
+    if isinstance(error, InstantiationException):
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(error, DiffPipeError):
+        return str(error)
+    unknown = re.match(r"Could not override '(.*?)'", str(error))
+    if unknown is None:
+        # What follows is about Hydra's inside.
+        return re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+    suggestion = ""
+    with contextlib.suppress(HydraException, OmegaConfBaseException):
+        suggestion = _suggestion(name, unknown[1], arguments)
+    return f"there is no setting or group {unknown[1]!r}{suggestion}"
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in VERBS.items()]
+    return "\n".join(
+        [
+            "diffpipe VERB [group=option] [key=value] ...",
+            "",
+            *lines,
+            "",
+            "diffpipe VERB --help lists the groups and settings of a verb;",
+            "diffpipe VERB --cfg job prints the composed config without running it.",
+        ]
+    )
+
+
+def main() -> None:
+    """Entry point of the `diffpipe` command; exits with 2 if it was called wrongly."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_usage())
+        return
+    if name not in VERBS:
+        near = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(VERBS)}"
+        sys.exit(f"diffpipe: there is no verb {name!r}; {hint}")
+    # Exceptions come to us whole, so that expected ones can be told in a line.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        _run(name, arguments)
+    except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
+        print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,146 @@
+"""`diffpipe profile`, `plan`, `show` and `diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from lightning_diffpipe.cli.registry import verb
+from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.errors import ConfigurationError
+
+
+@verb("time every layer of a model: diffpipe profile model=glyph_unet output=profile.json")
+def profile(config: DictConfig) -> Any:
+    """Times the layers of `model` on batches of `data`, and writes a profile to `output`."""
+    prepare(config)
+    from lightning_diffpipe.profiling import profile as measure
+    from lightning_diffpipe.profiling.cache import write_atomically
+    from lightning_diffpipe.profiling.profiler import default_step, in_precision
+
+    module = hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    data.prepare_data()
+    data.setup("fit")
+    result = measure(
+        module,
+        next(iter(data.train_dataloader())),
+        step=in_precision(default_step(module), config.precision, config.device),
+        device=config.device,
+        sample_counts=config.sample_counts,
+        repeats=config.repeats,
+        budget_s=config.budget_s,
+        name=config.name,
+        max_share=config.max_share,
+        cache=config.cache,
+        progress=config.progress,
+    )
+    write_atomically(Path(config.output), result.to_json())
+    layers, encoders = result.backbones[0].layers, result.encoders
+    frozen = sum(len(encoder.layers) for encoder in encoders)
+    for samples, _ in layers[0].forward_s.points:
+        path_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
+        frozen_s = sum(x.forward_s.at(samples) for encoder in encoders for x in encoder.layers)
+        print(f"{samples:5d} samples: path {1e3 * path_s:.1f} ms, frozen {1e3 * frozen_s:.1f} ms")
+    print(f"{config.output}  {len(layers)} layers of the path, {frozen} frozen layers")
+    return result
+
+
+@verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
+def plan(config: DictConfig) -> Any:
+    """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
+    from lightning_diffpipe.planning.cluster import Cluster
+    from lightning_diffpipe.planning.options import PlanOptions
+    from lightning_diffpipe.planning.search import find_plan
+    from lightning_diffpipe.viewing.report import report
+
+    values = plain(config)
+    profile = _profile_to_plan(config)
+    wishes = {key: values[key] for key in ("global_batch_size", "filling")} | values["strategy"]
+    found = find_plan(
+        profile, Cluster.from_dict(_without_none(values["cluster"])), PlanOptions.from_dict(wishes)
+    )
+    print(report(found))
+    if values["output"] is not None:
+        Path(values["output"]).write_text(found.to_json())
+        print(f"wrote {values['output']}")
+    return found
+
+
+def _profile_to_plan(config: DictConfig) -> Any:
+    """Reads the profile at `profile`, or models that of a well-known `model`."""
+    model = config.get("model")  # absent where the group was not chosen
+    if (config.profile is None) == (model is None):
+        raise ConfigurationError(
+            "give profile=FILE, written by diffpipe profile, or model=NAME for one that is not at hand, "
+            f"such as model=flux; {'neither' if config.profile is None else 'both'} was given"
+        )
+    if config.profile is not None:
+        from lightning_diffpipe.planning.profile import ModelProfile
+
+        return ModelProfile.from_json(_read(config.profile), config.profile)
+    if not model._target_.endswith("ModelOnPaper"):
+        raise ConfigurationError(
+            "this model can be measured: write a profile with diffpipe profile model=..., "
+            "then plan with profile=FILE"
+        )
+    profile = hydra.utils.instantiate(model).profile()
+    print(f"{profile.name}; sizes are exact, times are not measured\n")
+    return profile
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _without_none(v) if isinstance(v, dict) else v for k, v in values.items()}
+    return {key: value for key, value in nested.items() if value is not None}
+
+
+def _read_plan(path: str) -> Any:
+    from lightning_diffpipe.planning.plan import PipelinePlan
+
+    return PipelinePlan.from_json(_read(path), path)
+
+
+@verb("print a plan, or draw it: diffpipe show plan.json as=picture output=plan.svg")
+def show(config: DictConfig) -> None:
+    """Shows `plan` as a report, a timeline, a trace or a picture."""
+    from lightning_diffpipe.viewing.ascii import render
+    from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+    from lightning_diffpipe.viewing.plot import plot
+    from lightning_diffpipe.viewing.report import report
+
+    values = plain(config)
+    form, output = values["as"], values["output"]
+    if form not in ("report", "timeline", "trace", "picture"):
+        raise ConfigurationError(f"as={form!r}; choose report, timeline, trace or picture")
+    if (output is None) == (form in ("trace", "picture")):
+        hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
+        raise ConfigurationError(f"as={form} {hint}")
+    found = _read_plan(values["plan"])
+    match form:
+        case "report":
+            print(report(found, values["max_columns"]))
+        case "timeline":
+            print(render(found.timeline, max_columns=values["max_columns"]))
+        case "trace":
+            Path(output).write_text(chrome_trace({"planned": found.timeline}))
+        case "picture":
+            plot({"planned": found.timeline}, output, f"plan {found.digest}")
+
+
+@verb("say how two plans differ: diffpipe diff before.json after.json")
+def diff(config: DictConfig) -> None:
+    """Compares `before` with `after`."""
+    from lightning_diffpipe.viewing.plan_diff import diff as difference
+
+    values = plain(config)
+    print(difference(_read_plan(values["before"]), _read_plan(values["after"])))

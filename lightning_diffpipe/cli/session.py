@@ -1,0 +1,74 @@
+"""What holds for a whole process of the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def _stay_offline() -> None:
+    # Hubs and loggers read these when they are imported; the constant, when they were already.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("WANDB_MODE", "offline")
+    import huggingface_hub
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+def _be_quiet() -> None:
+    """Silences what every run would print and no user can act on."""
+    import warnings
+
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+    warnings.filterwarnings("ignore", message=".*module.s. in eval mode at the start of training")
+
+
+def _show_log() -> None:
+    """Lets the first process say what this package logs, such as the plan."""
+    logger = logging.getLogger("lightning_diffpipe")
+    logger.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+
+
+def _built_in(name: str) -> str:
+    from lightning_diffpipe.modules.built_in import built_in
+
+    return str(built_in(name))
+
+
+OmegaConf.register_new_resolver("built_in", _built_in, replace=True)
+
+
+def prepare(config: DictConfig) -> None:
+    """Sets what holds for a whole process: offline, threads, seed."""
+    import lightning as L
+    import torch
+
+    if config.offline:
+        _stay_offline()
+    _be_quiet()
+    _show_log()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Resolves a config to plain values.
+
+    Raises:
+        MissingMandatoryValue: The user has to say something more.
+    """
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

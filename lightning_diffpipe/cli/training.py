@@ -1,0 +1,114 @@
+"""`diffpipe train`, `sample` and `demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from lightning_diffpipe.cli.registry import verb
+from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.errors import ConfigurationError
+
+
+def _nodes(config: DictConfig) -> Iterator[DictConfig]:
+    """Yields the `_target_` nodes of a dictionary group, such as `callbacks`."""
+    for node in config.values():
+        if node is not None and "_target_" in node:
+            yield node
+
+
+def _build_trainer(config: DictConfig, *further: Any) -> Any:
+    """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
+    callbacks = list(further) + [
+        hydra.utils.instantiate(node)
+        for node in _nodes(config.callbacks)
+        if (config.trainer.enable_checkpointing or not node._target_.endswith("Checkpoint"))
+        and (config.trainer.enable_progress_bar or not node._target_.endswith("ProgressBar"))
+        # Lightning refuses this one without a logger.
+        and (config.logger or not node._target_.endswith("LearningRateMonitor"))
+    ]
+    loggers = [hydra.utils.instantiate(node) for node in _nodes(config.logger)]
+    return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
+
+
+@verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
+def train(config: DictConfig) -> Any:
+    """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    if config.save_to is not None and "final_checkpoint" not in config.callbacks:
+        raise ConfigurationError(
+            "save_to is written from the final checkpoint; take callbacks=training or "
+            "callbacks=default, which write one"
+        )
+    prepare(config)
+    module = hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    trainer = _build_trainer(config)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(plain(config))
+    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    if config.save_to is not None and trainer.is_global_zero:
+        _export(config, type(module))
+    return trainer.callback_metrics
+
+
+def _export(config: DictConfig, module_class: type) -> None:
+    """Writes the trained parts as a diffusers folder, from the final checkpoint.
+
+    The checkpoint is whole under every strategy, and has the averaged weights.
+    """
+    import torch
+
+    module = module_class.from_checkpoint(config.callbacks.final_checkpoint.path)
+    module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
+    print(f"wrote {config.save_to}")
+
+
+@verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
+def sample(config: DictConfig) -> Any:
+    """Draws `prompts` with the model at `path`, in one process, into `output_dir`."""
+    prepare(config)
+    import torch
+
+    from lightning_diffpipe.callbacks.samples import picture_grid
+    from lightning_diffpipe.modules import LatentDiffusion
+
+    is_checkpoint = str(config.path).endswith(".ckpt")
+    load = LatentDiffusion.from_checkpoint if is_checkpoint else LatentDiffusion.from_pretrained
+    model = load(config.path).to(config.device).eval()
+    images = model.sample(
+        list(config.prompts),
+        num_inference_steps=config.num_inference_steps,
+        guidance_scale=config.guidance_scale,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    folder = Path(config.output_dir)
+    for number, (prompt, image) in enumerate(zip(config.prompts, images, strict=True)):
+        picture_grid(image[None], columns=1).save(folder / f"{number:03d}.png")
+        print(f"{folder / f'{number:03d}.png'}  {prompt}")
+    picture_grid(images, columns=min(8, len(images))).save(folder / "grid.png")
+    print(f"{folder / 'grid.png'}  all of them")
+    return images
+
+
+@verb("train the built-in model as a pipeline for a few minutes, and show what it draws")
+def demo(config: DictConfig) -> Any:
+    """Trains on two processes, and tells what happens."""
+    prepare(config)
+    from lightning_diffpipe.demo import DemoStory
+
+    module = hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    story = DemoStory(
+        config.output_dir, config.prompts, config.num_inference_steps, config.guidance_scale
+    )
+    trainer = _build_trainer(config, story)
+    if trainer.is_global_zero:
+        story.begin(module)
+    trainer.fit(module, datamodule=data)
+    if trainer.is_global_zero:
+        story.end(Path(config.callbacks.final_checkpoint.path))
+    return trainer.callback_metrics
