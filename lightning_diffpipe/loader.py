@@ -15,14 +15,13 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
@@ -56,7 +55,7 @@ class AlignedLoader:
         if isinstance(loader, DataLoader) and loader.num_workers and not loader.worker_init_fn:
             # Workers seed torch from the iterator's base seed but leave numpy to us; set before
             # Lightning would seed them by the global rank, which differs inside a pipeline.
-            loader.worker_init_fn = partial(_seed_worker, derived_seed(seed, data_parallel_rank))
+            loader.worker_init_fn = _seed_worker
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -101,8 +100,11 @@ def checksum(batch: Any) -> int:
     return total
 
 
-def _seed_worker(seed: int, worker: int) -> None:
-    own = derived_seed(seed, "worker", worker)
+def _seed_worker(worker: int) -> None:
+    """Seeds a worker from the iterator's base seed, which was drawn for this pass and pipeline."""
+    information = get_worker_info()
+    assert information is not None
+    own = derived_seed(information.seed, "worker", worker)
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)

@@ -1,0 +1,139 @@
+"""All ranks of a pipeline load the same batches, whatever their own random state and workers do."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_diffpipe.loader import AlignedLoader, checksum
+
+
+class Augmented(Dataset):
+    """Every sample is its index and three random numbers."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+class Stream(IterableDataset):
+    """Five samples, of unknown number."""
+
+    def __iter__(self):
+        return (torch.rand(2) + index for index in range(5))
+
+
+class Clock:
+    """The epoch, as a trainer would tell it."""
+
+    epoch = 0
+
+    def __call__(self):
+        return self.epoch
+
+
+def ignore(number, value):
+    pass
+
+
+def aligned(loader, data_parallel_rank=0, clock=None, compare=ignore):
+    return AlignedLoader(loader, 7, data_parallel_rank, clock or Clock(), compare)
+
+
+def one_pass(seed, num_workers=0, data_parallel_rank=0, epoch=0, shuffle=True):
+    """What a rank loads whose own random state is `seed`."""
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    loader = DataLoader(Augmented(), 4, shuffle=shuffle, num_workers=num_workers)
+    clock = Clock()
+    clock.epoch = epoch
+    return torch.cat(list(aligned(loader, data_parallel_rank, clock)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_augmentation_and_order_do_not_depend_on_the_rank(num_workers):
+    first, second = one_pass(1, num_workers), one_pass(2, num_workers)
+    assert torch.equal(first, second)
+    assert sorted(first[:, 0].tolist()) == list(range(8))
+    assert len(first[:, 1:].unique()) == 24, "samples must differ in their augmentation"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_augmentation_differs_between_pipelines_and_epochs(num_workers):
+    base = one_pass(1, num_workers, shuffle=False)
+    other_pipeline = one_pass(1, num_workers, data_parallel_rank=1, shuffle=False)
+    other_epoch = one_pass(1, num_workers, epoch=1, shuffle=False)
+    for column in (1, 2, 3):  # torch, random, numpy
+        assert not (base[:, column] == other_pipeline[:, column]).any()
+        assert not (base[:, column] == other_epoch[:, column]).any()
+
+
+def test_loading_leaves_the_random_state_of_the_rank_alone():
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = torch.rand(()), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    list(aligned(DataLoader(Augmented(), 4, shuffle=True)))
+    assert (torch.rand(()), random.random(), np.random.rand()) == expected
+
+
+def test_shuffling_differs_per_epoch():
+    assert not torch.equal(one_pass(1, epoch=0)[:, 0], one_pass(1, epoch=1)[:, 0])
+    assert torch.equal(one_pass(1, epoch=1), one_pass(9, epoch=1)), "a resumed run goes on alike"
+
+
+def test_the_sampler_is_reached_through_the_wrapper():
+    sampler = DistributedSampler(Augmented(), 2, 0, shuffle=True)
+    loader = aligned(DataLoader(Augmented(), 2, sampler=sampler))
+    assert loader.sampler is sampler
+    assert loader.batch_sampler.sampler is sampler
+    loader.sampler.set_epoch(4)
+    assert sampler.epoch == 4
+    assert len(loader) == 2
+
+
+def test_a_data_set_without_length_stays_without():
+    loader = aligned(DataLoader(Stream(), 2))
+    with pytest.raises(TypeError):
+        len(loader)
+    assert [len(batch) for batch in loader] == [2, 2, 1]
+
+
+def test_only_a_stateful_loader_looks_stateful():
+    class Stateful(DataLoader):
+        def state_dict(self):
+            return {"position": 3}
+
+    assert not hasattr(aligned(DataLoader(Augmented())), "state_dict")
+    assert aligned(Stateful(Augmented())).state_dict() == {"position": 3}
+
+
+def test_any_iterable_can_be_a_loader():
+    assert list(aligned([1, 2, 3])) == [1, 2, 3]
+
+
+def test_a_worker_init_function_of_the_user_is_kept():
+    own = lambda worker: None
+    loader = DataLoader(Augmented(), num_workers=1, worker_init_fn=own)
+    aligned(loader)
+    assert loader.worker_init_fn is own
+
+
+def test_the_first_batches_are_compared():
+    seen = []
+    list(aligned(DataLoader(Augmented(), 1), compare=lambda *found: seen.append(found)))
+    assert [number for number, _ in seen] == [0, 1]
+    assert seen[0][1] != seen[1][1]
+
+
+def test_checksums_see_every_value():
+    batch = {"x": torch.arange(6).view(2, 3).t(), "name": ["a", "b"], "n": 3}
+    for other in (
+        {**batch, "name": ["a", "c"]},
+        {**batch, "n": 4},
+        {**batch, "x": batch["x"] + 1},
+    ):
+        assert checksum(other) != checksum(batch)
+    assert checksum({**batch, "x": batch["x"].contiguous()}) == checksum(batch)
