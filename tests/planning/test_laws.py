@@ -32,62 +32,62 @@ every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDUL
 
 
 @every_schedule
-@pytest.mark.parametrize(("size", "M"), ALL)
-def test_every_microbatch_goes_forward_then_backward_once_per_stage(make, size, M):
-    schedule = make(placement_of(size), M)
-    done = defaultdict(list)
-    for rank, i in schedule.staged():
-        assert rank == schedule.placement.rank_of(i.stage, i.microbatch)
-        done[i.stage, i.microbatch].append(type(i))
-    assert set(done) == {(s, m) for s in range(schedule.num_stages) for m in range(M)}
-    for work in done.values():
-        trained = [kind for kind in work if kind is not ForwardNoGrad]
-        assert trained in ([Forward, Backward], [Forward, BackwardInput, BackwardWeight])
+def test_every_microbatch_goes_forward_then_backward_once_per_stage(make):
+    for size, M in ALL:
+        schedule = make(placement_of(size), M)
+        done = defaultdict(list)
+        for rank, i in schedule.staged():
+            assert rank == schedule.placement.rank_of(i.stage, i.microbatch)
+            done[i.stage, i.microbatch].append(type(i))
+        assert set(done) == {(s, m) for s in range(schedule.num_stages) for m in range(M)}
+        for work in done.values():
+            trained = [kind for kind in work if kind is not ForwardNoGrad]
+            assert trained in ([Forward, Backward], [Forward, BackwardInput, BackwardWeight])
 
 
 @every_schedule
-@pytest.mark.parametrize(("size", "M"), ALL)
-def test_every_send_has_its_receive_in_the_same_order(make, size, M):
-    lowered = lower(make(placement_of(size), M))
-    sent, received = defaultdict(list), defaultdict(list)
-    for rank, program in enumerate(lowered.programs):
-        for i in program:
-            if isinstance(i, Send):
-                sent[rank, i.to_rank].append((i.kind, i.stage, i.microbatch))
-            if isinstance(i, Receive):
-                received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
-    assert sent == received
-    between, waves = lowered.num_stages - 1, 2 if lowered.feedback_lag is None else 3
-    fed_back = M if lowered.feedback_lag == 0 and between else 0
-    assert sum(map(len, sent.values())) == waves * between * M + fed_back
-    lowered.validate()
+def test_every_send_has_its_receive_in_the_same_order(make):
+    for size, M in ALL:
+        lowered = lower(make(placement_of(size), M))
+        sent, received = defaultdict(list), defaultdict(list)
+        for rank, program in enumerate(lowered.programs):
+            for i in program:
+                if isinstance(i, Send):
+                    sent[rank, i.to_rank].append((i.kind, i.stage, i.microbatch))
+                if isinstance(i, Receive):
+                    received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
+        assert sent == received
+        between, waves = lowered.num_stages - 1, 2 if lowered.feedback_lag is None else 3
+        fed_back = M if lowered.feedback_lag == 0 and between else 0
+        assert sum(map(len, sent.values())) == waves * between * M + fed_back
+        lowered.validate()
 
 
 @every_schedule
-@pytest.mark.parametrize(("size", "M"), ALL)
-def test_nothing_hangs_and_every_rank_reduces_last(make, size, M):
-    lowered = lower(make(placement_of(size), M))
-    timeline = simulate(lowered, TickCosts(activation=0.3, gradient=0.3, reduce=1))
-    assert len(timeline.spans) == sum(1 for _ in lowered.staged()) + lowered.num_ranks
-    assert all(isinstance(program[-1], ReduceGradients) for program in lowered.programs)
-    for rank in range(lowered.num_ranks):
-        for before, after in pairwise(timeline.spans_of(rank)):
-            assert before.stop_s <= after.start_s + 1e-9
+def test_nothing_hangs_and_every_rank_reduces_last(make):
+    for size, M in ALL:
+        lowered = lower(make(placement_of(size), M))
+        timeline = simulate(lowered, TickCosts(activation=0.3, gradient=0.3, reduce=1))
+        assert len(timeline.spans) == sum(1 for _ in lowered.staged()) + lowered.num_ranks
+        assert all(isinstance(program[-1], ReduceGradients) for program in lowered.programs)
+        for rank in range(lowered.num_ranks):
+            for before, after in pairwise(timeline.spans_of(rank)):
+                assert before.stop_s <= after.start_s + 1e-9
 
 
-@pytest.mark.parametrize(("size", "M"), UNEQUAL)
-def test_a_receive_is_posted_before_the_computation_that_precedes_its_wait(size, M):
+def test_a_receive_is_posted_before_the_computation_that_precedes_its_wait():
     """So that a transfer overlaps that computation."""
-    for program in lower(one_f_one_b(placement_of(size), M)).programs:
-        computed, posted_at = 0, {}
-        for i in program:
-            if isinstance(i, Receive):
-                posted_at[i.from_rank, i.kind, i.stage, i.microbatch] = computed
-            if isinstance(i, Wait):
-                key = (i.from_rank, i.kind, i.stage, i.microbatch)
-                assert posted_at[key] < computed or computed == 0 or _is_repeat(program, i)
-            if isinstance(i, (Forward, Backward)):
-                computed += 1
+    for size, M in UNEQUAL:
+        for program in lower(one_f_one_b(placement_of(size), M)).programs:
+            computed, posted_at = 0, {}
+            for i in program:
+                if isinstance(i, Receive):
+                    posted_at[i.from_rank, i.kind, i.stage, i.microbatch] = computed
+                if isinstance(i, Wait):
+                    key = (i.from_rank, i.kind, i.stage, i.microbatch)
+                    assert posted_at[key] < computed or computed == 0 or _is_repeat(program, i)
+                if isinstance(i, (Forward, Backward)):
+                    computed += 1
 
 
 def _is_repeat(program, wait):
@@ -95,30 +95,30 @@ def _is_repeat(program, wait):
     return program[program.index(wait) - 1].__class__ in (Wait, Receive)
 
 
-@pytest.mark.parametrize(("S", "M"), EQUAL)
-def test_1f1b_keeps_at_most_the_stages_below_it(S, M):
-    for stage, program in enumerate(one_f_one_b(S, M).programs):
-        assert peak_alive(program) == min(S - stage, M)
-    for program in gpipe(S, M).programs:
-        assert peak_alive(program) == M
+def test_1f1b_keeps_at_most_the_stages_below_it():
+    for S, M in EQUAL:
+        for stage, program in enumerate(one_f_one_b(S, M).programs):
+            assert peak_alive(program) == min(S - stage, M)
+        for program in gpipe(S, M).programs:
+            assert peak_alive(program) == M
 
 
-@pytest.mark.parametrize(("S", "M"), EQUAL)
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-def test_bubble_ratio_matches_theory(make, S, M):
-    timeline = simulate(make(S, M))
-    assert timeline.iteration_s == 3 * (M + S - 1)
-    assert timeline.bubble_ratio == pytest.approx((S - 1) / (M + S - 1), abs=1e-12)
+def test_bubble_ratio_matches_theory(make):
+    for S, M in EQUAL:
+        timeline = simulate(make(S, M))
+        assert timeline.iteration_s == 3 * (M + S - 1)
+        assert timeline.bubble_ratio == pytest.approx((S - 1) / (M + S - 1), abs=1e-12)
 
 
-@pytest.mark.parametrize(("size", "M"), UNEQUAL)
-def test_bubbles_add_up_to_the_idle_time(size, M):
-    timeline = simulate(one_f_one_b(placement_of(size), M))
-    bubbles = sum(bubble.duration_s * len(bubble.ranks) for bubble in timeline.bubbles)
-    assert bubbles == pytest.approx(sum(timeline.idle_s(r) for r in range(timeline.num_ranks)))
-    assert bubbles == pytest.approx(
-        timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
-    )
+def test_bubbles_add_up_to_the_idle_time():
+    for size, M in UNEQUAL:
+        timeline = simulate(one_f_one_b(placement_of(size), M))
+        bubbles = sum(bubble.duration_s * len(bubble.ranks) for bubble in timeline.bubbles)
+        assert bubbles == pytest.approx(sum(timeline.idle_s(r) for r in range(timeline.num_ranks)))
+        assert bubbles == pytest.approx(
+            timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Every schedule's picture, and its closed form where there is one."""
 
+from itertools import product
+
 import pytest
 
 from lightning_diffpipe.errors import ScheduleError
@@ -22,6 +24,8 @@ from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 
 from .pictures import check_golden
+
+SIZES = list(product(range(1, 7), range(1, 10)))
 
 THIRDS = TickCosts(forward=1, backward=2, weight_gradient=1)
 
@@ -54,17 +58,16 @@ def test_the_laws_hold(name):
     simulate(lowered)
 
 
-@pytest.mark.parametrize("S", range(1, 7))
-@pytest.mark.parametrize("M", range(1, 10))
 @pytest.mark.parametrize("feedback", [0, 0.5, 1.7])
-def test_self_conditioning_takes_a_wave_more(S, M, feedback):
-    step_s = simulate(self_conditioning(S, M), TickCosts(feedback=feedback)).iteration_s
-    back = feedback if S > 1 else 0  # On one rank nothing has to travel.
-    expected = max(M, S + back) + (M + S - 1) * 3
-    if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
-        assert step_s >= expected - 1e-9
-    else:
-        assert step_s == pytest.approx(expected)
+def test_self_conditioning_takes_a_wave_more(feedback):
+    for S, M in SIZES:
+        step_s = simulate(self_conditioning(S, M), TickCosts(feedback=feedback)).iteration_s
+        back = feedback if S > 1 else 0  # On one rank nothing has to travel.
+        expected = max(M, S + back) + (M + S - 1) * 3
+        if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
+            assert step_s >= expected - 1e-9
+        else:
+            assert step_s == pytest.approx(expected)
 
 
 def test_self_conditioning_keeps_activations_of_the_trained_forwards_only():
@@ -77,32 +80,29 @@ def test_self_conditioning_keeps_activations_of_the_trained_forwards_only():
         ]
 
 
-@pytest.mark.parametrize("S", range(1, 9))
-@pytest.mark.parametrize("M", [8, 9, 13, 16])
-def test_zero_bubble_leaves_a_third_of_the_bubble(S, M):
-    timeline = simulate(zero_bubble(S, M), THIRDS)
-    assert timeline.iteration_s == 3 * M + S - 1
-    assert timeline.bubble_ratio == pytest.approx((S - 1) / (3 * M + S - 1))
-    assert max(peak_alive(program) for program in zero_bubble(S, M).programs) == min(S, M)
+def test_zero_bubble_leaves_a_third_of_the_bubble():
+    for S, M in product(range(1, 9), (8, 9, 13, 16)):
+        timeline = simulate(zero_bubble(S, M), THIRDS)
+        assert timeline.iteration_s == 3 * M + S - 1
+        assert timeline.bubble_ratio == pytest.approx((S - 1) / (3 * M + S - 1))
+        assert max(peak_alive(program) for program in zero_bubble(S, M).programs) == min(S, M)
 
 
-@pytest.mark.parametrize("S", range(1, 6))
-@pytest.mark.parametrize("M", range(1, 9))
-def test_zero_bubble_is_never_slower_than_1f1b(S, M):
-    assert (
-        simulate(zero_bubble(S, M), THIRDS).iteration_s <= simulate(one_f_one_b(S, M)).iteration_s
-    )
+def test_zero_bubble_is_never_slower_than_1f1b():
+    for S, M in SIZES:
+        assert (
+            simulate(zero_bubble(S, M), THIRDS).iteration_s
+            <= simulate(one_f_one_b(S, M)).iteration_s
+        )
 
 
-@pytest.mark.parametrize("R", [1, 2, 3, 4])
-@pytest.mark.parametrize("v", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(R, v, groups):
-    M = groups * R
-    timeline = simulate(interleaved(R, v, M))
-    assert timeline.iteration_s == 3 * (v * M + R - 1)
-    assert timeline.bubble_ratio == pytest.approx((R - 1) / (v * M + R - 1))
-    lower(interleaved(R, v, M)).validate()
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank():
+    for R, v, groups in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 4)):
+        M = groups * R
+        timeline = simulate(interleaved(R, v, M))
+        assert timeline.iteration_s == 3 * (v * M + R - 1)
+        assert timeline.bubble_ratio == pytest.approx((R - 1) / (v * M + R - 1))
+        lower(interleaved(R, v, M)).validate()
 
 
 def test_interleaving_needs_whole_groups():
@@ -120,14 +120,13 @@ def test_two_backbones_in_opposite_directions(S, times):
         assert expected <= 3 * (2 * M + S - 1)
 
 
-@pytest.mark.parametrize("S", range(1, 6))
-@pytest.mark.parametrize("M", range(1, 9))
-def test_two_backbones_keep_as_much_as_one_pipeline_each(S, M):
-    for program in bidirectional(S, M).programs:
-        for stage in {i.stage for i in program}:
-            position = stage % S
-            own = tuple(i for i in program if i.stage == stage)
-            assert peak_alive(own) <= S - position
+def test_two_backbones_keep_as_much_as_one_pipeline_each():
+    for S, M in SIZES:
+        for program in bidirectional(S, M).programs:
+            for stage in {i.stage for i in program}:
+                position = stage % S
+                own = tuple(i for i in program if i.stage == stage)
+                assert peak_alive(own) <= S - position
 
 
 @pytest.mark.parametrize(
@@ -147,11 +146,9 @@ def test_pipedream_has_no_bubble_between_batches(S):
     assert simulate(pipedream(S, 50)).iteration_s == 3 * (50 + S - 1)
 
 
-@pytest.mark.parametrize("S", range(1, 6))
-@pytest.mark.parametrize("P", range(1, 8))
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_patches_keep_all_ranks_busy(S, P, steps):
-    schedule = patches(S, P, steps)
-    assert simulate(schedule).iteration_s == (steps - 1) * max(P, S) + P + S - 1
-    lower(schedule).validate()
-    assert all(isinstance(i, ForwardNoGrad) for program in schedule.programs for i in program)
+def test_patches_keep_all_ranks_busy():
+    for S, P, steps in product(range(1, 6), range(1, 8), (1, 2, 5)):
+        schedule = patches(S, P, steps)
+        assert simulate(schedule).iteration_s == (steps - 1) * max(P, S) + P + S - 1
+        lower(schedule).validate()
+        assert all(isinstance(i, ForwardNoGrad) for program in schedule.programs for i in program)
