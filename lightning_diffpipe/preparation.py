@@ -171,6 +171,16 @@ def _cluster(options: PipelineOptions, process: Process) -> Cluster:
     return cluster
 
 
+def _runnable_filling(filling: str) -> str:
+    """Bubbles can be filled on paper; running a filled plan is yet to come."""
+    if filling in ("auto", "none"):
+        return "none"
+    raise ConfigurationError(
+        f"filling={filling!r} can be planned (diffpipe plan filling={filling}) but not run yet; "
+        "use filling=none, which spreads frozen layers over all ranks before the pipeline"
+    )
+
+
 def _data_parallel(options: PipelineOptions, world_size: int) -> int:
     """Pipelines side by side: what is left over when a pipeline's size is given, else one.
 
@@ -192,6 +202,7 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePla
         if not path.is_file():
             raise PlanError(f"there is no plan at {path}")
         plan = PipelinePlan.from_json(path.read_text())
+    _runnable_filling(plan.options.filling)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main
 from lightning_diffpipe import DiffPipeStrategy
 
-STEPS, SKIPPED = 10, 2
+STEPS, SKIPPED = 12, 2
 
 
 class Samples(Dataset):
@@ -134,7 +134,8 @@ def fit(module: L.LightningModule, data: DataLoader, strategy: Any) -> list[floa
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each size of model."""
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     rows = []
     for name, width, pixels, batch_size in (
