@@ -166,7 +166,7 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
 def test_well_known_models_are_modelled_whole(name, tmp_path, monkeypatch):
     """Shares of frozen work are near those DiffusionPipe measured: 38-44 % (SD), 76-89 % (ControlNet)."""
     monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
-    profile = modelled_profile(name, device_model="a100")
+    profile = modelled_profile(name, device_model="a100", sample_counts=(8,))
     assert ModelProfile.from_json(profile.to_json()) == profile
     layers = profile.backbones[0].layers
     trained = KnownTraining(KNOWN_MODELS[name], torch.bfloat16).trained

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.modules.built_in import built_in
-from lightning_diffpipe.profiling.known_models import KNOWN_MODELS
-from tests.profiling.test_modelled import TINY
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
+from lightning_diffpipe.profiling import modelled
 
 
 @pytest.fixture
@@ -30,11 +30,14 @@ def call(capsys, monkeypatch, tmp_path):
 
 
 def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
-    arguments = ["plan", "model=sd21", "model.name=tiny", "cluster=8x_h100", "global_batch_size=16"]
-    code, out, _ = call(*arguments, "strategy.num_stages=2", "output=plan.json")
+    second = Seconds.per_sample(1.0)
+    layers = tuple(LayerProfile(name, second, second) for name in "abcd")
+    backbones = (BackboneProfile("backbone", layers),)
+    monkeypatch.setattr(modelled, "_model", lambda known, title, *_: ModelProfile(title, backbones))
+    arguments = ["plan", "model=flux", "model.resolution=512", "cluster=8x_h100"]
+    code, out, _ = call(*arguments, "global_batch_size=16", "output=plan.json")
     assert code == 0
-    assert out.startswith("tiny at 64 in bfloat16, modelled on h100; sizes are exact")
+    assert out.startswith("flux at 512 in bfloat16, modelled on h100; sizes are exact")
     assert (
         PipelinePlan.from_json((tmp_path / "plan.json").read_text()).options.global_batch_size == 16
     )
