@@ -40,6 +40,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
@@ -68,8 +69,8 @@ class DiffPipeStrategy(ParallelStrategy):
             `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
-        filling: How frozen layers share the ranks' time; `"none"` runs them before the pipeline,
-            spread over all ranks.
+        filling: How frozen layers share the ranks' time. `"none"`, which `"auto"` means for now, runs
+            them before the pipeline, spread over all ranks.
         plan: A plan, or the path of one, to use instead of searching.
         profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
             from operation counts; or a profile, or the path of one.
@@ -191,8 +192,10 @@ class DiffPipeStrategy(ParallelStrategy):
         self._backend = self._backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
+        # Processes start, download and save at their own pace; only messages of a step are urgent.
+        patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
         _init_dist_connection(
-            self.cluster_environment, self._backend, timeout=timedelta(seconds=self.timeout_s)
+            self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
         )
 
     # ------------------------------------------------------------------------------------ set-up

@@ -106,6 +106,7 @@ def _main(
     group_timeout_s: float,
     timeout_s: float,
 ) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # or loaders could have no workers
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import torch
     import torch.distributed as dist

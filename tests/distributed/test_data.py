@@ -1,0 +1,137 @@
+"""Data loading under the trainer: who sees which samples, in which order, in which form."""
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_diffpipe import DiffPipeStrategy
+from tests.distributed.scenarios import SEED, Settings, build, quiet_trainer
+from tests.distributed.tiny import Samples, TinyDiffusion
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Numbered(Dataset):
+    """Samples with their number and a random shift."""
+
+    def __init__(self, size=12):
+        self.samples = Samples(size)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        sample = self.samples[index]
+        shift = torch.rand((), dtype=torch.float64)
+        return {**sample, "image": sample["image"] + shift, "shift": shift, "index": index}
+
+
+class Endless(IterableDataset):
+    """Samples without end or length."""
+
+    def __iter__(self):
+        samples = Numbered()
+        while True:
+            yield samples[int(torch.randint(12, ()))]
+
+
+class Pairs(TinyDiffusion):
+    """Trains on two loaders at once."""
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, dict) and "left" in batch:
+            batch = {
+                key: torch.cat([batch["left"][key], batch["right"][0][key]])
+                for key in batch["left"]
+            }
+        return self.loss(batch)
+
+
+class Seen(L.Callback):
+    """Notes the samples of every batch, by epoch."""
+
+    def __init__(self):
+        self.epochs = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if "left" in batch:
+            batch = batch["left"]
+        rows = list(zip(batch["index"].tolist(), batch["shift"].tolist(), strict=True))
+        self.epochs.setdefault(trainer.current_epoch, []).append(rows)
+
+
+def train(rank, world_size, make_loader, options=None):
+    seen = Seen()
+    strategy = DiffPipeStrategy(
+        num_stages=2, num_replicas=1, num_microbatches=2, seed=SEED, profile="flops",
+        timeout_s=20,
+    )  # fmt: skip
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy,
+        callbacks=[seen],
+        **{"use_distributed_sampler": True, "max_epochs": 2, **(options or {})},
+    )
+    trainer.fit(build(Settings(module_class=Pairs)), make_loader())
+    return seen.epochs, trainer.global_step
+
+
+def shuffled(num_workers=0):
+    return DataLoader(Numbered(), 3, shuffle=True, num_workers=num_workers)
+
+
+def shuffled_by_workers():
+    return shuffled(num_workers=2)
+
+
+def indices(batches):
+    return [index for batch in batches for index, _ in batch]
+
+
+@pytest.mark.parametrize("make_loader", [shuffled, shuffled_by_workers])
+def test_ranks_of_a_pipeline_see_the_same_samples(make_loader):
+    (first, _), (second, _) = run_ranks(train, 2, 2, make_loader)
+    assert first == second, "order or augmentation differs"
+    assert sorted(indices(first[0])) == sorted(indices(first[1])) == list(range(12))
+    assert indices(first[0]) != indices(first[1]), "every epoch has the same order"
+    shifts = [dict(row for batch in first[epoch] for row in batch) for epoch in (0, 1)]
+    assert all(shifts[0][index] != shifts[1][index] for index in range(12)), "same augmentation"
+
+
+def test_pipelines_side_by_side_see_different_samples():
+    outcomes = [epochs for epochs, _ in run_ranks(train, 4, 4, shuffled)]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[2] == outcomes[3]
+    for epoch in (0, 1):
+        seen = indices(outcomes[0][epoch]) + indices(outcomes[2][epoch])
+        assert sorted(seen) == list(range(12))
+    assert indices(outcomes[0][0]) != indices(outcomes[0][1]), "set_epoch did not arrive"
+
+
+def endless():
+    return DataLoader(Endless(), 3)
+
+
+def test_a_data_set_without_length():
+    (first, steps), (second, _) = run_ranks(
+        train, 2, 2, endless, {"max_steps": 3, "max_epochs": -1}
+    )
+    assert steps == 3
+    assert first == second
+
+
+def test_part_of_the_batches():
+    (_, steps), _ = run_ranks(train, 2, 2, shuffled, {"limit_train_batches": 2})
+    assert steps == 4
+
+
+def pairs():
+    return {"left": shuffled(), "right": [shuffled()]}
+
+
+def test_several_loaders_at_once():
+    (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
+    assert steps == 8
+    assert first == second

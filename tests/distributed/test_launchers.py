@@ -1,0 +1,212 @@
+"""A user's script, started in all the ways users start one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+MARK = "DIFFPIPE_TEST_RUN"
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+{imports}
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+FOLDER, CASE = Path(sys.argv[1]), sys.argv[2]
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+
+    def training_step(self, batch, batch_idx):
+        if CASE == "raise" and batch_idx == 2 and self.trainer.global_rank == 1:
+            (FOLDER / "raised").touch()
+            raise RuntimeError("rank 1 has had enough")
+        if CASE.startswith("sleep") and batch_idx == 2 and CASE.endswith(str(self.trainer.global_rank)):
+            (FOLDER / f"{{os.getpid()}}.pid").touch()
+            time.sleep(200)
+        loss = self.net(batch).pow(2).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Note(L.Callback):
+    losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+if __name__ == "__main__":
+    L.seed_everything(3, verbose=False)
+    data = torch.randn(16, 8)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_model_summary=False, callbacks=[Note()], use_distributed_sampler=False,
+        {strategy}
+    )
+    trainer.fit(Module(), DataLoader(data, 4))
+    report = {{"losses": Note.losses, "strategy": type(trainer.strategy).__name__}}
+    (FOLDER / f"{{trainer.global_rank}}.json").write_text(json.dumps(report))
+"""
+INSTANCE = (
+    'strategy=DiffPipeStrategy(num_stages=2, num_microbatches=2, profile="flops", timeout_s=60),'
+)
+
+
+def write(
+    folder: Path, imports="from lightning_diffpipe import DiffPipeStrategy", strategy=INSTANCE
+):
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(imports=imports, strategy=strategy))
+    return script
+
+
+def start(folder: Path, launcher: list[str], case="train", **environment: str):
+    """Starts the script in a session of its own, marked so that its processes can be found."""
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    return subprocess.Popen(
+        [*launcher, str(folder / "script.py"), str(folder), case],
+        cwd=folder,
+        env={
+            **inherited,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            MARK: str(folder),
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_behind(folder: Path) -> list[int]:
+    """Processes that this run started and that still live."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def finish(process, folder: Path, timeout_s=150.0) -> tuple[int, str]:
+    """Waits for the end; kills what is left over, and fails if anything was."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"did not end in {timeout_s:.0f} s:\n{output}")
+    deadline = time.monotonic() + 5.0
+    while (left := left_behind(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"left behind: {left}\n{output}"
+    return process.returncode, output
+
+
+def reports(folder: Path) -> list[dict]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+PLAIN = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(folder, launcher, **environment):
+    code, output = finish(start(folder, launcher, **environment), folder)
+    assert code == 0, output
+    first, second = reports(folder)
+    assert first == second
+    assert first["strategy"] == "DiffPipeStrategy"
+    return first["losses"], output
+
+
+def test_python_and_torchrun_give_the_same_losses(tmp_path):
+    write(tmp_path)
+    losses, output = run(tmp_path, PLAIN)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert output.count("4/4 ") == 1, f"progress bar of one rank only:\n{output}"
+    again, _ = run(tmp_path, TORCHRUN)
+    assert again == losses
+
+
+TWICE = "import lightning_diffpipe, importlib; importlib.reload(lightning_diffpipe)"
+
+
+def test_chosen_by_name_and_imported_twice(tmp_path):
+    write(tmp_path, TWICE, 'strategy="diffpipe",')
+    assert len(run(tmp_path, PLAIN)[0]) == 4
+
+
+def test_chosen_by_the_environment(tmp_path):
+    write(tmp_path, "import lightning_diffpipe", "")
+    assert len(run(tmp_path, PLAIN, PL_TRAINER_STRATEGY="diffpipe")[0]) == 4
+
+
+def test_without_the_import_lightning_knows_no_such_strategy(tmp_path):
+    """Documented in the README: Lightning reads no entry points for strategies."""
+    write(tmp_path, "", 'strategy="diffpipe",')
+    code, output = finish(start(tmp_path, PLAIN), tmp_path)
+    assert code != 0
+    assert re.search("invalid strategy name.*diffpipe", output), output
+
+
+@pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["python", "torchrun"])
+def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
+    write(tmp_path)
+    process = start(tmp_path, launcher, case="raise")
+    code, output = finish(process, tmp_path)
+    assert code != 0
+    assert "rank 1 has had enough" in output
+    assert time.time() - (tmp_path / "raised").stat().st_mtime < 20.0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [(PLAIN, 0), (PLAIN, 1), (TORCHRUN, 1)],
+    ids=["python-0", "python-1", "torchrun-1"],
+)
+def test_a_killed_rank_ends_the_script(tmp_path, launcher, rank):
+    """A rank is killed by the system (out of memory) while the other waits for its message."""
+    write(tmp_path)
+    process = start(tmp_path, launcher, case=f"sleep{rank}")
+    deadline = time.monotonic() + 120.0
+    while not (found := list(tmp_path.glob("*.pid"))) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    time.sleep(2.0)  # by now the other one waits
+    os.kill(int(found[0].stem), signal.SIGKILL)
+    killed_s = time.monotonic()
+    code, _ = finish(process, tmp_path, timeout_s=50.0)
+    assert code != 0
+    assert time.monotonic() - killed_s < 20.0
