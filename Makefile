@@ -29,8 +29,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train on two processes as a pipeline, sample, show pictures and timeline
 	$(BIN)/diffpipe demo $(ARGS)
 
+# Tests of one process use both cores; those that start several processes get the machine for themselves.
 test: setup  ## all tests
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed" $(ARGS)
+	$(BIN)/python -m pytest -q --durations=5 -m distributed $(ARGS)
 
 test-fast: setup  ## the tests that take under a minute together
 	$(BIN)/python -m pytest -q -m "not slow and not distributed" $(ARGS)

@@ -12,9 +12,10 @@ on real tensors instead; buffers, random number generators and training flags ar
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -182,9 +183,21 @@ def _fake(
     mode: TrackedFakeMode,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
-    with rng.preserved(host=True):
+    with rng.preserved(host=True), _without_reports_of_torch():
         copy = fake_copy(root, mode)
         return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root))
+
+
+@contextlib.contextmanager
+def _without_reports_of_torch() -> Iterator[None]:
+    """An operator that fails on fake tensors is no news: the probe goes on with real ones."""
+    reports = logging.getLogger("torch._subclasses.fake_tensor")
+    level = reports.level
+    reports.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        reports.setLevel(level)
 
 
 def _observed(root: nn.Module, step: Step, batch: Any, seed: int, graph: LayerGraph) -> LayerGraph:

@@ -183,7 +183,9 @@ class _Graph:
     def _highest(self, shared: set[tuple[Node, int]]) -> list[tuple[Node, int]]:
         """Refuses exits below other exits, whose gradients would be counted twice."""
         children = {child for child, _ in shared}
-        below = set(_post_order([c for n in children for c, _ in n.next_functions if c is not None]))
+        below = set(
+            _post_order([c for n in children for c, _ in n.next_functions if c is not None])
+        )
         if children & below:
             raise NestedExits
         return [exit_ for node in self._order for exit_ in shared if exit_[0] is node]
