@@ -109,7 +109,9 @@ class DemoStory(L.Callback):
         if not trainer.is_global_zero:
             return
         if plan is not None:
-            print("F forward, B backward, E frozen encoders, . bubble, -- goes on; one row per rank")
+            print(
+                "F forward, B backward, E frozen encoders, . bubble, -- goes on; one row per rank"
+            )
             (self.folder / "plan.json").write_text(plan.to_json())
         print(f"3. Training for {trainer.max_steps} steps.", flush=True)
 

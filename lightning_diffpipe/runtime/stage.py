@@ -116,7 +116,9 @@ class StageRunner:
     def backward(self, stage: int, work: MicrobatchWork) -> None:
         """Backpropagates one microbatch through one stage and frees its activations."""
         run: StageRun = self._stash.take("run", stage, work.index)
-        self._keep_upstream(stage, work, run.backward(self._gradients(stage, work), work.loss_scale))
+        self._keep_upstream(
+            stage, work, run.backward(self._gradients(stage, work), work.loss_scale)
+        )
 
     def backward_input(self, stage: int, work: MicrobatchWork) -> None:
         """The half of a backward that the stage before waits for."""

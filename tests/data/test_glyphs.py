@@ -25,7 +25,10 @@ def test_matplotlib_ships_twelve_faces():
 
 
 def test_a_caption_names_character_and_face():
-    assert Glyph("\N{GREEK SMALL LETTER ALPHA}", "serif bold").caption == "greek small letter alpha, serif bold"
+    assert (
+        Glyph("\N{GREEK SMALL LETTER ALPHA}", "serif bold").caption
+        == "greek small letter alpha, serif bold"
+    )
 
 
 def test_a_drawn_glyph_looks_like_itself():
