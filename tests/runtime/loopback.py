@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
@@ -79,6 +80,7 @@ class Loopback:
         max_share: Granularity of the graph.
         folded: Make containers inside one stage whole again, as a real run does.
         num_probed: Samples of the probed microbatch.
+        fine: The probed graph, if another pipeline of the same module has probed it.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class Loopback:
         max_share: float = 1 / 32,
         folded: bool = True,
         num_probed: int = 2,
+        fine: LayerGraph | None = None,
     ) -> None:
         small = split(batch, [num_probed])[0]
-        self.fine = probe(module, step, small, max_share=max_share)
+        self.fine = fine or probe(module, step, small, max_share=max_share)
         size = len(self.fine.path)
         positions = tuple(size * stage // num_stages for stage in range(1, num_stages))
         self.graph = self.fine

@@ -10,6 +10,7 @@ not, as fake tensors of one sample have other strides than real ones, and stride
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -22,7 +23,8 @@ from torch import nn
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import uncut
-from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.probe import probe, reprobe
 from lightning_diffpipe.graph.trace import loss_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
@@ -111,60 +113,88 @@ TOWERS = {
 }
 
 
-def plain_step(root: Any, graph: Any, batch: Any, batch_index: int) -> float:
-    """One process, microbatch after microbatch; gradients are left in `.grad`.
+class OneProcess:
+    """The reference: one process, microbatch after microbatch; gradients are left in `.grad`.
 
     Layers that draw random numbers do so from streams of their own in a pipeline; a step with such layers
     is run uncut but seeded in the same way, every other one without anything of ours around it.
     """
-    total = 0.0
-    sizes = microbatch_sizes(num_samples(batch), NUM_MICROBATCHES)
-    for index, part in enumerate(split(batch, sizes)):
-        seed = derived_seed(SEED, 0, batch_index, index)
-        share = sizes[index] / sum(sizes)
-        if graph.seeded:
-            with intercepted(root) as interception:
-                known = reprobe(root, step, part, graph)
-                view = StageView(root, known, uncut(known), interception)
-                run = view.forward(lambda part=part: step(root, part), seed=seed)
-                run.backward(loss_scale=share)
-                total += float(run.loss.detach()) * share
-        else:
-            rng.seed_all(seed, host=True)
-            loss = loss_of(step(root, part))
-            (loss * share).backward()
-            total += float(loss.detach()) * share
-    return total
+
+    def __init__(self, root: Any, graph: LayerGraph) -> None:
+        self.root, self.graph = root, graph
+        self._graphs: dict[str, LayerGraph] = {graph.signature: graph}
+
+    def run_step(self, batch: Any, batch_index: int) -> float:
+        self.root.zero_grad(set_to_none=True)
+        total = 0.0
+        sizes = microbatch_sizes(num_samples(batch), NUM_MICROBATCHES)
+        for index, part in enumerate(split(batch, sizes)):
+            seed = derived_seed(SEED, 0, batch_index, index)
+            run = self._seeded if self.graph.seeded else self._plain
+            total += run(part, seed, sizes[index] / sum(sizes))
+        return total
+
+    def _plain(self, part: Any, seed: int, share: float) -> float:
+        rng.seed_all(seed, host=True)
+        loss = loss_of(step(self.root, part)) * share
+        loss.backward()
+        return float(loss.detach())
+
+    def _seeded(self, part: Any, seed: int, share: float) -> float:
+        key = batch_signature(part)
+        if key not in self._graphs:
+            self._graphs[key] = reprobe(self.root, step, part, self.graph)
+        graph = self._graphs[key]
+        with intercepted(self.root) as interception:
+            view = StageView(self.root, graph, uncut(graph), interception)
+            run = view.forward(lambda: step(self.root, part), seed=seed)
+            run.backward(loss_scale=share)
+        return float(run.loss.detach()) * share
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
 
 
-def check(root: Any, batches: list[Any], num_stages: int, **options: Any) -> Loopback:
-    """Trains five steps both ways and compares everything."""
+def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **options: Any) -> Any:
+    """Trains five steps as pipelines and as one process, and compares everything."""
     randomise(root)
-    alone = copy.deepcopy(root)
     initial = {name: value.detach().clone() for name, value in root.named_parameters()}
-    pipeline = Loopback(root, step, batches[0], num_stages, NUM_MICROBATCHES, seed=SEED, **options)
-    try:
-        optimizers, optimizer = pipeline.optimizers(adam), adam(alone.parameters())
+    graph = probe(root, step, split(batches[0], [2])[0], max_share=max_share)
+    alone = OneProcess(copy.deepcopy(root), graph)
+    with contextlib.ExitStack() as stack:
+        pipelines = []
+        for num in stages:
+            pipeline = Loopback(
+                root, step, batches[0], num, NUM_MICROBATCHES, seed=SEED, fine=graph, **options
+            )
+            stack.callback(pipeline.close)
+            pipelines.append(pipeline)
+        optimizers = [adam(alone.root.parameters())]
+        optimizers += [each for pipeline in pipelines for each in pipeline.optimizers(adam)]
         for index, batch in enumerate(batches):
-            alone.zero_grad(set_to_none=True)
-            expected_loss = plain_step(alone, pipeline.fine, batch, index)
-            for rank in pipeline.ranks:
-                rank.module.zero_grad(set_to_none=True)
-            loss = pipeline.run_step(batch, index)
-            expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-            error, where = relative_error(expected, pipeline.gradients())
-            assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss), f"loss of step {index}"
-            assert error < (1e-9 if index == 0 else 1e-6), f"step {index}: {where} off by {error}"
-            for each in (optimizer, *optimizers):
-                each.step()
-    finally:
-        pipeline.close()
-    check_weights(pipeline, alone, initial)
-    return pipeline
+            loss = alone.run_step(batch, index)
+            for pipeline in pipelines:
+                check_step(pipeline, alone.root, loss, batch, index)
+            for optimizer in optimizers:
+                optimizer.step()
+    for pipeline in pipelines:
+        check_weights(pipeline, alone.root, initial)
+    return pipelines
+
+
+def check_step(
+    pipeline: Loopback, alone: Any, expected_loss: float, batch: Any, index: int
+) -> None:
+    """Runs one step of a pipeline; loss and gradients equal those of one process."""
+    for rank in pipeline.ranks:
+        rank.module.zero_grad(set_to_none=True)
+    loss = pipeline.run_step(batch, index)
+    expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    error, where = relative_error(expected, pipeline.gradients())
+    what = f"{len(pipeline.ranks)} ranks, step {index}"
+    assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss), f"{what}: loss"
+    assert error < (1e-9 if index == 0 else 1e-6), f"{what}: {where} off by {error}"
 
 
 def check_weights(pipeline: Loopback, alone: Any, initial: dict[str, torch.Tensor]) -> None:
@@ -189,19 +219,18 @@ def check_weights(pipeline: Loopback, alone: Any, initial: dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_latent_diffusion(name, num_stages):
+def test_latent_diffusion(name):
     with in_double():
         batches = [image_batch(NUM_SAMPLES, seed) for seed in range(NUM_STEPS)]
-        pipeline = check(build(name), batches, num_stages)
-    assert all(pipeline.encodes), f"frozen parts per rank: {pipeline.encodes}"
+        pipelines = check(build(name), batches)
+    for pipeline in pipelines:
+        assert all(pipeline.encodes), f"frozen parts per rank: {pipeline.encodes}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", DENOISERS)
-def test_denoisers_of_diffusers(name, num_stages):
+def test_denoisers_of_diffusers(name):
     case = dataclasses.replace(CASES[name], num_samples=NUM_SAMPLES)
     with in_double():
         root, _ = case.build()
@@ -210,27 +239,26 @@ def test_denoisers_of_diffusers(name, num_stages):
             {key: draw(NUM_SAMPLES, generator) for key, draw in case.batch.items()}
             for _ in range(NUM_STEPS)
         ]
-        check(root, batches, num_stages)
+        check(root, batches)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", TOWERS)
-def test_towers(name, num_stages):
+def test_towers(name):
     make, max_share = TOWERS[name]
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(5, 16, generator=generator).double() for _ in range(NUM_STEPS)]
     with in_double():
-        check(make().double(), batches, num_stages, max_share=max_share)
+        check(make().double(), batches, max_share=max_share)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
 def test_unequal_replicas_and_other_schedules(schedule):
     batches = [rows(5).double() for _ in range(NUM_STEPS)]
     with in_double():
-        check(Twice().double(), batches, 3, replicas=(1, 3, 2), schedule=schedule)
+        check(Twice().double(), batches, (3,), replicas=(1, 3, 2), schedule=schedule)
 
 
 def test_unfolded():
     batches = [rows(5).double() for _ in range(NUM_STEPS)]
     with in_double():
-        check(Tied().double(), batches, 3, folded=False, max_share=1 / 30)
+        check(Tied().double(), batches, (3,), folded=False, max_share=1 / 30)
