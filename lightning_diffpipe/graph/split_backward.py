@@ -191,7 +191,7 @@ class _Graph:
         return [exit_ for node in self._order for exit_ in shared if exit_[0] is node]
 
 
-class NestedExits(Exception):  # noqa: N818 - not an error: the caller takes another way
+class NestedExits(Exception):
     """The graph cannot be split this way; run the backward as one piece."""
 
 
