@@ -85,6 +85,14 @@ def _index_entry(part: Any) -> list[str]:
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
 
+def _forget_origin(folder: Path) -> None:
+    """Removes from configs the path a part was once read from; it means nothing elsewhere."""
+    for path in folder.glob("*config.json"):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def _text_files(part: Any) -> dict[str, str]:
     """Returns the files that describe a part without its weights, by file name."""
     with tempfile.TemporaryDirectory() as folder:
@@ -207,6 +215,7 @@ class PartsModule(L.LightningModule):
                 # Past diffusers' own `to`, which warns about every change of type.
                 part = nn.Module.to(copy.deepcopy(part), dtype)
             part.save_pretrained(folder / name)
+            _forget_origin(folder / name)
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -174,6 +174,13 @@ def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path
     diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler")
 
 
+def test_a_saved_folder_does_not_tell_where_its_parts_came_from(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path / "first")
+    LatentDiffusion.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    for path in (tmp_path / "second").rglob("*.json"):
+        assert str(tmp_path) not in path.read_text(), path.name
+
+
 def test_half_precision_files_load_as_fp32(make_model, tmp_path):
     make_model().save_pretrained(tmp_path, dtype=torch.float16)
     again = LatentDiffusion.from_pretrained(tmp_path)
