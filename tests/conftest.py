@@ -11,7 +11,6 @@ import lightning
 import pytest
 import torch
 
-
 # Imported by the server of test processes only: it probes a module, and hides all objects from gc.
 collect_ignore = ["warm.py"]
 
