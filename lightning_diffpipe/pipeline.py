@@ -237,7 +237,9 @@ def assemble(
     interception = Interception(module).install()
     whole = None
     if verify:
-        whole = run_whole(module, step, graph, interception, batch, plan.num_microbatches, seed)
+        whole = run_whole(
+            module, step, graph, interception, batch, plan.num_microbatches, seed, mesh.pipeline
+        )
     place_parameters(module, resident, process.device)
     interception.refuse(_whereabouts(pieces, schedule.placement))
     trained = {

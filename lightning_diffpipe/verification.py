@@ -48,6 +48,7 @@ def run_whole(
     batch: Any,
     num_microbatches: int,
     seed: int,
+    pipeline: int = 0,
 ) -> WholeRun:
     """Runs all layers of a batch on this rank; the module must still be whole.
 
@@ -59,6 +60,7 @@ def run_whole(
         batch: One pipeline's batch.
         num_microbatches: As planned.
         seed: Seed of the run.
+        pipeline: Index of this rank's pipeline, which draws its own random numbers.
     """
     sizes = microbatch_sizes(num_samples(batch), num_microbatches)
     loss = 0.0
@@ -68,7 +70,7 @@ def run_whole(
             view = StageView(module, known, uncut(known), interception, verify=True)
             run = view.forward(
                 lambda part=part: step(module, part),
-                seed=microbatch_seed(seed, 0, 0, index),
+                seed=microbatch_seed(seed, pipeline, 0, index),
                 log=lambda *arguments: None,
             )
             assert run.loss is not None
@@ -87,6 +89,8 @@ def compare(
     whole: WholeRun,
 ) -> None:
     """Runs the same batch as a pipeline and compares; leaves no gradients behind.
+
+    With several pipelines side by side only losses are compared: gradients are sums over all of them.
 
     Raises:
         GraphError: The loss or a gradient differs by more than rounding.

@@ -27,7 +27,7 @@ def run(world_size, **settings):
 
 
 def test_a_batch_smaller_than_its_microbatches():
-    with pytest.raises(RankError, match=r"(?s)rank 0.*batch of 6 samples.*8 microbatches|.*6.*8"):
+    with pytest.raises(RankError, match=r"num_microbatches=8 is more than the 6 samples"):
         run(2, strategy={"num_microbatches": 8})
 
 

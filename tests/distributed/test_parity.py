@@ -187,3 +187,9 @@ def test_all_weights_move():
     frozen = {n for n, p in build(Settings()).named_parameters() if not p.requires_grad}
     still = {n for n, v in expected.weights.items() if torch.equal(v, expected.initial[n])}
     assert still == frozen
+
+
+def test_verification_passes_on_a_sound_cut():
+    """History: with pipelines side by side every one was compared with the first one's noise."""
+    strategy = {"num_stages": 2, "num_replicas": 1, "verify": True}
+    check(4, 2, 2, strategy=strategy, data={"batch_size": 4})
