@@ -12,11 +12,12 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # room -> rooms of this package it may import
 ALLOWED = {
     "errors": set(),
+    "clock": set(),
     "planning": {"errors"},
     "viewing": {"planning", "errors"},
     "graph": {"planning", "errors"},
-    "profiling": {"graph", "planning", "errors"},
-    "runtime": {"graph", "planning", "errors"},
+    "profiling": {"clock", "graph", "planning", "errors"},
+    "runtime": {"clock", "graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
@@ -24,6 +25,7 @@ TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
+    "clock": {"torch"},
     "planning": set(),
     "viewing": {"matplotlib"},
     "graph": {"torch", "numpy"},

@@ -11,7 +11,9 @@ The same callable runs with the frozen layers as its own, so that encoders need 
     results = run.results
 
 With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut
-in front of it, its outputs padded behind it, and the glue sees full shapes.
+in front of it, its outputs padded behind it, and the glue sees full shapes. With `group_size` it runs on
+so many samples at a time. Kernels are chosen by size, so results are equal bit for bit only where the
+groups are: they begin at multiples of `group_size`, whoever runs them and whenever.
 """
 
 from __future__ import annotations
@@ -78,13 +80,20 @@ class FrozenView:
         """Whether `samples` may be given; the first such run compares its values with a whole one."""
         return not self.why_not_splittable
 
-    def whole(self, call: Callable[[], Any], seed: int, samples: Samples | None = None) -> Results:
+    def whole(
+        self,
+        call: Callable[[], Any],
+        seed: int,
+        samples: Samples | None = None,
+        group_size: int | None = None,
+    ) -> Results:
         """Runs all frozen layers.
 
         Args:
             call: Runs the user's step on the microbatch.
             seed: Seed of the microbatch.
             samples: Half-open range of samples to encode, None for all.
+            group_size: Most samples a layer runs on at a time, None for all of `samples`.
 
         Returns:
             The results that stages read (`cut.sent`); with `samples`, their rows of tensors that have
@@ -93,46 +102,82 @@ class FrozenView:
         Raises:
             GraphError: The step differs from its probe, or layers mix samples.
         """
-        if samples is not None and samples != (0, self.graph.num_samples):
-            self._require_splittable(call, seed, samples)
-        return self._whole(call, seed, samples)
+        groups = self._groups(call, seed, samples, group_size)
+        return self._whole(call, seed, groups)
 
     def start(
-        self, call: Callable[[], Any], seed: int, samples: Samples | None = None
+        self,
+        call: Callable[[], Any],
+        seed: int,
+        samples: Samples | None = None,
+        group_size: int | None = None,
     ) -> PausedRun:
         """Prepares a run that goes on only while `advance` or `finish` is called; see `whole`."""
-        if samples is not None and samples != (0, self.graph.num_samples):
-            self._require_splittable(call, seed, samples)
-        run = FrozenRun(self._plan, samples)
+        run = FrozenRun(self._plan, self._groups(call, seed, samples, group_size))
         return PausedRun(run, self.interception, call, seed, self.graph.host_random)
 
-    def _whole(self, call: Callable[[], Any], seed: int, samples: Samples | None) -> Results:
-        run = FrozenRun(self._plan, samples)
+    def _groups(
+        self,
+        call: Callable[[], Any],
+        seed: int,
+        samples: Samples | None,
+        group_size: int | None,
+    ) -> tuple[Samples, ...]:
+        """What layers run on, one after the other; empty for all samples at once."""
+        num_samples = self.graph.num_samples
+        if samples is None and (group_size is None or num_samples is None):
+            return ()
+        start, stop = samples or (0, num_samples or 0)
+        groups = sample_groups(start, stop, group_size or stop)
+        if groups == ((0, num_samples),):
+            return ()
+        self._require_splittable(call, seed, groups)
+        return groups
+
+    def _whole(
+        self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
+    ) -> Results:
+        run = FrozenRun(self._plan, groups)
         host = self.graph.host_random
         with rng.preserved(host), self.interception.running(run), torch.no_grad():
             rng.seed_all(seed, host)
             run.walk(call)
         return run.results()
 
-    def _require_splittable(self, call: Callable[[], Any], seed: int, samples: Samples) -> None:
+    def _require_splittable(
+        self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
+    ) -> None:
         if self.why_not_splittable:
             raise GraphError(
                 f"frozen layers must run on whole microbatches: {self.why_not_splittable}"
             )
         if self._samples_compared:
             return
-        whole, part = self._whole(call, seed, None), self._whole(call, seed, samples)
+        whole, part = self._whole(call, seed, ()), self._whole(call, seed, groups)
+        start, stop = groups[0][0], groups[-1][1]
         for key, value in part.items():
             rows = self.graph.spec(key).rows or 0
-            expected = whole[key][samples[0] * rows : samples[1] * rows] if rows else whole[key]
+            expected = whole[key][start * rows : stop * rows] if rows else whole[key]
             difference = _relative_difference(value, expected)
             if difference > _tolerance(value.dtype):
                 raise GraphError(
-                    f"{self.graph.layers[key[0]].name} mixes samples: run on samples {samples} of "
-                    f"{self.graph.num_samples}, it differs by {difference:.1e} from a run on all. Encode "
-                    "whole microbatches instead of parts of them"
+                    f"{self.graph.layers[key[0]].name} mixes samples: run on samples {start} to {stop} "
+                    f"of {self.graph.num_samples} in {len(groups)} groups, it differs by "
+                    f"{difference:.1e} from a run on all. Encode whole microbatches instead of parts "
+                    "of them"
                 )
         self._samples_compared = True
+
+
+def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
+    """Cuts a range of samples at the multiples of a size.
+
+    Example:
+        >>> sample_groups(2, 9, 4)
+        ((2, 4), (4, 8), (8, 9))
+    """
+    cuts = [start, *range((start // size + 1) * size, stop, size), stop]
+    return tuple(zip(cuts, cuts[1:], strict=False))
 
 
 def join_samples(graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]]) -> Results:
@@ -151,12 +196,11 @@ def join_samples(graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]])
 class FrozenRun(LayerRun):
     """One walk through the frozen layers of a step."""
 
-    def __init__(self, plan: RunPlan, samples: Samples | None) -> None:
+    def __init__(self, plan: RunPlan, groups: tuple[Samples, ...]) -> None:
         super().__init__(plan)
         self.at = ""  # the layer of the fine graph that was started last
         self.pause: Callable[[], None] | None = None
-        num_samples = plan.graph.num_samples
-        self._samples = None if samples in (None, (0, num_samples)) else samples
+        self._groups = groups
 
     def before_fine_layer(self, name: str) -> None:
         """A paused run waits here."""
@@ -169,29 +213,31 @@ class FrozenRun(LayerRun):
         raise GraphError(f"frozen layers read output {leaf} of {layer.name}, which is trained")
 
     def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
-        """Calls a layer, on some of the samples if so asked."""
-        if self._samples is None:
+        """Calls a layer, on one group of samples after the other if so asked."""
+        if not self._groups:
             return super().execute(layer, site, args, kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        args, kwargs = pytree.tree_unflatten(self._rows_of(layer, flat), spec)
-        out = super().execute(layer, site, args, kwargs)
-        flat, spec = pytree.tree_flatten(out)
-        return pytree.tree_unflatten(self._padded(layer, flat), spec)
+        padded: dict[int, Tensor] = {}
+        out: Any = None
+        for group in self._groups:
+            own_args, own_kwargs = pytree.tree_unflatten(self._rows_of(layer, flat, group), spec)
+            out = super().execute(layer, site, own_args, own_kwargs)
+            self._pad(layer, pytree.tree_leaves(out), group, padded)
+        return self._joined(layer, out, padded)
 
     def results(self) -> Results:
         """The rows that were asked for, of all results."""
-        if self._samples is None:
+        if not self._groups:
             return dict(self.outputs)
-        start, stop = self._samples
+        start, stop = self._groups[0][0], self._groups[-1][1]
         results = {}
         for key, value in self.outputs.items():
             rows = self._plan.graph.spec(key).rows or 0
             results[key] = value[start * rows : stop * rows] if rows else value
         return results
 
-    def _rows_of(self, layer: Layer, flat: list[Any]) -> list[Any]:
-        assert self._samples is not None
-        start, stop = self._samples
+    def _rows_of(self, layer: Layer, flat: list[Any], group: Samples) -> list[Any]:
+        start, stop = group
         known = layer.argument_rows or ()
         if len(known) != len(flat):
             raise GraphError(
@@ -202,19 +248,26 @@ class FrozenRun(LayerRun):
             for value, rows in zip(flat, known, strict=True)
         ]
 
-    def _padded(self, layer: Layer, flat: list[Any]) -> list[Any]:
-        assert self._samples is not None
-        start, stop = self._samples
-        padded, seen = [], {}
-        for value, expected in zip(flat, layer.outputs, strict=False):
+    def _pad(
+        self, layer: Layer, flat: list[Any], group: Samples, padded: dict[int, Tensor]
+    ) -> None:
+        """Copies the rows of a group into tensors of the whole microbatch, one for each leaf."""
+        start, stop = group
+        for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
             if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):
-                whole = expected.empty(value.device).zero_()
-                whole[start * expected.rows : stop * expected.rows].copy_(value)
-                seen[id(value)] = whole
-                padded.append(whole)
-            else:
-                padded.append(seen.get(id(value), value))
-        return padded
+                if leaf not in padded:
+                    padded[leaf] = expected.empty(value.device).zero_()
+                padded[leaf][start * expected.rows : stop * expected.rows].copy_(value)
+
+    def _joined(self, layer: Layer, out: Any, padded: dict[int, Tensor]) -> Any:
+        """The output of the last group, its rows of samples replaced by those of all groups."""
+        flat, spec = pytree.tree_flatten(out)
+        seen = {id(flat[leaf]): whole for leaf, whole in padded.items()}
+        joined = [
+            padded[leaf] if leaf in padded else seen.get(id(value), value)
+            for leaf, value in enumerate(flat)
+        ]
+        return pytree.tree_unflatten(joined, spec)
 
 
 def _relative_difference(value: Tensor, expected: Tensor) -> float:

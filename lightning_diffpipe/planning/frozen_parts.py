@@ -1,8 +1,8 @@
 """How the frozen work of one batch is shared over the ranks of a pipeline.
 
 Frozen encoders depend on nothing that is trained, so that any rank may encode any sample. Each rank
-takes an equal share of the batch, and all exchange the results: each sample is encoded once,
-never once per stage.
+takes a share of the batch, and all exchange the results: each sample is encoded once, never once per
+stage. Without bubbles to fill the shares are equal.
 
     batch of 8, 2 microbatches, 4 ranks       microbatch 0      microbatch 1
                                               | E0  |  E1  |    | E2  |  E3  |
@@ -11,8 +11,10 @@ never once per stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_diffpipe.errors import ScheduleError
 
@@ -52,42 +54,71 @@ def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
     return (small + 1,) * num_larger + (small,) * (num_parts - num_larger)
 
 
+def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
+    """Samples on which frozen layers run at a time, so that shares can be moved between ranks.
+
+    A share is a number of groups, so small groups balance better, and large ones run faster on a GPU:
+    each rank gets about eight.
+
+    Example:
+        >>> group_size_of([16, 16], num_ranks=2), group_size_of([4, 4], 4), group_size_of([128] * 4, 8)
+        (2, 1, 8)
+    """
+    return max(1, min(sum(microbatch_sizes) // (8 * num_ranks), min(microbatch_sizes)))
+
+
+def num_groups_of(microbatch_sizes: Sequence[int], group_size: int) -> int:
+    """Groups of a batch; a group never spans two microbatches."""
+    return sum(math.ceil(size / group_size) for size in microbatch_sizes)
+
+
 def encode_parts(
-    microbatch_sizes: Sequence[int], num_ranks: int, splittable: bool = True
+    microbatch_sizes: Sequence[int],
+    num_ranks: int,
+    splittable: bool = True,
+    group_size: int = 1,
+    groups: Sequence[int] | None = None,
 ) -> tuple[EncodePart, ...]:
-    """Shares the frozen work of a batch evenly.
+    """Shares the frozen work of a batch.
 
     Args:
         microbatch_sizes: Samples of every microbatch, in order.
         num_ranks: Ranks that share the work.
         splittable: Whether frozen layers may run for some samples of a microbatch only. If they mix
-            samples, whole microbatches go round robin.
+            samples, every microbatch is one group.
+        group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
+            fewer.
+        groups: How many groups each rank takes; as even as possible if not given.
 
     Returns:
-        The parts in the order of the samples. Rank `r` of `R` gets samples `[rB/R, (r+1)B/R)` of
-        the batch of `B`, one part for each microbatch it touches.
+        The parts in the order of the samples, one for each microbatch a rank's run of groups touches.
 
     Raises:
-        ScheduleError: There is no rank, or a microbatch without samples.
+        ScheduleError: There is no rank, a microbatch without samples, or `groups` do not add up.
 
     Example:
         >>> [(p.rank, p.microbatch, p.start, p.stop) for p in encode_parts([4, 2], num_ranks=2)]
         [(0, 0, 0, 3), (1, 0, 3, 4), (1, 1, 0, 2)]
     """
-    if num_ranks < 1 or any(size < 1 for size in microbatch_sizes):
+    if num_ranks < 1 or group_size < 1 or any(size < 1 for size in microbatch_sizes):
         raise ScheduleError(
-            f"cannot share microbatches of {tuple(microbatch_sizes)} samples over {num_ranks} ranks"
+            f"cannot share microbatches of {tuple(microbatch_sizes)} samples in groups of "
+            f"{group_size} over {num_ranks} ranks"
         )
-    pieces: list[tuple[int, int, int, int]] = []
     if not splittable:
-        pieces = [(m % num_ranks, m, 0, size) for m, size in enumerate(microbatch_sizes)]
-    else:
-        batch_size, offset = sum(microbatch_sizes), 0
-        for microbatch, size in enumerate(microbatch_sizes):
-            for rank in range(num_ranks):
-                start = max(rank * batch_size // num_ranks - offset, 0)
-                stop = min((rank + 1) * batch_size // num_ranks - offset, size)
-                if start < stop:
-                    pieces.append((rank, microbatch, start, stop))
-            offset += size
+        group_size = max(microbatch_sizes)
+    total = num_groups_of(microbatch_sizes, group_size)
+    if groups is None:
+        bounds = [rank * total // num_ranks for rank in range(num_ranks + 1)]
+        groups = [stop - start for start, stop in pairwise(bounds)]
+    if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
+        raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
+    owners = (rank for rank, count in enumerate(groups) for _ in range(count))
+    pieces: list[tuple[int, int, int, int]] = []
+    for microbatch, size in enumerate(microbatch_sizes):
+        for start in range(0, size, group_size):
+            rank, stop = next(owners), min(start + group_size, size)
+            if pieces and pieces[-1][:2] == (rank, microbatch):
+                start = pieces.pop()[2]  # noqa: PLW2901
+            pieces.append((rank, microbatch, start, stop))
     return tuple(EncodePart(index, *piece) for index, piece in enumerate(pieces))

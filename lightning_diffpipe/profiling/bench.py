@@ -22,7 +22,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
-from lightning_diffpipe.profiling.clock import clock_for
+from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to

@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.assembly import assemble
 from lightning_diffpipe.profiling.cache import cache_folder, write_atomically
-from lightning_diffpipe.profiling.clock import HostClock
+from lightning_diffpipe.clock import HostClock
 from lightning_diffpipe.profiling.device_model import (
     DeviceModel,
     ModelledClock,

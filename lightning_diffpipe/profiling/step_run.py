@@ -28,7 +28,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference
 from lightning_diffpipe.graph.probe import loss_of
-from lightning_diffpipe.profiling.clock import Clock
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.profiling.glue import StepTimes
 
 Backward = Literal["whole", "inputs"]
