@@ -36,6 +36,7 @@ class Bounds:
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
         frozen_splittable: See `PlanOptions`.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
+        stages_per_rank: More than one if stages are dealt out round robin.
     """
 
     model: CostModel
@@ -45,6 +46,7 @@ class Bounds:
     keeps_all: bool = False
     frozen_splittable: bool = True
     frozen_first: bool = True
+    stages_per_rank: int = 1
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -104,11 +106,21 @@ class Bounds:
         bound_s, link_s = self.all_work_s, 0.0
         cluster, size = self.model.cluster, self.sizes[-1]
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
-        for first, stop, replicas in cuts:
-            bound_s = max(bound_s, link_s + self.stage_s(first, stop, replicas, link_s))
+        work = self._work_s(1)
+        for stage, (first, stop, replicas) in enumerate(cuts):
+            if stage == self.num_ranks and self._interleaves:
+                break  # The later stages of every rank are counted with its first one.
+            # Until its first stage is reached a rank has nothing to do, nor after that stage's last backward.
+            later = cuts[stage + self.num_ranks :: self.num_ranks] if self._interleaves else ()
+            more_s = sum(work[b] - work[a] for a, b, _ in later)
+            bound_s = max(bound_s, link_s + more_s + self.stage_s(first, stop, replicas, link_s))
             num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), size)
             link_s += min(link.seconds(num_bytes) for link in links)
         return bound_s
+
+    @property
+    def _interleaves(self) -> bool:
+        return self.stages_per_rank > 1
 
     def fits(self, first: int, stop: int, replicas: int, later_ranks: int) -> bool:
         """Whether a stage fits into memory, with that many ranks of the pipeline after it."""

@@ -21,8 +21,8 @@ from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLi
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
-from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedules import INTERLEAVED, schedule_of
 from lightning_diffpipe.planning.simulator import makespan, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
@@ -83,9 +83,9 @@ class Evaluator:
         shape = proposal.shape
         key = (shape, proposal.replicas)
         if key not in self._frames:
-            placement, parts = Placement.of_replicas(proposal.replicas), self.parts(shape)
-            parts = () if self.fills else parts
-            schedule = SCHEDULES[shape.schedule](placement, len(shape.sizes))
+            placement = shape.placement(proposal.replicas)
+            parts = () if self.fills else self.parts(shape)
+            schedule = schedule_of(shape.schedule, placement, len(shape.sizes))
             schedule = prefix_frozen(schedule, parts)
             execution = execution_of(lower(schedule)).by_size(shape.sizes)
             links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
@@ -210,9 +210,18 @@ class Evaluator:
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         backbone = self.model.profile.backbones[0].name
         return tuple(
-            Stage(index, backbone, first, stop - 1, replicas)
-            for index, (first, stop, replicas) in enumerate(proposal.cuts)
+            Stage(index, backbone, first, stop - 1, replicas, ranks)
+            for index, (first, stop, replicas), ranks in zip(
+                range(proposal.shape.num_stages), proposal.cuts, self._named(proposal), strict=True
+            )
         )
+
+    def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every stage, where they are not those after the ranks of the stage before."""
+        placement = self.frame(proposal).schedule.placement
+        if proposal.shape.schedule == INTERLEAVED:
+            return placement.stage_ranks
+        return ((),) * placement.num_stages
 
 
 def fill(

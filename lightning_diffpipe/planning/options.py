@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import Node
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
 
 Auto = Literal["auto"]
 
@@ -30,11 +30,12 @@ class PlanOptions:
 
     Attributes:
         global_batch_size: Samples of one optimizer step, over all pipelines.
-        num_stages: Stages of a pipeline.
+        num_stages: Stages of a pipeline. With the schedule `interleaved` a multiple of its ranks: each
+            rank holds several.
         num_microbatches: Microbatches of one pipeline.
         num_replicas: Ranks of each stage: a number for all, or one number for each stage.
         data_parallel: Pipelines side by side, each with its part of the batch.
-        schedule: A name of `SCHEDULES`.
+        schedule: One of `SCHEDULE_NAMES`, or `auto`.
         filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline;
             `diffusionpipe` and `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
@@ -69,7 +70,7 @@ class PlanOptions:
                 f"but num_stages={self.num_stages}"
             )
         for name, known in (
-            ("schedule", ("auto", *SCHEDULES)),
+            ("schedule", ("auto", *SCHEDULE_NAMES)),
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
         ):

@@ -10,8 +10,9 @@ Format `diffpipe-plan/1`:
      "costs": {...}}
 
 Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the communication,
-which follows from them. `costs` is optional; with it a plan can be drawn and simulated without
-its profile.
+which follows from them. Where a rank holds several stages, every stage names its ranks: stage 2 of
+four on two ranks has `"ranks": [0]`. `costs` is optional; with it a plan can be drawn and simulated
+without its profile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Stage
+from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
 from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
@@ -95,8 +96,8 @@ class PipelinePlan:
         _check_stages(self.stages)
         if len(self.programs) != self.ranks_per_pipeline:
             raise PlanError(
-                f"plan: programs: {len(self.programs)} programs, but the replicas of the stages "
-                f"add up to {self.ranks_per_pipeline} ranks"
+                f"plan: programs: {len(self.programs)} programs, but the stages have "
+                f"{self.ranks_per_pipeline} ranks"
             )
 
     @property
@@ -117,7 +118,7 @@ class PipelinePlan:
     @property
     def ranks_per_pipeline(self) -> int:
         """Ranks of one pipeline."""
-        return sum(stage.num_replicas for stage in self.stages)
+        return self.placement.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -133,7 +134,7 @@ class PipelinePlan:
     @cached_property
     def placement(self) -> Placement:
         """Where the stages run within a pipeline."""
-        return Placement.of_replicas([stage.num_replicas for stage in self.stages])
+        return placement_of(self.stages)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -257,12 +258,19 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
     }
     return {
         "options": plan.options.to_dict(),
-        "stages": [asdict(stage) for stage in plan.stages],
+        "stages": [_stage_to_json(stage) for stage in plan.stages],
         "programs": texts,
         "planned": json.loads(json.dumps(asdict(plan.planned))),
         **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
         **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
     }
+
+
+def _stage_to_json(stage: Stage) -> dict[str, object]:
+    entry = asdict(stage)
+    if not entry.pop("ranks"):
+        return entry
+    return {**entry, "ranks": list(stage.ranks)}
 
 
 def _read(node: Node) -> PipelinePlan:
@@ -298,11 +306,14 @@ def _read_options(node: Node) -> PlanOptions:
 
 
 def _read_stage(node: Node) -> Stage:
-    node.check_keys(("index", "backbone", "first_layer", "last_layer"), ("num_replicas",))
-    replicas = node["num_replicas"].integer(minimum=1) if "num_replicas" in node else 1
+    node.check_keys(("index", "backbone", "first_layer", "last_layer"), ("num_replicas", "ranks"))
+    ranks = tuple(e.integer() for e in node["ranks"].elements()) if "ranks" in node else ()
+    replicas = max(len(ranks), 1)
+    if "num_replicas" in node:
+        replicas = node["num_replicas"].integer(minimum=1)
     first, last = (node[key].integer() for key in ("first_layer", "last_layer"))
     try:
-        return Stage(node["index"].integer(), node["backbone"].text(), first, last, replicas)
+        return Stage(node["index"].integer(), node["backbone"].text(), first, last, replicas, ranks)
     except DiffPipeError as cause:
         raise PlanError(f"{node.source}: {node.where}: {cause}") from cause
 
@@ -314,7 +325,10 @@ def _read_piece(node: Node) -> FrozenPiece:
 
 
 def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:
-    placement = Placement.of_replicas([stage.num_replicas for stage in stages])
+    try:
+        placement = placement_of(stages)
+    except DiffPipeError as cause:
+        raise PlanError(f"{node.source}: stages: {cause}") from cause
     node.check_keys(tuple(str(rank) for rank in range(placement.num_ranks)))
     programs = []
     for rank in range(placement.num_ranks):

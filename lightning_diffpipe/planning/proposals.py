@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, PartitionError
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.frozen_parts import split_evenly
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, check_partition
-from lightning_diffpipe.planning.schedules import AUTO_SCHEDULES
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules import AUTO_SCHEDULES, INTERLEAVED
 
 MOST_UNEQUAL_RANKS = 8
 """Pipelines of more ranks give equal shares to all stages; there are too many other ways."""
+
+STAGES_PER_RANK = (2, 3, 4)
+"""Interleaved stages that are tried; more of them send more than they gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Shape:
         num_ranks: Ranks of one pipeline.
         num_stages: Stages of one pipeline.
         sizes: Samples of each microbatch of a pipeline.
-        schedule: A name of `schedules.SCHEDULES`.
+        schedule: One of `schedules.SCHEDULE_NAMES`.
     """
 
     num_pipelines: int
@@ -35,6 +39,17 @@ class Shape:
     num_stages: int
     sizes: tuple[int, ...]
     schedule: str
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages a rank holds; 1 unless they are interleaved."""
+        return self.num_stages // self.num_ranks if self.schedule == INTERLEAVED else 1
+
+    def placement(self, replicas: Sequence[int]) -> Placement:
+        """Where the stages run, given the ranks of each."""
+        if self.schedule == INTERLEAVED:
+            return Placement.round_robin(self.num_stages, self.num_ranks)
+        return Placement.of_replicas(replicas)
 
 
 def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
@@ -44,7 +59,27 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
         ConfigurationError: No number of pipelines or microbatches meets the options.
         PartitionError: More stages than layers or ranks.
     """
-    schedules = AUTO_SCHEDULES if options.schedule == "auto" else (options.schedule,)
+    if options.schedule not in ("auto", INTERLEAVED):
+        yield from _chained_shapes(model, options, (options.schedule,))
+        return
+    interleaved = tuple(_interleaved_shapes(model, options))
+    yield from interleaved
+    if options.schedule == INTERLEAVED:
+        if not interleaved:
+            raise _cannot_interleave(model, options)
+        return
+    try:
+        chained = tuple(name for name in AUTO_SCHEDULES if name != INTERLEAVED)
+        yield from tuple(_chained_shapes(model, options, chained))
+    except (ConfigurationError, PartitionError):
+        if not interleaved:
+            raise
+
+
+def _chained_shapes(
+    model: CostModel, options: PlanOptions, schedules: Sequence[str]
+) -> Iterator[Shape]:
+    """One stage on each rank, or on several."""
     counts = pipeline_counts(model, options)
     free = options.num_stages == options.num_microbatches == "auto"
     for num_pipelines in counts:
@@ -60,17 +95,56 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, schedule)
 
 
-def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
+def _interleaved_shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
+    """Several stages on each rank, no replicas; microbatches in groups as large as the pipeline."""
+    wanted, num_layers = options.num_stages, model.num_layers()
+    replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
+    if replicas:
+        wanted = len(replicas)
+    if options.num_replicas != "auto" and set(replicas or (options.num_replicas,)) != {1}:
+        return
+    for num_pipelines in _pipelines_possible(model, options):
+        num_ranks = model.cluster.num_ranks // num_pipelines
+        samples = options.global_batch_size // num_pipelines
+        counts = [v * num_ranks for v in STAGES_PER_RANK] if wanted == "auto" else [wanted]
+        for num_stages in counts:
+            if num_ranks < 2 or num_stages % num_ranks or not num_ranks < num_stages <= num_layers:
+                continue
+            for num_microbatches in microbatch_counts(options, samples):
+                if num_microbatches <= samples and num_microbatches % num_ranks == 0:
+                    sizes = split_evenly(samples, num_microbatches)
+                    yield Shape(num_pipelines, num_ranks, num_stages, sizes, INTERLEAVED)
+
+
+def _cannot_interleave(model: CostModel, options: PlanOptions) -> ConfigurationError:
+    ranks = [model.cluster.num_ranks // p for p in _pipelines_possible(model, options)]
+    return ConfigurationError(
+        "schedule=interleaved gives every rank several stages: it needs pipelines of two ranks or more, "
+        "num_stages a multiple of the ranks of a pipeline (twice as many, at least, and no more than "
+        f"the {model.num_layers()} layers), num_microbatches a multiple of them too, and no replicas; "
+        f"got num_stages={options.num_stages}, num_microbatches={options.num_microbatches}, "
+        f"num_replicas={options.num_replicas} and pipelines of {ranks} ranks"
+    )
+
+
+def _pipelines_possible(model: CostModel, options: PlanOptions) -> list[int]:
     """How many pipelines may stand side by side: numbers that divide ranks and batch."""
     num_ranks, batch = model.cluster.num_ranks, options.global_batch_size
     possible = [p for p in range(1, num_ranks + 1) if num_ranks % p == 0 and batch % p == 0]
-    if options.data_parallel != "auto":
-        if options.data_parallel not in possible:
-            raise ConfigurationError(
-                f"data_parallel={options.data_parallel} must divide the {num_ranks} ranks and the "
-                f"global batch of {batch} samples; possible are {possible}"
-            )
-        possible = [options.data_parallel]
+    if options.data_parallel == "auto":
+        return possible
+    if options.data_parallel not in possible:
+        raise ConfigurationError(
+            f"data_parallel={options.data_parallel} must divide the {num_ranks} ranks and the "
+            f"global batch of {batch} samples; possible are {possible}"
+        )
+    return [options.data_parallel]
+
+
+def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
+    """How many pipelines with one stage or more on each rank may stand side by side."""
+    num_ranks, batch = model.cluster.num_ranks, options.global_batch_size
+    possible = _pipelines_possible(model, options)
     wanted = options.num_microbatches
     enough = [p for p in possible if wanted == "auto" or batch // p >= wanted]
     if not enough:
@@ -134,6 +208,9 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
     out unless they are asked for.
     """
     wanted, num_stages = options.num_replicas, shape.num_stages
+    if shape.stages_per_rank > 1:
+        yield (1,) * num_stages
+        return
     if isinstance(wanted, tuple):
         yield wanted
         return
@@ -153,9 +230,10 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
 
 def count_of_cuts(model: CostModel, shape: Shape) -> int:
     """In how many ways the layers and ranks of a shape can be shared among its stages."""
-    return comb(model.num_layers() - 1, shape.num_stages - 1) * comb(
-        shape.num_ranks - 1, shape.num_stages - 1
-    )
+    cuts = comb(model.num_layers() - 1, shape.num_stages - 1)
+    if shape.stages_per_rank > 1:
+        return cuts
+    return cuts * comb(shape.num_ranks - 1, shape.num_stages - 1)
 
 
 def all_cuts(model: CostModel, options: PlanOptions, shape: Shape) -> Iterator[tuple[Cut, ...]]:

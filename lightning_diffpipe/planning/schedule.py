@@ -106,6 +106,11 @@ class Placement:
         starts = [sum(num_replicas[:stage]) for stage in range(len(num_replicas))]
         return cls(tuple(tuple(range(a, a + r)) for a, r in zip(starts, num_replicas, strict=True)))
 
+    @classmethod
+    def round_robin(cls, num_stages: int, num_ranks: int) -> Placement:
+        """Stages dealt out like cards: stage `s` runs on rank `s mod num_ranks`."""
+        return cls(tuple((stage % num_ranks,) for stage in range(num_stages)))
+
     @property
     def num_stages(self) -> int:
         """Stages of all backbones together."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.baselines import baseline_cuts
@@ -19,7 +20,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Cut, minimax_cuts
+from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import (
@@ -110,13 +111,14 @@ class Search:
             shape.schedule == "gpipe",
             self.options.frozen_splittable,
             not self.evaluator.fills,
+            shape.stages_per_rank,
         )
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
         sums = self.model.sums(0, shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
-        steps = len(shape.sizes) + shape.num_stages - 1
+        steps = len(shape.sizes) + (shape.num_stages - 1) / shape.stages_per_rank
         frozen_s = self.model.encode_s(sum(shape.sizes) / shape.num_ranks)
         return frozen_s + steps * work_s / shape.num_ranks, shape.num_stages, len(shape.sizes)
 
@@ -134,14 +136,39 @@ class Search:
 
     def _try_best_bounds(self, shape: Shape) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
-        bounds, starts = self.bounds(shape), []
-        for replicas in replicas_of(self.options, shape):
-            found = bounds.best_cuts(replicas, self.best_s * (1 - WORTHWHILE))
-            if found is not None:
-                starts.append((self._try(Proposal(shape, found[1])), found[1]))
+        starts = [(self._try(Proposal(shape, cuts)), cuts) for cuts in self._starts(shape)]
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
                 self._climb(shape, cuts)
+
+    def _starts(self, shape: Shape) -> Iterator[tuple[Cut, ...]]:
+        """Cuts from which layers are moved: those with the best bounds, one for each share of ranks."""
+        bounds, limit_s = self.bounds(shape), self.best_s * (1 - WORTHWHILE)
+        if shape.stages_per_rank == 1:
+            for replicas in replicas_of(self.options, shape):
+                found = bounds.best_cuts(replicas, limit_s)
+                if found is not None:
+                    yield found[1]
+        elif bounds.frozen_s + bounds.all_work_s < limit_s:
+            for weights in (self._work_s(shape), self.resident_bytes(shape)):
+                firsts = even_cuts(weights, shape.num_stages)
+                yield tuple((a, b, 1) for a, b in pairwise((*firsts, len(weights))))
+
+    def _work_s(self, shape: Shape) -> list[float]:
+        """Seconds of every layer for a microbatch."""
+        sums = self.model.sums(0, shape.sizes[0])
+        ends = [f + b for f, b in zip(sums.forward, sums.backward, strict=True)]
+        return [b - a for a, b in pairwise(ends)]
+
+    def resident_bytes(self, shape: Shape) -> list[float]:
+        """Bytes of every layer's weights, gradients, optimizer state and activations."""
+        factor, size = 1 + self.options.optimizer_bytes_factor, shape.sizes[0]
+        return [
+            layer.parameter_bytes
+            + factor * layer.gradient_bytes
+            + size * layer.activation_bytes_per_sample
+            for layer in self.model.profile.backbones[0].layers
+        ]
 
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)
@@ -214,17 +241,12 @@ def _plan_if_any(model: CostModel, options: PlanOptions) -> PipelinePlan | None:
 def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:
     """For every shape, what its most even cut needs."""
     roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
-    evaluator = Evaluator(roomy, options)
+    search = Search(roomy, options)
     for shape in shapes(roomy, options):
-        weights = [
-            layer.parameter_bytes
-            + (1 + options.optimizer_bytes_factor) * layer.gradient_bytes
-            + shape.sizes[0] * layer.activation_bytes_per_sample
-            for layer in roomy.profile.backbones[0].layers
-        ]
-        firsts = minimax_cuts(weights, shape.num_stages)
+        weights = search.resident_bytes(shape)
+        firsts = even_cuts(weights, shape.num_stages)
         for replicas in replicas_of(options, shape):
             cuts = zip(firsts, (*firsts[1:], len(weights)), replicas, strict=True)
-            need = max(evaluator.peak_bytes(Proposal(shape, tuple(cuts))))
+            need = max(search.evaluator.peak_bytes(Proposal(shape, tuple(cuts))))
             yield need, f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
             break

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -136,7 +137,7 @@ def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
     """The same work shared evenly: every rank computes for the same time."""
-    ranks = plan.ranks_per_pipeline
+    ranks = sum(stage.num_replicas for stage in plan.stages)
 
     def even(table: Table) -> Table:
         totals = [sum(column) for column in zip(*table, strict=True)]
@@ -150,10 +151,8 @@ def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
 def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     """Time in which the slowest stage waits for the first work, and others for the last."""
     busiest_s = max(
-        sum(costs.forward_s[stage][m] + costs.backward_s[stage][m] for m in own)
-        for stage in range(plan.num_stages)
-        for rank in plan.placement.stage_ranks[stage]
-        if (own := plan.placement.microbatches_of(stage, rank, plan.num_microbatches))
+        sum(costs.compute_s(i) for i in program if isinstance(i, Staged))
+        for program in plan.programs
     )
     free = replace(
         costs,

@@ -39,6 +39,27 @@ def test_two_stages(schedule):
     check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
 
 
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 2), (6, 4)])
+def test_several_stages_on_each_rank(num_stages, num_microbatches):
+    """Two or three stages a rank; a skip from the first stage to the last passes the other rank twice."""
+    strategy = {"num_stages": num_stages, "schedule": "interleaved"}
+    outcomes, _ = check(2, num_microbatches, strategy=strategy, data={"batch_size": 8})
+    assert [stage.ranks for stage in outcomes[0].plan.stages] == [(0,), (1,)] * (num_stages // 2)
+
+
+def test_interleaved_pipelines_side_by_side_with_tied_weights_and_clipping():
+    check(
+        4,
+        2,
+        2,
+        module={"tied": True},
+        strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2},
+        data={"batch_size": 4},
+        trainer={"gradient_clip_val": 0.05},
+        tolerance=1e-9,
+    )
+
+
 def test_zero_bubble_on_three_stages_with_tied_weights_and_a_replica():
     strategy = {"num_stages": 3, "num_replicas": (1, 2, 1), "schedule": "zero_bubble"}
     check(4, 4, module={"tied": True}, strategy=strategy)

@@ -10,7 +10,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
@@ -212,9 +212,10 @@ PLAN = find_plan(
 
 
 @pytest.mark.parametrize("frozen_share", [0, 0.5])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_plans_round_trip(frozen_share, schedule):
-    options = PlanOptions(12, num_stages=3, schedule=schedule, filling="auto")
+    num_stages = 6 if schedule == "interleaved" else 3
+    options = PlanOptions(12, num_stages=num_stages, schedule=schedule, filling="auto")
     plan = find_plan(equal_profile(6, frozen_share), Cluster(3), options)
     text = plan.to_json()
     again = PipelinePlan.from_json(text)
@@ -255,6 +256,9 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("stages", 1, "first_layer"), 3, "stage 1 starts at layer 3, but stage 0 ends at layer 1"),
         (("stages", 1, "index"), 2, "stages[1].index: expected 1; got 2"),
         (("stages", 1, "num_replicas"), 2, "missing key 'programs.3'"),
+        (("stages", 1, "ranks"), [1], "stage 1 names its ranks, but stage 0 does not"),
+        (("stages", 1, "ranks"), [1, 2], "stage 1 has 1 replicas, but names 2 ranks: [1, 2]"),
+        (("stages", 1, "ranks"), [-1], "stages[1].ranks[0]: expected a whole number >= 0; got -1"),
         (("stages", 2, "last_layer"), 3, "stage 2 needs at least one layer; got layers 4-3"),
         (("options", "num_stages"), "auto", "digest: expected"),
         (
@@ -279,3 +283,29 @@ def test_a_plan_cut_in_half(share):
     text = PLAN.to_json()
     with pytest.raises(PlanError, match="is not JSON"):
         PipelinePlan.from_json(text[: int(share * len(text))])
+
+
+def test_ranks_of_interleaved_stages_are_checked():
+    options = PlanOptions(12, num_stages=6, num_microbatches=3, schedule="interleaved")
+    document = json.loads(find_plan(equal_profile(6), Cluster(3), options).to_json())
+    assert [stage["ranks"] for stage in document["stages"]] == [[0], [1], [2]] * 2
+    gap = edited(document, ("stages", 2, "ranks"), [7])
+    with pytest.raises(PlanError, match=r"ranks must be numbered from 0 without gaps; got \[0, 1"):
+        PipelinePlan.from_json(gap)
+    elsewhere = edited(document, ("stages", 3, "ranks"), [1])
+    with pytest.raises(PlanError, match="programs: "):
+        PipelinePlan.from_json(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"num_stages": 4}, "num_stages a multiple of the ranks of a pipeline"),
+        ({"num_microbatches": 4}, "num_microbatches=4"),
+        ({"num_stages": 12}, "no more than the 6 layers"),
+        ({"num_replicas": 2}, "no replicas"),
+    ],
+)
+def test_stages_that_cannot_be_interleaved(options, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        find_plan(equal_profile(6), Cluster(3), PlanOptions(12, schedule="interleaved", **options))

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.proposals import microbatch_counts
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
@@ -44,14 +46,40 @@ def every_way(profile, cluster, options):
                         yield pipelines, split_evenly(samples, M), edges, replicas
 
 
+def every_interleaved_way(profile, cluster, options):
+    """All pipelines, microbatches and cuts with two stages or more on every rank."""
+    batch, num_layers = options.global_batch_size, len(profile.backbones[0].layers)
+    for pipelines in (1, 2):
+        ranks, samples = cluster.num_ranks // pipelines, batch // pipelines
+        if cluster.num_ranks % pipelines or batch % pipelines or ranks < 2:
+            continue
+        for M in microbatch_counts(options, samples):
+            if samples < M or M % ranks:
+                continue
+            for S in (v * ranks for v in (2, 3, 4) if v * ranks <= num_layers):
+                for marks in combinations(range(1, num_layers), S - 1):
+                    yield pipelines, split_evenly(samples, M), (0, *marks, num_layers), ranks
+
+
+def interleaved_step_and_memory(model, options, way):
+    pipelines, sizes, edges, ranks = way
+    runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
+    schedule = interleaved(ranks, len(runs) // ranks, len(sizes))
+    return simulated(model, options, pipelines, sizes, runs, schedule)
+
+
 def step_and_memory(model, options, way):
     pipelines, sizes, edges, replicas = way
     runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
-    placement = Placement.of_replicas(replicas)
+    schedule = SCHEDULES[options.schedule](Placement.of_replicas(replicas), len(sizes))
+    return simulated(model, options, pipelines, sizes, runs, schedule)
+
+
+def simulated(model, options, pipelines, sizes, runs, schedule):
+    placement = schedule.placement
     parts = encode_parts(sizes, placement.num_ranks) if model.profile.encoders else ()
     links = PipelineLinks(model.cluster, placement, pipelines)
     costs = pipeline_costs(model, links, runs, sizes, parts)
-    schedule = SCHEDULES[options.schedule](placement, len(sizes))
     step_s = simulate(lower(schedule, parts), costs).iteration_s
     return step_s, max(peak_memory_bytes(model, peak_samples(schedule, sizes), runs))
 
@@ -78,6 +106,34 @@ def test_the_search_is_optimal(seed):
 @pytest.mark.parametrize("seed", range(1000, 1300))
 def test_the_search_is_optimal_in_hundreds_of_cases(seed):
     test_the_search_is_optimal(seed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_interleaved_stages_are_found_where_they_are_fastest(seed):
+    """All schedules at once, against trying everything; and no bound is above what it bounds."""
+    profile, cluster, batch = random_case(seed, max_layers=7)
+    cluster = replace(cluster, num_ranks=2 + seed % 3)
+    options, model = PlanOptions(batch, schedule="auto"), CostModel(profile, cluster)
+    ways = list(every_interleaved_way(profile, cluster, options))
+    steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
+    for pipelines, sizes, edges, ranks in ways[::7]:
+        bounds = Bounds(model, sizes, ranks, pipelines, stages_per_rank=(len(edges) - 1) // ranks)
+        cuts = tuple((a, b, 1) for a, b in pairwise(edges))
+        assert bounds.cuts_s(cuts) <= steps[pipelines, sizes, edges, ranks] + 1e-9
+    plain = [replace(options, schedule=name) for name in ("1f1b", "1f1b_deep", "gpipe")]
+    best_s = min([*steps.values(), *(brute_force(profile, cluster, o)[0] for o in plain)])
+    found = find_plan(profile, cluster, options)
+    assert found.planned.iteration_s == pytest.approx(best_s)
+    assert PipelinePlan.from_json(found.to_json()) == found
+
+
+def test_more_stages_than_ranks_are_interleaved():
+    """Halving the stages halves the bubble: (R - 1) / (v M + R - 1) of the step, here 1 / 9."""
+    options = PlanOptions(8, 4, 4, schedule="auto", partition="uniform", data_parallel=1)
+    plan = find_plan(equal_profile(8), Cluster(2), options)
+    assert plan.options.schedule == "interleaved"
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
+    assert plan.planned.bubble_ratio == pytest.approx(1 / 9)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -35,8 +35,7 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> 
             f"interleaved stages on {num_ranks} ranks need a multiple of {num_ranks} microbatches; "
             f"got {num_microbatches}"
         )
-    stages = range(num_ranks * stages_per_rank)
-    placement = Placement(tuple((stage % num_ranks,) for stage in stages))
+    placement = Placement.round_robin(num_ranks * stages_per_rank, num_ranks)
     programs = tuple(
         _program(rank, num_ranks, stages_per_rank, num_microbatches) for rank in range(num_ranks)
     )
