@@ -1,0 +1,7 @@
+"""Sampling: one latent, all ranks, less time to the picture.
+
+A `Request` says what is sampled; a `Sampler` says how. All samplers return the same full latents on every
+rank, and each has an emulator: the same code in one process.
+
+Reading order: `request.py`, `links.py`, `layout.py`, `patch.py`, `kv_cache.py`, `pipefusion.py`.
+"""

@@ -1,0 +1,510 @@
+"""How the ranks of one sampler talk: tensors of known shapes between positions 0 .. N - 1.
+
+Both ends of a message know its shape, dtype and turn, so no header travels. Receives are posted early and
+sends keep their buffer until it has left. Everything is point-to-point: an all-gather is one message to each
+peer, so that what is counted is what is sent.
+
+    a = links.receive(TensorShape((4, 96, 64), torch.float16), source=0, kind="hidden")   # returns at once
+    ...
+    x = a.wait()                                                              # blocks, or times out
+
+* `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
+  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator.
+* `LoopbackLinks`: positions are threads of one process; a dict is the network. With a `Link` it takes as long
+  as that link would.
+* `Alone`: one position, no network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.sampling.statistics import Traffic
+
+MessageKind = Literal[
+    "hidden",  # what crosses from stage to stage
+    "latents",  # from the last rank back to the first
+    "key_value",  # keys and values of attention
+    "sequence",  # heads for tokens inside attention, and back
+    "halo",  # rows at the border of a band
+    "statistics",  # of normalisation
+    "prediction",  # of the model, to all
+    "result",  # final latents, to all
+    "control",  # plain data: layouts, costs
+]
+_KINDS: tuple[MessageKind, ...] = MessageKind.__args__  # type: ignore[attr-defined]
+_TURNS = 1 << 20
+
+
+class TensorShape(NamedTuple):
+    """All that a receiver must know about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorShape:
+        """The shape of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class Incoming(Protocol):
+    """A tensor under way."""
+
+    def wait(self) -> Tensor:
+        """Blocks until it is here. May be called once.
+
+        Raises:
+            PipelineTimeoutError: It did not come in time, or the peer is gone.
+        """
+
+
+class Links(Protocol):
+    """One position's way to all others.
+
+    Attributes:
+        rank: This position.
+        num_ranks: All positions.
+        device: Where received tensors live.
+        traffic: What was sent and received here.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    traffic: Traffic
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Starts sending; the caller must not change the tensor afterwards."""
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Posts a receive and returns at once."""
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on position 0, on all positions; not counted.
+
+        If it raises there, the exception is raised everywhere.
+        """
+
+    def finish(self) -> None:
+        """Waits until every send has left."""
+
+
+def start_all_gather(
+    links: Links, tensor: Tensor, shapes: Sequence[TensorShape], kind: MessageKind
+) -> Callable[[], list[Tensor]]:
+    """Sends a tensor to all peers and posts the receives of theirs.
+
+    Args:
+        links: Of this position.
+        tensor: This position's part.
+        shapes: Shapes of all parts, by position.
+        kind: What it is.
+
+    Returns:
+        A function that waits, and returns the parts of all positions, in order.
+    """
+    peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
+    incoming = {rank: links.receive(shapes[rank], rank, kind) for rank in peers}
+    for rank in peers:
+        links.send(tensor, rank, kind)
+    return lambda: [
+        tensor if rank == links.rank else incoming[rank].wait() for rank in range(links.num_ranks)
+    ]
+
+
+def exchange(
+    links: Links,
+    outgoing: Mapping[int, Tensor],
+    shapes: Mapping[int, TensorShape],
+    kind: MessageKind,
+) -> dict[int, Tensor]:
+    """Sends one tensor to each of some peers and receives one from each of some peers.
+
+    Args:
+        links: Of this position.
+        outgoing: Tensors by receiver.
+        shapes: Shapes of what comes, by sender.
+        kind: What it is.
+    """
+    incoming = {peer: links.receive(shape, peer, kind) for peer, shape in shapes.items()}
+    for peer, tensor in outgoing.items():
+        links.send(tensor, peer, kind)
+    return {peer: posted.wait() for peer, posted in incoming.items()}
+
+
+@dataclass
+class Alone:
+    """The links of a sampler that has one rank."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    num_ranks: int = 1
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """There is nobody to send to."""
+        raise AssertionError(f"one rank alone sends {kind} to {to}")
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """There is nobody to receive from."""
+        raise AssertionError(f"one rank alone waits for {kind} of {source}")
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """What it returns."""
+        return make()
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+class ProcessLinks:
+    """Links between processes; `connect` makes them.
+
+    Args:
+        ranks: World ranks of the positions, in order.
+        device: Where tensors live.
+        backend: "gloo" or "nccl".
+        timeout_s: How long any wait may last.
+        groups: Group of each directed edge (from, to) between positions.
+        control: A gloo group of all positions.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup],
+        control: dist.ProcessGroup,
+    ) -> None:
+        self.ranks, self.device, self.timeout_s = tuple(ranks), device, timeout_s
+        self.num_ranks = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.traffic = Traffic()
+        self.control = control
+        self._groups, self._backend = dict(groups), backend
+        self._turns: Counter[tuple[bool, int, str]] = Counter()
+        self._held: deque[tuple[dist.Work, Tensor]] = deque()
+        # gloo moves host memory only; tensors of a GPU then travel by way of the host.
+        self._by_host = backend == "gloo" and device.type != "cpu"
+
+    @classmethod
+    def connect(
+        cls,
+        groups_of_ranks: Sequence[Sequence[int]],
+        device: torch.device,
+        backend: str = "gloo",
+        timeout_s: float = 300.0,
+    ) -> ProcessLinks:
+        """Makes links inside each of some groups of world ranks.
+
+        Collective: every rank of the world calls it at the same time with the same groups, because
+        process groups must be made in the same order everywhere.
+
+        Args:
+            groups_of_ranks: Disjoint groups; this rank must be in one of them.
+            device: Where tensors of this rank live.
+            backend: "gloo" or "nccl".
+            timeout_s: How long any wait may last.
+
+        Returns:
+            The links of this rank's group.
+        """
+        mine, timeout = None, datetime.timedelta(seconds=timeout_s)
+        for ranks in groups_of_ranks:
+            control = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+            edges = [(a, b) for a in range(len(ranks)) for b in range(len(ranks)) if a != b]
+            groups = {
+                (a, b): control
+                if backend == "gloo"
+                else dist.new_group([ranks[a], ranks[b]], backend=backend, timeout=timeout)
+                for a, b in edges
+            }
+            if dist.get_rank() in ranks:
+                mine = cls(ranks, device, backend, timeout_s, groups, control)
+        assert mine is not None, "this rank is in no group"
+        return mine
+
+    def disconnect(self) -> None:
+        """Destroys the groups."""
+        self.finish()
+        for group in {id(g): g for g in (*self._groups.values(), self.control)}.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Starts sending; the buffer is kept alive until it has left."""
+        buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
+        work = dist.isend(
+            buffer,
+            dst=self.ranks[to],
+            group=self._groups[self.rank, to],
+            tag=self._tag(True, to, kind),
+        )
+        self.traffic.bytes_sent[kind] += buffer.numel()
+        self.traffic.messages_sent[kind] += 1
+        self._held.append((work, buffer))
+        while self._held and self._held[0][0].is_completed():
+            self._await(self._held.popleft()[0], "a sent message", None)
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Posts a receive."""
+        host = torch.device("cpu") if self._by_host else self.device
+        buffer = torch.empty(shape.nbytes, dtype=torch.uint8, device=host)
+        work = dist.irecv(
+            buffer,
+            src=self.ranks[source],
+            group=self._groups[source, self.rank],
+            tag=self._tag(False, source, kind),
+        )
+        return _FromProcess(self, work, buffer, shape, source, kind)
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """Position 0 makes it, all get it."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            box = [_outcome(make)]
+        try:
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.control)
+        except RuntimeError as error:
+            raise self._lost("plain data", 0, 0.0) from error
+        return _value(box[0])
+
+    def finish(self) -> None:
+        """Waits until every send has left."""
+        while self._held:
+            self._await(self._held.popleft()[0], "a sent message", None)
+
+    def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
+        turn = self._turns[sends, peer, kind]
+        self._turns[sends, peer, kind] += 1
+        return _KINDS.index(kind) * _TURNS + turn % _TURNS
+
+    def _await(self, work: dist.Work, what: str, source: int | None) -> None:
+        started_s = time.monotonic()
+        try:
+            work.wait(datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self._lost(what, source, time.monotonic() - started_s) from error
+
+    def _lost(self, what: str, source: int | None, waited_s: float) -> PipelineTimeoutError:
+        peer = "a peer" if source is None else f"rank {self.ranks[source]}"
+        reason = (
+            f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self.timeout_s:g})"
+            if waited_s >= 0.9 * self.timeout_s
+            else f"lost {peer}, which stopped; its own error says why"
+        )
+        return PipelineTimeoutError(f"rank {self.ranks[self.rank]} waited for {what}: {reason}")
+
+
+@dataclass
+class _FromProcess:
+    links: ProcessLinks
+    work: dist.Work
+    buffer: Tensor
+    shape: TensorShape
+    source: int
+    kind: MessageKind
+
+    def wait(self) -> Tensor:
+        self.links._await(self.work, self.kind, self.source)
+        self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
+        return _from_bytes(self.buffer, self.shape).to(self.links.device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(buffer: Tensor, shape: TensorShape) -> Tensor:
+    return buffer.view(shape.dtype).view(shape.shape)
+
+
+def _outcome(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _value(outcome: tuple[Any, Exception | None]) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+# ------------------------------------------------------------------------------------------ one process
+
+
+class LoopbackNetwork:
+    """Positions that are threads of one process.
+
+    Args:
+        num_ranks: Positions.
+        device: Where tensors live.
+        link: How fast messages travel on each directed edge; None means at once.
+        timeout_s: How long any wait may last.
+
+    Example:
+        >>> network = LoopbackNetwork(2)
+        >>> def rank(links):
+        ...     if links.rank == 0:
+        ...         links.send(torch.arange(3), 1, "hidden")
+        ...         return None
+        ...     return links.receive(TensorShape((3,), torch.int64), 0, "hidden").wait().tolist()
+        >>> network.run(rank)
+        [None, [0, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        device: torch.device | str = "cpu",
+        link: Link | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.num_ranks, self.link, self.timeout_s = num_ranks, link, timeout_s
+        self.device = torch.device(device)
+        self.links = [LoopbackLinks(self, rank) for rank in range(num_ranks)]
+        self._changed = threading.Condition()
+        self._mail: dict[Any, tuple[Any, float]] = {}
+        self._link_free_s: dict[tuple[int, int], float] = {}
+        self._failed: int | None = None
+
+    def run(self, function: Callable[[LoopbackLinks], Any]) -> list[Any]:
+        """Calls `function(links)` once for each position, each in a thread of its own.
+
+        Returns:
+            What each returned.
+
+        Raises:
+            Exception: The first that was raised on any position; the others are stopped.
+        """
+        results: list[Any] = [None] * self.num_ranks
+        errors: list[tuple[int, BaseException]] = []
+
+        def main(links: LoopbackLinks) -> None:
+            try:
+                results[links.rank] = function(links)
+            except BaseException as error:
+                errors.append((links.rank, error))
+                self._fail(links.rank)
+
+        threads = [threading.Thread(target=main, args=(links,)) for links in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0][1]
+        return results
+
+    def put(self, key: Any, value: Any, nbytes: int = 0) -> None:
+        """Delivers a value; it can be taken when it would have arrived."""
+        with self._changed:
+            now = time.monotonic()
+            if self.link is not None and nbytes:
+                edge = key[:2]
+                start = max(now, self._link_free_s.get(edge, 0.0))
+                self._link_free_s[edge] = now = start + self.link.seconds(nbytes)
+            self._mail[key] = (value, now)
+            self._changed.notify_all()
+
+    def take(self, key: Any, what: str) -> Any:
+        """Takes a value out of the mail, or waits for it."""
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: key in self._mail or self._failed is not None, self.timeout_s
+            )
+            if key not in self._mail:
+                reason = (
+                    f"lost rank {self._failed}, which stopped; its own error says why"
+                    if there
+                    else f"rank {key[0]} sent nothing for {self.timeout_s:g} s"
+                )
+                raise PipelineTimeoutError(f"rank {key[1]} waited for {what}: {reason}")
+            value, arrival_s = self._mail.pop(key)
+        time.sleep(max(arrival_s - time.monotonic(), 0.0))
+        return value
+
+    def _fail(self, rank: int) -> None:
+        with self._changed:
+            self._failed = rank if self._failed is None else self._failed
+            self._changed.notify_all()
+
+
+class LoopbackLinks:
+    """One position of a `LoopbackNetwork`."""
+
+    def __init__(self, network: LoopbackNetwork, rank: int) -> None:
+        self._network, self.rank = network, rank
+        self.num_ranks, self.device = network.num_ranks, network.device
+        self.traffic = Traffic()
+        self._turns: Counter[tuple[bool, int, str]] = Counter()
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Puts a copy into the peer's mail."""
+        turn = self._turns[True, to, kind]
+        self._turns[True, to, kind] += 1
+        nbytes = TensorShape.of(tensor).nbytes
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self._network.put((self.rank, to, kind, turn), copy, nbytes)
+        self.traffic.bytes_sent[kind] += nbytes
+        self.traffic.messages_sent[kind] += 1
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Remembers which message is meant."""
+        turn = self._turns[False, source, kind]
+        self._turns[False, source, kind] += 1
+        return _FromThread(self, (source, self.rank, kind, turn), shape, kind)
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """Position 0 makes it, all get the same object."""
+        turn = self._turns[True, -1, "control"]
+        self._turns[True, -1, "control"] += 1
+        if self.rank == 0:
+            outcome = _outcome(make)
+            for peer in range(1, self.num_ranks):
+                self._network.put((0, peer, "object", turn), outcome)
+            return _value(outcome)
+        return _value(self._network.take((0, self.rank, "object", turn), "plain data"))
+
+    def finish(self) -> None:
+        """Nothing is under way: sends are copies."""
+
+
+@dataclass
+class _FromThread:
+    links: LoopbackLinks
+    key: tuple[int, int, str, int]
+    shape: TensorShape
+    kind: MessageKind
+
+    def wait(self) -> Tensor:
+        tensor: Tensor = self.links._network.take(self.key, self.kind)
+        assert TensorShape.of(tensor) == self.shape, (TensorShape.of(tensor), self.shape)
+        self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
+        return tensor
