@@ -51,6 +51,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
+from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.viewing.report import report
 
@@ -115,6 +116,7 @@ class DiffPipeStrategy(ParallelStrategy):
         self.timeout_s = float(timeout_s)
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
+        self.last_step: StepResult | None = None
         self._options = PipelineOptions(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -293,6 +295,7 @@ class DiffPipeStrategy(ParallelStrategy):
             accumulate,
             reduce_gradients=not self._accumulating,
         )
+        self.last_step = result
         self._gradients = {name: parameter.grad for name, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None

@@ -48,6 +48,7 @@ DISTRIBUTED = {
     "relay",
     "engine",
     "links",
+    "gathering",
 }
 
 

@@ -1,0 +1,255 @@
+"""Why is it slower than planned? The way from the planned step to the measured one, in parts that add up.
+
+The planned schedule is simulated again and again, each time with one more kind of planned time replaced by
+the measured one; what each replacement adds is its part. What is left between the last simulation and the
+measured timeline is messages and waiting that the plan does not know, and what is left up to the whole
+step lies outside the pipeline.
+
+    planned step | forward | backward | frozen work | sums and exchanges | messages, waiting | outside
+                 '--------------- simulated, measured times put in ------'                    = step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Encode,
+    ExchangeFrozen,
+    Forward,
+    ForwardNoGrad,
+    Instruction,
+    ReduceGradients,
+    Staged,
+)
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedule import Message
+from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.viewing.units import percent, seconds
+
+_FORWARD = (Forward, ForwardNoGrad)
+_BACKWARD = (Backward, BackwardInput, BackwardWeight)
+_MEETING = (ReduceGradients, ExchangeFrozen)
+
+MESSAGES = "messages, and waiting that the plan does not know"
+OPTIMIZER = "optimizer, callbacks and logging, after the pipeline"
+LOADING = "loading the next batch"
+
+REMEDIES = {
+    "forward": "Layers take longer than when they were timed: other processes on these cores, more "
+    "threads than cores, or a profile of another machine. Profile anew, on an idle machine.",
+    "backward": "Backwards take longer than when they were timed: look for other processes on these "
+    "cores and for swapping; profile anew.",
+    "frozen work": "Frozen layers take longer than when they were timed, or run in smaller groups of "
+    "samples; profile anew, or cache what they give (EncodingCache).",
+    "sums and exchanges": "Collectives are slower than planned: measure the cluster anew "
+    "(cluster=measure), or use fewer replicas.",
+    MESSAGES: "Messages take longer than planned, or ranks are held up at random: measure the cluster "
+    "anew (cluster=measure), use larger microbatches, or fewer stages.",
+    OPTIMIZER: "The optimizer, callbacks and loggers run on every rank while no pipeline does: use a "
+    "fused optimizer, log less often, check callbacks.",
+    LOADING: "The data loader keeps the pipeline waiting: raise num_workers, or store the samples in "
+    "a form that is quicker to read.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GapPart:
+    """A part of the difference: its name, the seconds it adds, and how it compares with the plan."""
+
+    name: str
+    added_s: float
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The difference between a planned and a measured step.
+
+    Attributes:
+        planned_s: What the plan promises.
+        pipeline_s: The measured timeline's length.
+        step_s: The whole measured step.
+        planned_ratio: Bubble ratio of the plan.
+        measured_ratio: Bubble ratio of the measured timeline.
+        parts: They add up to `step_s - planned_s`.
+        unfilled_s: What the pipeline would have taken without filling, simulated with the measured
+            times; None if nothing is filled.
+    """
+
+    planned_s: float
+    pipeline_s: float
+    step_s: float
+    planned_ratio: float
+    measured_ratio: float
+    parts: tuple[GapPart, ...]
+    unfilled_s: float | None = None
+
+    @property
+    def largest(self) -> GapPart | None:
+        """The part that adds most, if any adds 2% of the planned step."""
+        adding = [part for part in self.parts if part.added_s > 0.02 * self.planned_s]
+        return max(adding, key=lambda part: part.added_s, default=None)
+
+    def __str__(self) -> str:
+        more = self.step_s / self.planned_s - 1 if self.planned_s else 0.0
+        word = "more" if more >= 0 else "less"
+        lines = [
+            f"A step takes {seconds(self.step_s)}, {percent(abs(more))} {word} than the planned "
+            f"{seconds(self.planned_s)}; bubble ratio {percent(self.measured_ratio)}, planned "
+            f"{percent(self.planned_ratio)}."
+        ]
+        for part in self.parts:
+            if abs(part.added_s) < 1e-3 * self.planned_s:
+                continue
+            ratio = "" if part.ratio is None else f" ({part.ratio:.2f} x its planned time)"
+            lines.append(f"  {_signed(part.added_s):>10}  {part.name}{ratio}")
+        if self.unfilled_s is not None:
+            lines.append(self._gain())
+        largest = self.largest
+        lines.append(REMEDIES[largest.name] if largest else "It runs as planned.")
+        return "\n".join(lines)
+
+    def _gain(self) -> str:
+        assert self.unfilled_s is not None
+        saved_s = self.unfilled_s - self.pipeline_s
+        if saved_s <= 0:
+            return (
+                f"Filling the bubbles gained nothing: {seconds(self.pipeline_s)} with it, "
+                f"{seconds(self.unfilled_s)} without, simulated with the measured times."
+            )
+        return (
+            f"Filling the bubbles saved {seconds(saved_s)} of each step: without it the pipeline "
+            f"would take {seconds(self.unfilled_s)}, {self.unfilled_s / self.pipeline_s:.2f} x as long."
+        )
+
+
+def explain_gap(
+    plan: PipelinePlan,
+    measured: Timeline,
+    step_s: float | None = None,
+    loading_s: float = 0.0,
+) -> Gap:
+    """Explains a measured step.
+
+    Args:
+        plan: What was planned, with costs; without costs only the whole difference is known.
+        measured: A timeline of one iteration.
+        step_s: The whole step, from one batch to the next; the timeline's length if not given.
+        loading_s: The part of it in which the next batch was waited for.
+    """
+    pipeline_s = measured.iteration_s
+    step_s = pipeline_s if step_s is None else max(step_s, pipeline_s)
+    planned_s = plan.planned.iteration_s
+    parts: list[GapPart] = []
+    before_s = planned_s
+    unfilled_s = None
+    if plan.costs is not None:
+        substituted = _Measured(plan.costs, measured)
+        for name, kinds in _KINDS.items():
+            substituted = substituted.using(kinds)
+            now_s = simulate(plan.lowered, substituted).iteration_s
+            parts.append(GapPart(name, now_s - before_s, _ratio(plan, measured, kinds)))
+            before_s = now_s
+        if plan.pieces:
+            unfilled_s = _unfilled_s(plan, substituted)
+    parts.append(GapPart(MESSAGES, pipeline_s - before_s))
+    loading_s = min(loading_s, step_s - pipeline_s)
+    parts.append(GapPart(OPTIMIZER, step_s - pipeline_s - loading_s))
+    parts.append(GapPart(LOADING, loading_s))
+    ratio = plan.planned.bubble_ratio
+    return Gap(
+        planned_s, pipeline_s, step_s, ratio, measured.bubble_ratio, tuple(parts), unfilled_s
+    )
+
+
+_KINDS: Mapping[str, tuple[type[Instruction], ...]] = {
+    "forward": _FORWARD,
+    "backward": _BACKWARD,
+    "frozen work": (Encode,),
+    "sums and exchanges": _MEETING,
+}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Planned costs, measured ones for some kinds of instructions; see `simulator.Costs`."""
+
+    planned: PipelineCosts
+    timeline: Timeline
+    kinds: tuple[type[Instruction], ...] = ()
+
+    def using(self, kinds: tuple[type[Instruction], ...]) -> _Measured:
+        """The same, with measured times for more kinds."""
+        return replace(self, kinds=(*self.kinds, *kinds))
+
+    def compute_s(self, instruction: Compute) -> float:
+        """See `Costs`; frozen pieces are cut anew at run time, so that only their sum is known."""
+        planned_s = self.planned.compute_s(instruction)
+        if not isinstance(instruction, self.kinds):
+            return planned_s
+        if isinstance(instruction, Encode):
+            total_s = sum(self.planned.encode_s)
+            return planned_s * self._sum_s((Encode,)) / total_s if total_s else planned_s
+        own = [s.duration_s for s in self.timeline.spans if s.instruction == instruction]
+        return sum(own) if own else planned_s
+
+    def message_s(self, message: Message) -> float:
+        """See `Costs`."""
+        return self.planned.message_s(message)
+
+    def reduce_s(self, rank: int) -> float:
+        """See `Costs`."""
+        if ReduceGradients not in self.kinds:
+            return self.planned.reduce_s(rank)
+        return self._sum_s((ReduceGradients,), rank)
+
+    def exchange_s(self) -> float:
+        """See `Costs`."""
+        if ExchangeFrozen not in self.kinds:
+            return self.planned.exchange_s()
+        return max(
+            (self._sum_s((ExchangeFrozen,), rank) for rank in range(self.timeline.num_ranks)),
+            default=0.0,
+        )
+
+    def _sum_s(self, kinds: tuple[type[Instruction], ...], rank: int | None = None) -> float:
+        return sum(
+            span.duration_s
+            for span in self.timeline.spans
+            if isinstance(span.instruction, kinds) and rank in (None, span.rank)
+        )
+
+
+def _ratio(
+    plan: PipelinePlan, measured: Timeline, kinds: tuple[type[Instruction], ...]
+) -> float | None:
+    """Measured over planned time of all instructions of some kinds."""
+    totals = [
+        sum(s.duration_s for s in timeline.spans if isinstance(s.instruction, kinds))
+        for timeline in (plan.timeline, measured)
+    ]
+    return totals[1] / totals[0] if totals[0] > 0 and totals[1] > 0 else None
+
+
+def _unfilled_s(plan: PipelinePlan, costs: _Measured) -> float:
+    """The same pipeline with all frozen work in front of it, shared by all ranks."""
+    programs = tuple(
+        tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
+    )
+    bare = lower(replace(plan.schedule, programs=programs))
+    frozen_s = sum(costs.compute_s(Encode(piece.index)) for piece in plan.pieces)
+    share_s = frozen_s / plan.ranks_per_pipeline
+    return share_s + costs.exchange_s() + simulate(bare, costs).iteration_s
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
