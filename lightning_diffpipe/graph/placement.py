@@ -82,17 +82,30 @@ def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
     """
     parameters = dict(root.named_parameters())
     for name, value in values.items():
-        parameter = parameters[name]
-        if value.shape != parameter.shape:
-            raise GraphError(
-                f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
-            )
-        real = torch.empty_strided(
-            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+        restore_parameter(name, parameters[name], value)
+
+
+def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
+    """Gives one placeholder its value; see `restore_parameters`."""
+    if value.shape != parameter.shape:
+        raise GraphError(
+            f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
         )
-        parameter.data = real.copy_(value)
-        if is_placeholder(parameter):
-            delattr(parameter, _STRIDE)
+    real = torch.empty_strided(
+        parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+    )
+    parameter.data = real.copy_(value)
+    if is_placeholder(parameter):
+        delattr(parameter, _STRIDE)
+
+
+def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    """A placeholder with the shape, strides and dtype of a parameter, which may be on the meta device."""
+    empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    placeholder = nn.Parameter(empty, requires_grad=False)
+    setattr(placeholder, _STRIDE, tuple(parameter.stride()))
+    _free(placeholder, device)
+    return placeholder
 
 
 def _free(parameter: nn.Parameter, device: torch.device) -> None:

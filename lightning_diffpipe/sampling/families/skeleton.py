@@ -1,0 +1,206 @@
+"""A denoiser without weights, and the weights of some of its parameters, read by name.
+
+A rank of a PipeFusion pipeline needs one N-th of a denoiser, but every rank needs to know its structure. So the
+module is built from its config with parameters that take no memory (`graph/placement.py` calls them
+placeholders), and then only the tensors of this rank are read: safetensors files are read tensor by tensor, and
+checkpoints are mapped into memory. No rank ever holds more than its part, not even for a moment, where xDiT
+loads the whole model on every rank first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
+
+_NAMES_SHOWN = 3
+
+
+class Weights(Protocol):
+    """Stored tensors of one module, by parameter name."""
+
+    origin: str
+
+    def names(self) -> set[str]:
+        """All stored names."""
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Reads some of them, one at a time."""
+
+
+class SafetensorsFolder:
+    """Weights of one part of a diffusers folder: one file, or several with an index.
+
+    Args:
+        folder: Sub-folder of the part, such as `.../transformer`.
+        variant: As in diffusers: `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+
+    Raises:
+        CheckpointError: There is no safetensors file, or one that the index names is missing.
+    """
+
+    def __init__(self, folder: str | Path, variant: str | None = None) -> None:
+        self.origin = str(folder)
+        self._file_of: dict[str, Path] = {}
+        for path in self._paths(Path(folder), variant):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._file_of |= dict.fromkeys(file.keys(), path)
+            except Exception as error:
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    @staticmethod
+    def _paths(folder: Path, variant: str | None) -> list[Path]:
+        stem = "diffusion_pytorch_model" + (f".{variant}" if variant else "")
+        whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if whole.exists():
+            return [whole]
+        if not index.exists():
+            raise CheckpointError(
+                f"{folder} has neither {whole.name} nor {index.name}; a rank reads only its own tensors, "
+                "which needs safetensors: write them with pipeline.save_pretrained(folder)"
+            )
+        paths = sorted({folder / n for n in json.loads(index.read_text())["weight_map"].values()})
+        if missing := [path for path in paths if not path.exists()]:
+            raise CheckpointError(f"{index} names {missing[0].name}, which is not there")
+        return paths
+
+    def names(self) -> set[str]:
+        """All stored names."""
+        return set(self._file_of)
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Reads some of them, file by file."""
+        for path in sorted({self._file_of[name] for name in names}):
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(n for n in names if self._file_of[n] == path):
+                    yield name, file.get_tensor(name)
+
+
+class StateDict:
+    """Weights that are in memory, or mapped into it, under a prefix.
+
+    Args:
+        values: By name; only those with the prefix count.
+        prefix: Such as `"unet."`.
+        origin: Where they come from, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], prefix: str, origin: str) -> None:
+        self.origin = origin
+        self._values = {
+            name.removeprefix(prefix): value
+            for name, value in values.items()
+            if name.startswith(prefix)
+        }
+
+    def names(self) -> set[str]:
+        """All stored names."""
+        return set(self._values)
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Hands them out as copies."""
+        for name in sorted(names):
+            yield name, self._values[name].clone()
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_without_memory(
+        self: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(self, name, parameter)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_without_memory):
+        yield
+
+
+def skeleton(
+    cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Builds a diffusers model whose parameters are all placeholders; its buffers are real.
+
+    Args:
+        cls: Class of the model.
+        config: Its stored config.
+        device: Where it will compute.
+        dtype: Of its floating parameters and buffers; modules the class wants in fp32 keep it.
+    """
+    with _parameters_without_memory():
+        model = cls.from_config(dict(config))
+    kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
+
+    def wanted(name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.dtype.is_floating_point:
+            return tensor.dtype
+        return torch.float32 if kept & set(name.split(".")) else dtype
+
+    stand_ins: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in stand_ins:
+                    shaped = parameter.to(wanted(f"{path}.{key}", parameter))
+                    stand_ins[id(parameter)] = placeholder_of(shaped, device)
+                module._parameters[key] = stand_ins[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device, wanted(f"{path}.{key}", buffer))
+    return model.eval()
+
+
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """Compares names, before anything is read.
+
+    Raises:
+        CheckpointError: Some tensors of the model are not stored.
+    """
+    if missing := sorted(set(model.state_dict()) - weights.names()):
+        shown = ", ".join(missing[:_NAMES_SHOWN]) + (", ..." if len(missing) > _NAMES_SHOWN else "")
+        raise CheckpointError(
+            f"{weights.origin} lacks {len(missing)} of {len(model.state_dict())} tensors of "
+            f"{type(model).__name__}: {shown}; is it a folder of another model, or a download that broke off?"
+        )
+
+
+def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> None:
+    """Gives placeholders their values; buffers are always read.
+
+    Args:
+        model: A skeleton, perhaps with some parameters read already; changed in place.
+        weights: Where from.
+        names: Parameters to read; None means all.
+
+    Raises:
+        CheckpointError: A stored tensor is missing or has another shape.
+    """
+    check_weights(model, weights)
+    parameters = dict(model.named_parameters())
+    stored = model.state_dict(keep_vars=True)
+    buffers = [name for name in stored if name not in parameters]
+    wanted = parameters.keys() if names is None else set(names)
+    for name, value in weights.read([*wanted, *buffers]):
+        if value.shape != stored[name].shape:
+            raise CheckpointError(
+                f"{name} in {weights.origin} has shape {tuple(value.shape)}, but the config of the "
+                f"{type(model).__name__} says {tuple(stored[name].shape)}"
+            )
+        if name in parameters:
+            parameter = parameters[name]
+            restore_parameter(name, parameter, value.to(parameter.device, parameter.dtype))
+        else:
+            stored[name].copy_(value)

@@ -1,0 +1,50 @@
+"""The plain loop over the steps of a scheduler: what all other samplers are compared with.
+
+    for every timestep:   x = scheduler.step(denoise(scale(x), t), t, x)
+
+The same operations in the same order as diffusers' pipelines, so its latents equal theirs bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.statistics import SamplingStatistics
+
+
+class OneProcess:
+    """Samples in this process alone.
+
+    Example:
+        >>> latents = OneProcess().sample(request)  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.statistics = SamplingStatistics()
+
+    @torch.inference_mode()
+    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+        """Runs one request; see `Sampler.sample`."""
+        self.statistics = SamplingStatistics()
+        scheduler, latents = copy.deepcopy(request.scheduler), request.latents
+        started_s = last_s = time.perf_counter()
+        for index, timestep in enumerate(request.timesteps):
+            inputs = latents
+            if request.scale_input:
+                inputs = scheduler.scale_model_input(latents, timestep)
+            prediction = request.denoise(inputs, timestep)
+            stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
+            latents = stepped.prev_sample
+            now_s = time.perf_counter()
+            self.statistics.step_s.append(now_s - last_s)
+            last_s = now_s
+            if on_step is not None:
+                on_step(index)
+        self.statistics.total_s = last_s - started_s
+        return latents

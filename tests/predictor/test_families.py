@@ -1,0 +1,55 @@
+"""Every family against its pipeline: the formulas of one step, and what is left to the pipeline."""
+
+import pytest
+import torch
+
+from lightning_diffpipe.sampling.families import family_of, intercepted
+from lightning_diffpipe.sampling.one_process import OneProcess
+from tests.predictor.tiny_pipelines import PIPELINES, build, options_of, prompts_of
+
+
+def draw(pipeline, name, sample, guidance_scale=4.0, steps=3, **options):
+    """Calls the pipeline with its loop replaced by `sample(call)`."""
+    family = family_of(type(pipeline).__name__)
+    guidance = {
+        "scale": guidance_scale,
+        "rescale": options.get("guidance_rescale", 0.0),
+        "true_scale": options.get("true_cfg_scale", 1.0),
+    }
+    denoiser = getattr(pipeline, family.denoiser)
+    with intercepted(family, denoiser, pipeline.scheduler, guidance, sample):
+        return plain(pipeline, name, guidance_scale, steps, **options)
+
+
+def plain(pipeline, name, guidance_scale=4.0, steps=3, **options):
+    option = "class_labels" if name == "dit" else "prompt"
+    with torch.no_grad():
+        return pipeline(
+            **{option: prompts_of(name)},
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            generator=torch.Generator().manual_seed(5),
+            output_type="np",
+            **options_of(name),
+            **options,
+        ).images
+
+
+def one_process(pipeline):
+    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
+
+    def sample(call):
+        travelled = call.packed().unpacked(torch.device("cpu"))
+        return OneProcess().sample(travelled.request(denoiser))
+
+    return sample
+
+
+@pytest.mark.parametrize("guidance_scale", [4.0, 1.0])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pictures_equal_those_of_the_pipeline_bit_for_bit(name, guidance_scale, tmp_path):
+    pipeline = build(name, tmp_path)
+    expected = plain(pipeline, name, guidance_scale)
+    found = draw(pipeline, name, one_process(pipeline), guidance_scale)
+    assert (found == expected).all()
+    assert expected.std() > 0.01

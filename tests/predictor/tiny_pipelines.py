@@ -1,0 +1,220 @@
+"""Smallest diffusers pipelines of every kind that can be sampled, with random weights, built offline.
+
+Every parameter is perturbed, so that no gate or output layer starts at zero and hides what is behind it.
+"""
+
+import json
+
+import diffusers
+import torch
+import transformers
+
+from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer
+from tests.zoo.case import perturb
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
+
+
+def clip_tokenizer(folder):
+    """A CLIP tokenizer that knows single characters only."""
+    pieces = [*LETTERS, *(letter + "</w>" for letter in LETTERS)]
+    pieces += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = folder / "vocab.json"
+    vocabulary.write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    merges = folder / "merges.txt"
+    merges.write_text("#version: 0.2\n")
+    return transformers.CLIPTokenizer(str(vocabulary), str(merges), model_max_length=12)
+
+
+def clip_encoder(width=16, projection=None):
+    config = transformers.CLIPTextConfig(
+        vocab_size=80,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        projection_dim=projection or width,
+        bos_token_id=72,
+        eos_token_id=73,
+        pad_token_id=73,
+    )
+    if projection:
+        return transformers.CLIPTextModelWithProjection(config)
+    return transformers.CLIPTextModel(config)
+
+
+def vae(latent_channels=4, **config):
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=latent_channels,
+        **config,
+    )
+
+
+def unet(**config):
+    return diffusers.UNet2DConditionModel(
+        **dict(
+            sample_size=16,
+            block_out_channels=(8, 16),
+            down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+            layers_per_block=1,
+            cross_attention_dim=16,
+            attention_head_dim=4,
+            norm_num_groups=4,
+        )
+        | config,
+    )
+
+
+def stable_diffusion(folder):
+    return diffusers.StableDiffusionPipeline(
+        vae=vae(),
+        text_encoder=clip_encoder(),
+        tokenizer=clip_tokenizer(folder),
+        unet=unet(),
+        scheduler=diffusers.EulerDiscreteScheduler(steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def sdxl(folder):
+    return diffusers.StableDiffusionXLPipeline(
+        vae=vae(),
+        text_encoder=clip_encoder(),
+        text_encoder_2=clip_encoder(projection=16),
+        tokenizer=clip_tokenizer(folder),
+        tokenizer_2=clip_tokenizer(folder),
+        unet=unet(
+            cross_attention_dim=32,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=16 + 6 * 8,
+            transformer_layers_per_block=(1, 2),
+        ),
+        scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+        add_watermarker=False,
+    )
+
+
+def pixart(folder, num_layers=4):
+    return diffusers.PixArtAlphaPipeline(
+        vae=vae(),
+        text_encoder=tiny_text_encoder(),
+        tokenizer=tiny_tokenizer(),
+        transformer=diffusers.PixArtTransformer2DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=8,
+            num_layers=num_layers,
+            cross_attention_dim=16,
+            caption_channels=16,
+            sample_size=16,
+            patch_size=2,
+            norm_num_groups=4,
+        ),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )
+
+
+def sd3(folder):
+    return diffusers.StableDiffusion3Pipeline(
+        vae=vae(latent_channels=4, shift_factor=0.1),
+        text_encoder=clip_encoder(width=8, projection=8),
+        text_encoder_2=clip_encoder(width=8, projection=8),
+        text_encoder_3=tiny_text_encoder(),
+        tokenizer=clip_tokenizer(folder),
+        tokenizer_2=clip_tokenizer(folder),
+        tokenizer_3=tiny_tokenizer(),
+        transformer=diffusers.SD3Transformer2DModel(
+            **HEADS,
+            sample_size=16,
+            in_channels=4,
+            out_channels=4,
+            num_layers=4,
+            joint_attention_dim=16,
+            caption_projection_dim=16,
+            pooled_projection_dim=16,
+            pos_embed_max_size=24,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+def flux(folder, guidance_embeds=True):
+    return diffusers.FluxPipeline(
+        vae=vae(latent_channels=4, shift_factor=0.1),
+        text_encoder=clip_encoder(),
+        text_encoder_2=tiny_text_encoder(),
+        tokenizer=clip_tokenizer(folder),
+        tokenizer_2=tiny_tokenizer(),
+        transformer=diffusers.FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            axes_dims_rope=(2, 2, 4),
+            guidance_embeds=guidance_embeds,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+    )
+
+
+def dit(folder):
+    return diffusers.DiTPipeline(
+        vae=vae(),
+        transformer=diffusers.DiTTransformer2DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=8,
+            num_layers=4,
+            sample_size=16,
+            norm_num_groups=4,
+        ),
+        scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+    )
+
+
+PIPELINES = {f.__name__: f for f in (stable_diffusion, sdxl, pixart, sd3, flux, dit)}
+
+PROMPTS = {"dit": [3, 7]}
+SIZE = {"height": 32, "width": 32}
+OPTIONS = {
+    "dit": {},
+    "pixart": SIZE | {"use_resolution_binning": False, "clean_caption": False},
+    "sd3": SIZE | {"max_sequence_length": 8},
+    "flux": SIZE | {"max_sequence_length": 8},
+}
+
+
+def prompts_of(name):
+    return PROMPTS.get(name, ["a cat 1", "dog b"])
+
+
+def options_of(name):
+    return OPTIONS.get(name, SIZE)
+
+
+def build(name, folder, seed=0):
+    """One pipeline with perturbed weights in evaluation mode; `folder` takes vocabularies."""
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    pipeline = PIPELINES[name](folder)
+    generator = torch.Generator().manual_seed(seed)
+    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
+    perturb(denoiser, generator)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
