@@ -21,8 +21,11 @@ class Clock(Protocol):
     def settle(self) -> None:
         """Waits until everything asked for so far has happened."""
 
+    def is_past(self, stamp: Any) -> bool:
+        """Whether the seconds until a stamp are known without `settle`."""
+
     def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two stamps; call `settle` before."""
+        """Seconds between two stamps that are past."""
 
 
 class HostClock:
@@ -34,6 +37,10 @@ class HostClock:
 
     def settle(self) -> None:
         """See `Clock`."""
+
+    def is_past(self, stamp: float) -> bool:
+        """See `Clock`."""
+        return True
 
     def seconds(self, start: float, stop: float) -> float:
         """See `Clock`."""
@@ -59,6 +66,10 @@ class CudaClock:
     def settle(self) -> None:
         """See `Clock`."""
         torch.cuda.synchronize(self._device)
+
+    def is_past(self, stamp: torch.cuda.Event) -> bool:
+        """See `Clock`."""
+        return stamp.query()
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
         """See `Clock`."""

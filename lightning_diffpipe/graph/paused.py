@@ -84,7 +84,7 @@ class PausedRun:
         with rng.preserved(self._host):
             rng.seed_all(seed, self._host)
             self._state = rng.capture(self._host)
-        self._budget: float = 0
+        self._goes_on: Callable[[str], bool] = _never
         self._cancelled = self._started = False
         self._error: BaseException | None = None
         self._settings = _ThreadSettings()
@@ -116,8 +116,27 @@ class PausedRun:
         Raises:
             Exception: Whatever the step raised, with the name of the layer added.
         """
+        left = num_layers
+
+        def goes_on(_name: str) -> bool:
+            nonlocal left
+            left -= 1
+            return left >= 0
+
+        return self.advance_while(goes_on)
+
+    def advance_while(self, goes_on: Callable[[str], bool]) -> bool:
+        """Runs layers of the fine graph for as long as a function says yes; says whether all is done.
+
+        Args:
+            goes_on: Called with the name of the next layer in front of every one, in the run's own
+                thread, which costs no switch between threads.
+
+        Raises:
+            Exception: As `advance`.
+        """
         if not self.done:
-            self._budget = num_layers
+            self._goes_on = goes_on
             self._switch()
         return self.done
 
@@ -175,14 +194,17 @@ class PausedRun:
 
     def _pause(self) -> None:
         """Called by the worker before every layer of the fine graph."""
-        while self._budget < 1 and not self._cancelled:
+        while not self._cancelled and not self._goes_on(self._run.at):
             self._back.release()
             self._go.acquire()
             self._settings.follow_stream()
         if self._cancelled:
             raise _Cancelled
-        self._budget -= 1
         self.num_layers_done += 1
+
+
+def _never(_name: str) -> bool:
+    return False
 
 
 class _ThreadSettings:

@@ -55,16 +55,21 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
     return replace(schedule, programs=tuple(programs))
 
 
-def prefix_frozen(schedule: Schedule, frozen_parts: Sequence[EncodePart]) -> Schedule:
-    """Puts the frozen work of this batch, and its exchange, in front of the pipeline."""
+def prefix_frozen(
+    schedule: Schedule, frozen_parts: Sequence[EncodePart], encoded: bool = False
+) -> Schedule:
+    """Puts the frozen work of this batch, and its exchange, in front of the pipeline.
+
+    Args:
+        schedule: The pipeline.
+        frozen_parts: Frozen work of the batch.
+        encoded: It was done before, in the bubbles of the last batch; only the exchange is left.
+    """
     if not frozen_parts:
         return schedule
+    todo = () if encoded else frozen_parts
     programs = tuple(
-        (
-            *(Encode(part.index) for part in frozen_parts if part.rank == rank),
-            ExchangeFrozen(),
-            *program,
-        )
+        (*(Encode(part.index) for part in todo if part.rank == rank), ExchangeFrozen(), *program)
         for rank, program in enumerate(schedule.programs)
     )
     return replace(schedule, programs=programs)

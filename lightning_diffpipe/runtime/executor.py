@@ -1,19 +1,20 @@
 """The engine: one loop over instructions. It obeys the plan and decides nothing.
 
-`Executor.run` is a generator that yields whenever the next instruction waits for a message that is not
-known to be there. Whoever drives it decides how to spend that time:
+`Executor.run` is a generator that yields before every wait. Whoever drives it decides how to spend the
+time until the message is there:
 
-    for waiting in executor.run(program, works, frozen):   # between processes: just block
-        pass
-    run_together([executor, ...], ...)                     # in one process: let the others go on
+    for wait in executor.run(program, works, frozen):   # between processes: just block,
+        filler.fill(wait, executor.recording)           # or run frozen layers of the next batch
+    run_together([executor, ...], ...)                  # in one process: let the other ranks go on
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import PipelineTimeoutError, ScheduleError
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -31,11 +32,25 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.planning.timeline import Span
+from lightning_diffpipe.runtime.filling import Filler
 from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import MessageKey, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A rank at a wait.
+
+    Attributes:
+        instruction: What it stands at.
+        is_ready: Tells whether it could go on at once.
+    """
+
+    instruction: Instruction
+    is_ready: Callable[[], bool]
 
 
 class Executor:
@@ -47,7 +62,11 @@ class Executor:
         stash: What lives between instructions; shared with the runner.
         transport: Carries the messages.
         reduce_gradients: Sums gradients over the ranks that hold the same parameters.
-        clock: Seconds; stamps the measured timeline.
+        clock: Stamps the measured timeline.
+
+    Attributes:
+        recording: When the instructions of the running, or last, program ran.
+        position: The instruction it stands at.
     """
 
     def __init__(
@@ -57,10 +76,10 @@ class Executor:
         stash: Stash,
         transport: Transport,
         reduce_gradients: Callable[[], None],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock,
     ) -> None:
         self.local_rank = local_rank
-        self.spans: list[Span] = []
+        self.recording = Recording(local_rank, clock)
         self.position = 0
         self._runner = runner
         self._stash = stash
@@ -70,7 +89,7 @@ class Executor:
 
     def run(
         self, program: Program, works: Sequence[MicrobatchWork], frozen: FrozenWork | None
-    ) -> Iterator[Callable[[], bool]]:
+    ) -> Iterator[Waiting]:
         """Runs a program to its end.
 
         Args:
@@ -79,14 +98,14 @@ class Executor:
             frozen: The frozen parts of the step, if the plan encodes any.
 
         Yields:
-            Before a wait that may block: a function that tells whether it still would.
+            Before every wait: what it stands at, and a function that tells whether it may go on.
         """
-        self.spans = []
+        self.recording = recording = Recording(self.local_rank, self._clock)
         try:
             for self.position, instruction in enumerate(program):
-                start_s = self._clock()
+                start = recording.stamp()
                 yield from self._execute(instruction, works, frozen)
-                self.spans.append(Span(self.local_rank, instruction, start_s, self._clock()))
+                recording.add(instruction, start)
             self._transport.finish()
             self._stash.check_empty()
         finally:
@@ -97,7 +116,7 @@ class Executor:
         instruction: Instruction,
         works: Sequence[MicrobatchWork],
         frozen: FrozenWork | None,
-    ) -> Iterator[Callable[[], bool]]:
+    ) -> Iterator[Waiting]:
         runner, transport = self._runner, self._transport
         match instruction:
             case Forward(stage, microbatch):
@@ -119,8 +138,7 @@ class Executor:
                 transport.receive(MessageKey(kind, stage, microbatch), buffer, from_rank)
             case Wait(kind, stage, microbatch):
                 key = MessageKey(kind, stage, microbatch)
-                if not transport.is_ready(key):
-                    yield lambda: transport.is_ready(key)
+                yield Waiting(instruction, lambda: transport.is_ready(key))
                 runner.unpack(kind, stage, works[microbatch], transport.wait(key))
             case Encode(part):
                 assert frozen is not None
@@ -128,8 +146,7 @@ class Executor:
             case ExchangeFrozen():
                 assert frozen is not None
                 exchange = frozen.exchange(transport)
-                if not exchange.is_ready():
-                    yield exchange.is_ready
+                yield Waiting(instruction, exchange.is_ready)
                 exchange.wait()
                 frozen.deliver()
             case ReduceGradients():
@@ -147,15 +164,17 @@ def run_alone(
     program: Program,
     works: Sequence[MicrobatchWork],
     frozen: FrozenWork | None = None,
+    filler: Filler | None = None,
     picture: Callable[[int], str] | None = None,
 ) -> None:
-    """Drives one rank of many processes: every wait simply blocks.
+    """Drives one rank of many processes: a wait blocks when there is nothing to fill it with.
 
     Args:
         executor: This rank.
         program: Its instructions.
         works: The microbatches.
         frozen: The frozen parts.
+        filler: Frozen work of the next batch; all of it is done when this returns.
         picture: Draws the plan with a mark at an instruction, for the error of a timeout.
 
     Raises:
@@ -163,8 +182,11 @@ def run_alone(
             in the plan this rank stands.
     """
     try:
-        for _ in executor.run(program, works, frozen):
-            pass
+        for waiting in executor.run(program, works, frozen):
+            if filler is not None:
+                filler.fill(waiting.instruction, waiting.is_ready, executor.recording)
+        if filler is not None:
+            filler.finish(executor.recording)
     except PipelineTimeoutError as error:
         position = executor.position
         standing = f"{error}; it stands at instruction {position + 1} of {len(program)}"
@@ -198,6 +220,6 @@ def run_together(
             raise ScheduleError(f"the ranks wait for each other: {stuck}")
         for rank in movable:
             try:
-                ready[rank] = next(running[rank])
+                ready[rank] = next(running[rank]).is_ready
             except StopIteration:
                 del running[rank]

@@ -13,14 +13,16 @@ So no sample is encoded twice, however many stages there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.graph.frozen import join_samples
+from lightning_diffpipe.graph.frozen import FrozenView, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
+from lightning_diffpipe.graph.paused import PausedRun
 from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.message import MessageLayout
@@ -33,6 +35,7 @@ class FrozenWork:
 
     Args:
         parts: All parts of the batch, those of other ranks too.
+        group_size: Samples on which a layer runs at a time; `None` for a microbatch at a time.
         works: The microbatches of the step.
         placement: Which rank runs which stage.
         local_rank: This rank's position in its pipeline.
@@ -42,32 +45,68 @@ class FrozenWork:
     def __init__(
         self,
         parts: Sequence[EncodePart],
+        group_size: int | None,
         works: Sequence[MicrobatchWork],
         placement: Placement,
         local_rank: int,
         device: torch.device,
     ) -> None:
         self._parts = tuple(parts)
+        self._group_size = group_size
         self._works = works
         self._placement = placement
         self._local_rank = local_rank
         self._device = device
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
         self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
+        self._exchange: Exchange | None = None
+
+    @property
+    def own_parts(self) -> list[EncodePart]:
+        """The parts this rank encodes."""
+        return [part for part in self._parts if part.rank == self._local_rank]
+
+    @property
+    def num_own_groups(self) -> int:
+        """Groups of samples this rank encodes."""
+        return sum(
+            1 if self._group_size is None else math.ceil(part.num_samples / self._group_size)
+            for part in self.own_parts
+        )
 
     def encode(self, index: int) -> None:
         """Runs the frozen layers for one of this rank's parts."""
+        view, work, samples = self._work_of(index)
+        self.keep(index, view.whole(work.call, work.seed, samples, self._group_size))
+
+    def start(self, index: int) -> PausedRun:
+        """Prepares the frozen layers for one of this rank's parts; runs nothing."""
+        view, work, samples = self._work_of(index)
+        return view.start(work.call, work.seed, samples, self._group_size)
+
+    def _work_of(self, index: int) -> tuple[FrozenView, MicrobatchWork, tuple[int, int] | None]:
         part = self._parts[index]
         work = self._works[part.microbatch]
         view = work.partitioned.frozen_view
         assert view is not None, "a plan with frozen parts for a step without frozen layers"
-        whole = (part.start, part.stop) == (0, work.num_samples)
-        self._results[index] = view.whole(
-            work.call, seed=work.seed, samples=None if whole else (part.start, part.stop)
-        )
+        if self._group_size is None:  # layers that mix samples run on whole microbatches
+            return view, work, None
+        return view, work, (part.start, part.stop)
+
+    def keep(self, index: int, results: dict[TensorKey, Tensor]) -> None:
+        """Takes the results of a part that was started."""
+        self._results[index] = results
 
     def exchange(self, transport: Transport) -> Exchange:
-        """Starts to send this rank's results to whoever reads them, and to receive the others'."""
+        """Starts to send this rank's results to whoever reads them, and to receive the others'.
+
+        All of this rank's parts are encoded. A second call returns the exchange under way.
+        """
+        if self._exchange is None:
+            self._exchange = self._start_exchange(transport)
+        return self._exchange
+
+    def _start_exchange(self, transport: Transport) -> Exchange:
         sends, receives = [], []
         for part in self._parts:
             for stage, reader in self._readers(part):

@@ -7,7 +7,9 @@ zero-dimensional tensors go to every microbatch unchanged.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +87,44 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         )
         for start, size in zip(starts, sizes, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A few values of a batch, to recognise it by without reading all of it.
+
+    Attributes:
+        values: Up to 16 elements of every tensor; on the batch's device.
+        plain: A checksum of all that is not a tensor, and of the shapes.
+    """
+
+    values: Tensor
+    plain: int
+
+    @classmethod
+    def of(cls, batch: Any) -> Fingerprint:
+        """Reads a batch."""
+        leaves = [leaf for _, leaf in _leaves(batch)]
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        taken = [_spread_out(tensor).to(torch.float64) for tensor in tensors if tensor.numel()]
+        values = torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
+        return cls(values, zlib.crc32(repr(plain).encode()))
+
+    def difference(self, other: Fingerprint) -> str:
+        """What tells two batches apart, in words; empty if nothing does."""
+        if self.plain != other.plain:
+            return "captions, other plain values or shapes differ"
+        differing = int((self.values.nan_to_num() != other.values.nan_to_num()).sum())
+        if differing:
+            return f"{differing} of {self.values.numel()} compared values differ"
+        return ""
+
+
+def _spread_out(tensor: Tensor, num: int = 16) -> Tensor:
+    """Elements from all over a tensor."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // num)][:num]
 
 
 def _is_sample_list(node: Any) -> bool:

@@ -52,6 +52,10 @@ class Recording:
         """Notes that an instruction ran from a stamp until now."""
         self._entries.append((instruction, start, self._clock.stamp()))
 
+    def end_of(self, instruction: Instruction) -> Any:
+        """The stamp at which an instruction ended; `None` if it has not."""
+        return next((stop for done, _, stop in self._entries if done == instruction), None)
+
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What this rank did, in the order of starts, in seconds of the host's clock.

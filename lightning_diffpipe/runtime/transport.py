@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.waiter import Pending, Waiter
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen"]
 _KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen")
@@ -59,7 +60,7 @@ class Transport(Protocol):
         """Posts a receive into `buffer`; returns at once."""
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Whether `wait` would return at once; may say no although the message is there."""
+        """Whether `wait` would return at once; the rank waits for no other message until it does."""
 
     def wait(self, key: MessageKey) -> Tensor:
         """Blocks until the posted receive has its message, and hands out the buffer."""
@@ -70,12 +71,15 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Waits until every send has left."""
 
+    def close(self) -> None:
+        """Gives back what it holds; nothing is in flight any more."""
+
 
 class Exchange(Protocol):
     """Many messages under way."""
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once; may say no although everything is there."""
+        """Whether `wait` would return at once."""
 
     def wait(self) -> None:
         """Blocks until every receive has its message."""
@@ -87,6 +91,7 @@ class _Posted:
     buffer: Tensor
     source: int
     staging: Tensor | None = None
+    pending: Pending | None = None
 
 
 class P2PTransport:
@@ -105,6 +110,9 @@ class P2PTransport:
         self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
         # gloo moves host memory only; buffers of a GPU then travel by way of the host.
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
+        # NCCL works are ordered by the stream: a wait never blocks the host.
+        self._blocks_host = mesh.backend == "gloo"
+        self._waiter = Waiter()
         self.num_bytes_sent = 0
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
@@ -134,8 +142,13 @@ class P2PTransport:
         self._posted[key] = _Posted(work, buffer, source, staging)
 
     def is_ready(self, key: MessageKey) -> bool:
-        """NCCL works are ordered by the stream and never block the host; gloo's must be awaited."""
-        return self._mesh.backend != "gloo"
+        """Whether `wait` would return at once; asking starts to wait, in a thread."""
+        if not self._blocks_host:
+            return True
+        posted = self._posted[key]
+        if posted.pending is None:
+            posted.pending = self._waiter.watch(lambda: self._await_posted(key, posted))
+        return posted.pending.is_over()
 
     def wait(self, key: MessageKey) -> Tensor:
         """Waits for a posted receive.
@@ -144,10 +157,25 @@ class P2PTransport:
             PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
         """
         posted = self._posted.pop(key)
-        self.await_work(posted.work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
+        if posted.pending is not None:
+            posted.pending.result()
+        else:
+            self._await_posted(key, posted)
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
         return posted.buffer
+
+    def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
+        self.await_work(posted.work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
+
+    def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
+        """Waits for operations in a thread."""
+        return self._waiter.watch(lambda: self.await_works(works, what))
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether waiting for a message stops the host, so that it could do something else."""
+        return self._blocks_host
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
         """Starts many messages at once, as one group of point-to-point operations."""
@@ -177,9 +205,17 @@ class P2PTransport:
 
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""
-        for work, _ in self._sent:
-            self.await_work(work, "a sent message", None)
+        self.await_works([work for work, _ in self._sent], "a sent message")
         self._sent.clear()
+
+    def close(self) -> None:
+        """Ends the waiting thread."""
+        self._waiter.close()
+
+    def await_works(self, works: Sequence[dist.Work], what: str) -> None:
+        """Waits for several operations; see `await_work`."""
+        for work in works:
+            self.await_work(work, what, None)
 
     def await_work(self, work: dist.Work, what: str, source: int | None) -> None:
         """Waits for one operation; a timeout or a lost peer becomes a `PipelineTimeoutError`."""
@@ -206,13 +242,20 @@ class _P2PExchange:
     works: list[dist.Work]
     receives: list[tuple[Parcel, Tensor]]
     outgoing: list[Tensor]  # kept alive until sent
+    pending: Pending | None = None
 
     def is_ready(self) -> bool:
-        return False
+        if not self.transport.blocks_host:
+            return True
+        if self.pending is None:
+            self.pending = self.transport.watch(self.works, "frozen results")
+        return self.pending.is_over()
 
     def wait(self) -> None:
-        for work in self.works:
-            self.transport.await_work(work, "frozen results", None)
+        if self.pending is not None:
+            self.pending.result()
+        else:
+            self.transport.await_works(self.works, "frozen results")
         for parcel, buffer in self.receives:
             if buffer is not parcel.buffer:
                 parcel.buffer.copy_(buffer)
@@ -261,6 +304,9 @@ class LoopbackTransport:
 
     def finish(self) -> None:
         """Nothing is in flight: sends are copies."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass

@@ -1,0 +1,254 @@
+"""Frozen layers of the next batch, run wherever a rank would otherwise wait.
+
+    rank 1 | wait ------------ F0 | wait ---- F1 | B0 ...
+           | vae.0 vae.1 vae.2    | vae.3 -      |            (of the next batch)
+
+A `Filler` holds this rank's frozen parts of the next batch as runs that pause at every layer. At each
+wait it goes on, layer by layer, for as long as the wait is expected to last:
+
+* *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer that would
+  probably end after the message came is not started: being late delays every other rank.
+* *planned*, where waits are ordered on the device (NCCL): the host cannot know when a message arrives,
+  so it puts as many layers in front of the wait as took its time in the steps before.
+
+Both need two numbers, learnt while training: how long each layer takes (`Pace`), and how long each
+wait lasts (`Budgets`). What is left is done behind the pipeline. None of this changes any result: which
+samples a layer runs on together is fixed beforehand.
+
+Source:
+    DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248, fills bubbles with frozen layers
+    as planned; running until the message arrives is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_diffpipe.clock import Clock
+from lightning_diffpipe.graph.paused import PausedRun
+from lightning_diffpipe.planning.instruction import Encode, Instruction
+from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.recording import Recording
+
+FillingMode = Literal["opportunistic", "planned"]
+
+_SMOOTHING = 0.3  # weight of the newest measurement
+_NO_WAIT_S = 2e-4  # a wait that took less did not wait
+_OVERSHOT = 0.9  # the message came before the last layer ended, nobody knows when
+
+
+@dataclass
+class Pace:
+    """How long the layers take, learnt from their last runs.
+
+    Attributes:
+        clock: What times them; on a GPU the answer comes later.
+    """
+
+    clock: Clock
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def note(self, name: str, start: Any, stop: Any) -> None:
+        """A layer ran between two stamps."""
+        self._open.append((name, start, stop))
+
+    def settle(self) -> None:
+        """Takes in what the device has come by."""
+        while self._open and self.clock.is_past(self._open[0][2]):
+            name, start, stop = self._open.pop(0)
+            seconds = self.clock.seconds(start, stop)
+            before = self._seconds.get(name, seconds)
+            self._seconds[name] = before + _SMOOTHING * (seconds - before)
+
+    def expected_s(self, name: str) -> float:
+        """Seconds of a layer; zero if it never ran, so that it is tried."""
+        return self._seconds.get(name, 0.0)
+
+
+@dataclass
+class Budgets:
+    """How long each wait of the program lasts, learnt from the steps before.
+
+    Attributes:
+        clock: What times them.
+        first_s: What is assumed of a wait that was never measured.
+    """
+
+    clock: Clock
+    first_s: float
+    _seconds: dict[Instruction, float] = field(default_factory=dict)
+    _open: list[tuple[Instruction, Any, Any, Any]] = field(default_factory=list)
+
+    def note(self, wait: Instruction, start: Any, filled: Any, stop: Any) -> None:
+        """A wait began, was filled for a while, and ended."""
+        self._open.append((wait, start, filled, stop))
+
+    def settle(self) -> None:
+        """Takes in what the device has come by."""
+        while self._open and self.clock.is_past(self._open[0][3]):
+            wait, start, filled, stop = self._open.pop(0)
+            filled_s, rest_s = self.clock.seconds(start, filled), self.clock.seconds(filled, stop)
+            seconds = filled_s + rest_s if rest_s > _NO_WAIT_S else _OVERSHOT * filled_s
+            before = self._seconds.get(wait, seconds)
+            self._seconds[wait] = before + _SMOOTHING * (seconds - before)
+
+    def expected_s(self, wait: Instruction) -> float:
+        """Seconds the wait will probably last."""
+        return self._seconds.get(wait, self.first_s)
+
+
+class FillingTimes:
+    """What filling has learnt of layers and waits; lives as long as training.
+
+    Args:
+        mode: See the file's head.
+        clock: The clock of the rank's device.
+    """
+
+    def __init__(self, mode: FillingMode, clock: Clock) -> None:
+        self.mode = mode
+        self.clock = clock
+        self.pace = Pace(clock)
+        self.budgets = Budgets(clock, float("inf") if mode == "opportunistic" else 0.0)
+
+    def settle(self) -> None:
+        """Takes in the measurements that are complete by now."""
+        self.pace.settle()
+        self.budgets.settle()
+
+
+class Filler:
+    """This rank's frozen parts of the next batch, run in pieces.
+
+    Args:
+        frozen: The frozen work of the next batch.
+        times: What earlier steps have taught.
+    """
+
+    def __init__(self, frozen: FrozenWork, times: FillingTimes) -> None:
+        self._frozen = frozen
+        self._times = times
+        self._todo = [part.index for part in frozen.own_parts]
+        self._run: PausedRun | None = None
+        self._waits: list[tuple[Instruction, Any, Any]] = []
+        times.settle()
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to run."""
+        return not self._todo
+
+    def fill(self, wait: Instruction, is_ready: Callable[[], bool], recording: Recording) -> None:
+        """Runs layers until the wait is over, or would be before the next layer is done.
+
+        Args:
+            wait: The instruction the rank stands at.
+            is_ready: Whether it can go on.
+            recording: Of the running step.
+        """
+        start = recording.stamp()
+        limit = _Limit(self._times, wait, is_ready)
+        while not self.done and (self._run is not None or limit.allows(_BEGINNING)):
+            if not self._go_on(limit.allows, recording):
+                break
+        self._waits.append((wait, start, recording.stamp()))
+
+    def finish(self, recording: Recording) -> None:
+        """Runs all that is left."""
+        while not self.done:
+            self._go_on(lambda _name: True, recording)
+        for wait, start, filled in self._waits:
+            self._times.budgets.note(wait, start, filled, recording.end_of(wait))
+
+    def cancel(self) -> None:
+        """Gives up what is running; nothing of it is kept."""
+        if self._run is not None:
+            self._run.cancel()
+            self._run = None
+        self._todo.clear()
+
+    def _go_on(self, goes_on: Callable[[str], bool], recording: Recording) -> bool:
+        """Runs the part at hand; says whether it has ended, rather than paused in front of a layer."""
+        part, start = self._todo[0], recording.stamp()
+        if self._run is None:
+            lap = _Lap(self._times.pace, goes_on, _BEGINNING)
+            self._run = self._frozen.start(part)
+        else:
+            lap = _Lap(self._times.pace, goes_on)
+        ended = self._run.advance_while(lap.goes_on)
+        if ended:
+            lap.end()
+            self._frozen.keep(part, self._run.results)
+            self._run = None
+            self._todo.pop(0)
+        if lap.num_layers:
+            recording.add(Encode(part), start)
+        return ended
+
+
+class _Limit:
+    """How far a wait may be filled."""
+
+    def __init__(
+        self, times: FillingTimes, wait: Instruction, is_ready: Callable[[], bool]
+    ) -> None:
+        self._times = times
+        self._budget_s = times.budgets.expected_s(wait)
+        self._spent_s = 0.0
+        self._start = times.clock.stamp()
+        self._is_ready = is_ready if times.mode == "opportunistic" else _never
+
+    def allows(self, layer: str) -> bool:
+        """Whether a layer should be started now; it counts as run if so."""
+        times = self._times
+        expected_s = times.pace.expected_s(layer)
+        if times.mode == "opportunistic":
+            self._spent_s = times.clock.seconds(self._start, times.clock.stamp())
+        if self._is_ready() or self._spent_s + expected_s / 2 > self._budget_s:
+            return False
+        self._spent_s += expected_s
+        return True
+
+
+class _Lap:
+    """Times layers of a run, each from its start to the start of the next."""
+
+    def __init__(
+        self, pace: Pace, goes_on: Callable[[str], bool], layer: str | None = None
+    ) -> None:
+        self.num_layers = 0
+        self._pace = pace
+        self._goes_on = goes_on
+        self._layer: str | None = None
+        self._start: Any = None
+        if layer is not None:
+            self._begin(layer)
+
+    def goes_on(self, layer: str) -> bool:
+        """Ends the layer before; asks whether the next one shall run."""
+        self.end()
+        if not self._goes_on(layer):
+            return False
+        self._begin(layer)
+        return True
+
+    def end(self) -> None:
+        """The layer that is running has ended."""
+        if self._layer is not None:
+            self._pace.note(self._layer, self._start, self._pace.clock.stamp())
+            self._layer = None
+
+    def _begin(self, layer: str) -> None:
+        self.num_layers += 1
+        self._layer, self._start = layer, self._pace.clock.stamp()
+
+
+_BEGINNING = "beginning"
+"""Stands for what a step does in front of its first frozen layer."""
+
+
+def _never() -> bool:
+    return False

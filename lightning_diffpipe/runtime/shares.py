@@ -1,0 +1,109 @@
+"""Which share of the next batch's frozen work each rank takes, so that all are done together.
+
+Stages are never quite equal, so ranks have unequal bubbles. Every rank measures how long a step keeps it
+busy without frozen work, and what a group of samples costs it; from time to time all ranks exchange both
+numbers and compute the same new shares from them:
+
+    busy    rank 0 |=========|              groups   5
+            rank 1 |=============|                   3        busy + groups x group_s: equal
+
+Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
+them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
+also take the same course.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_diffpipe.planning.filling_shares import shares
+
+_WORTHWHILE = 0.25  # of a group's time must be won
+_SMOOTHING = 0.4
+_FIRST, _EVERY = 4, 16  # steps: doubling at first, then at this distance
+
+
+class GroupShares:
+    """The shares of the ranks of one pipeline.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        gather: Brings a few numbers of each rank to all of them; a collective call.
+        adapts: Follow what is measured.
+        planned: Weights of the ranks to begin with; equal if not given.
+
+    Attributes:
+        adapts: Whether the shares follow what is measured.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        gather: Callable[[Sequence[float]], list[list[float]]],
+        adapts: bool = True,
+        planned: Sequence[float] = (),
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._gather = gather
+        self.adapts = adapts and num_ranks > 1
+        self._weights = list(planned) or [1.0] * num_ranks
+        self._steps = 0
+        self._busy_s: float | None = None
+        self._group_s: float | None = None
+
+    def counts(self, num_groups: int) -> tuple[int, ...]:
+        """Groups of a batch for each rank; they add up.
+
+        Example:
+            >>> GroupShares(2, gather=list, planned=[3, 1]).counts(8)
+            (6, 2)
+        """
+        return _rounded([weight * num_groups / sum(self._weights) for weight in self._weights])
+
+    def observe(self, busy_s: float, encode_s: float, num_groups: int, total_groups: int) -> None:
+        """Takes in a step; every rank of the pipeline must call it after the same steps.
+
+        Args:
+            busy_s: Seconds this rank was busy with anything but frozen work.
+            encode_s: Seconds of its frozen work.
+            num_groups: Groups it encoded.
+            total_groups: Groups of the batch, over all ranks.
+        """
+        if not self.adapts:
+            return
+        self._busy_s = _smoothed(self._busy_s, busy_s)
+        if num_groups:
+            self._group_s = _smoothed(self._group_s, encode_s / num_groups)
+        self._steps += 1
+        if self._steps >= _FIRST and (self._steps < _EVERY or not self._steps % _EVERY):
+            self._adapt(total_groups)
+
+    def _adapt(self, total: int) -> None:
+        gathered = self._gather([self._busy_s or 0.0, self._group_s or 0.0])
+        busy_s = [busy for busy, _ in gathered]
+        known = [group for _, group in gathered if group > 0]
+        if not known:
+            return
+        group_s = sum(known) / len(known)
+        proposed = shares([max(busy_s) - busy for busy in busy_s], group_s, total)
+        if _end_s(busy_s, self.counts(total), group_s) - _end_s(busy_s, proposed, group_s) > (
+            _WORTHWHILE * group_s
+        ):
+            self._weights = [float(count) for count in proposed]
+
+
+def _end_s(busy_s: Sequence[float], groups: Sequence[int], group_s: float) -> float:
+    return max(busy + count * group_s for busy, count in zip(busy_s, groups, strict=True))
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else before + _SMOOTHING * (now - before)
+
+
+def _rounded(exact: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers with the same sum; the largest rests are rounded up."""
+    whole = [int(share + 1e-9) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
+    for rank in by_rest[: round(sum(exact)) - sum(whole)]:
+        whole[rank] += 1
+    return tuple(whole)
