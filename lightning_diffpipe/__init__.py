@@ -26,7 +26,7 @@ from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.strategy import DiffPipeStrategy
 
 if TYPE_CHECKING:
-    from lightning_diffpipe.callbacks import EMA
+    from lightning_diffpipe.callbacks import EMA, PipelineMonitor
     from lightning_diffpipe.modules import LatentDiffusion
     from lightning_diffpipe.profiling import profile
 
@@ -35,6 +35,7 @@ __all__ = [
     "DiffPipeStrategy",
     "LatentDiffusion",
     "ModelProfile",
+    "PipelineMonitor",
     "PipelinePlan",
     "find_plan",
     "profile",
@@ -44,6 +45,7 @@ __all__ = [
 # Imported when first used: diffusers and transformers take seconds to import.
 _LAZY = {
     "EMA": "lightning_diffpipe.callbacks",
+    "PipelineMonitor": "lightning_diffpipe.callbacks",
     "LatentDiffusion": "lightning_diffpipe.modules",
     "profile": "lightning_diffpipe.profiling",
 }

@@ -1,8 +1,9 @@
-"""Callbacks: averaged weights, sample pictures, samples per second, a last checkpoint."""
+"""Callbacks: measured beside planned, averaged weights, sample pictures, samples per second, a last checkpoint."""
 
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
+from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 from lightning_diffpipe.callbacks.samples import SampleImages
 from lightning_diffpipe.callbacks.throughput import Throughput
 
-__all__ = ["EMA", "FinalCheckpoint", "SampleImages", "Throughput"]
+__all__ = ["EMA", "FinalCheckpoint", "PipelineMonitor", "SampleImages", "Throughput"]

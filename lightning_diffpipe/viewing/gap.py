@@ -43,6 +43,10 @@ MESSAGES = "messages, and waiting that the plan does not know"
 OPTIMIZER = "optimizer, callbacks and logging, after the pipeline"
 LOADING = "loading the next batch"
 
+OTHER_MACHINE = (
+    "The plan's times are not of this machine: they were counted (profile=flops), or measured elsewhere. "
+    "Its order still runs; for times to compare, plan with profile=measure."
+)
 REMEDIES = {
     "forward": "Layers take longer than when they were timed: other processes on these cores, more "
     "threads than cores, or a profile of another machine. Profile anew, on an idle machine.",
@@ -115,7 +119,10 @@ class Gap:
         if self.unfilled_s is not None:
             lines.append(self._gain())
         largest = self.largest
-        lines.append(REMEDIES[largest.name] if largest else "It runs as planned.")
+        if not 0.2 * self.planned_s < self.step_s < 5 * self.planned_s:
+            lines.append(OTHER_MACHINE)
+        else:
+            lines.append(REMEDIES[largest.name] if largest else "It runs as planned.")
         return "\n".join(lines)
 
     def _gain(self) -> str:
@@ -133,21 +140,17 @@ class Gap:
 
 
 def explain_gap(
-    plan: PipelinePlan,
-    measured: Timeline,
-    step_s: float | None = None,
-    loading_s: float = 0.0,
+    plan: PipelinePlan, measured: Timeline, after_s: float = 0.0, loading_s: float = 0.0
 ) -> Gap:
     """Explains a measured step.
 
     Args:
         plan: What was planned, with costs; without costs only the whole difference is known.
         measured: A timeline of one iteration.
-        step_s: The whole step, from one batch to the next; the timeline's length if not given.
-        loading_s: The part of it in which the next batch was waited for.
+        after_s: From the end of the pipeline to the end of the step: optimizer, callbacks.
+        loading_s: From there until the next batch is at hand.
     """
     pipeline_s = measured.iteration_s
-    step_s = pipeline_s if step_s is None else max(step_s, pipeline_s)
     planned_s = plan.planned.iteration_s
     parts: list[GapPart] = []
     before_s = planned_s
@@ -162,9 +165,8 @@ def explain_gap(
         if plan.pieces:
             unfilled_s = _unfilled_s(plan, substituted)
     parts.append(GapPart(MESSAGES, pipeline_s - before_s))
-    loading_s = min(loading_s, step_s - pipeline_s)
-    parts.append(GapPart(OPTIMIZER, step_s - pipeline_s - loading_s))
-    parts.append(GapPart(LOADING, loading_s))
+    parts += [GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s)]
+    step_s = pipeline_s + after_s + loading_s
     ratio = plan.planned.bubble_ratio
     return Gap(
         planned_s, pipeline_s, step_s, ratio, measured.bubble_ratio, tuple(parts), unfilled_s

@@ -1,0 +1,379 @@
+"""Planned and measured, side by side: what the ranks of a pipeline do with their time.
+
+    rank 0   notes its instructions  --.
+    rank 1   notes its instructions  --+-- every n steps --> one timeline -> numbers, picture, trace
+    rank 2   notes its instructions  --'                     at the end   -> why it differs from the plan
+
+Every rank stamps its instructions anyway. Now and then, at the same step on all ranks, the stamps of
+that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
+is logged describes one whole step, and the steps between pay nothing. Pictures take longer than a step
+may, and are drawn only as long as drawing stays below a given share of the run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_diffpipe.callbacks.throughput import num_samples
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
+from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.gathering import gather_spans
+from lightning_diffpipe.viewing.ascii import render, side_by_side
+from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+from lightning_diffpipe.viewing.gap import explain_gap
+from lightning_diffpipe.viewing.measured import (
+    Occupation,
+    measured_timeline,
+    occupation,
+    without_posts,
+)
+from lightning_diffpipe.viewing.plot import plot
+from lightning_diffpipe.viewing.units import percent, seconds
+
+_EARLY_STEPS = (3, 10)
+_PICTURE_S = 2.0  # what the first picture is expected to take, matplotlib's import included
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step, looked at closely.
+
+    Attributes:
+        timeline: What the ranks of the first pipeline did.
+        after_s: From the end of the pipeline to the end of the step, on the first rank.
+        loading_s: Before the step, until its batch was at hand.
+    """
+
+    timeline: Timeline
+    after_s: float
+    loading_s: float
+
+
+@dataclass
+class _Interval:
+    """What is counted between two looks."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Clock:
+    """This rank's step: when its batch was asked for, came, and was done with."""
+
+    asked_s: float | None = None
+    began_s: float = 0.0
+    loading_s: float = 0.0
+    drawing_s: float = 0.0
+    started_s: float = field(default_factory=time.perf_counter)
+
+
+class PipelineMonitor(L.Callback):
+    """Measures bubbles, filling, throughput and utilisation, and explains the way from plan to measurement.
+
+    Logged through every logger, beside their planned values where there are any: `pipeline/step_s`,
+    `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `in_front_s`, `filled_s` and
+    `leftover_s`, the frozen work of a rank on average before, during and after the pipeline. With another
+    strategy than diffpipe: samples and seconds only. A step is one batch, also when gradients accumulate.
+
+    Args:
+        every_n_steps: Steps between two looks; the first looks are at steps 3 and 10.
+        peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
+        pictures_share: Most of the run's time that may go into drawing pictures of timelines, the
+            last one excepted, which is drawn when training is over.
+        folder: Where report, picture and trace go; the logger's folder if not given. Without either
+            nothing is written.
+        progress_bar: Show bubble ratio and samples/s there.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
+
+    Example:
+        >>> trainer = L.Trainer(strategy="diffpipe", callbacks=[PipelineMonitor()])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        peak_flops: float | None = None,
+        pictures_share: float = 0.005,
+        folder: str | Path | None = None,
+        progress_bar: bool = True,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps must be at least 1; got {every_n_steps}")
+        if not 0 <= pictures_share <= 1:
+            raise ConfigurationError(f"pictures_share must be in [0, 1]; got {pictures_share}")
+        self.every_n_steps = every_n_steps
+        self.peak_flops = peak_flops
+        self.pictures_share = pictures_share
+        self.folder = Path(folder) if folder is not None else None
+        self.progress_bar = progress_bar
+        self.samples: deque[Sample] = deque(maxlen=64)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.samples.clear()
+        self._num_steps = self._num_looks = 0
+        self._interval = _Interval()
+        self._clock = _Clock()
+        self._last: tuple[StepResult, float] | None = None
+        self._before_last: tuple[StepResult, float] | None = None
+        self._written_to: Path | None = None
+        self._flops = 0.0
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forgets the run before; finds out where to write, which all ranks must ask together."""
+        self._reset()
+        log_dir = trainer.log_dir
+        if self.folder is not None:
+            self._written_to = self.folder
+        elif trainer.loggers and log_dir is not None:
+            self._written_to = Path(log_dir) / "pipeline"
+        pipeline = _pipeline(trainer)
+        if pipeline is not None:
+            self._flops = flops_per_sample(pipeline.graph)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops the clock of loading, starts that of the step."""
+        clock = self._clock
+        clock.began_s = time.perf_counter()
+        clock.loading_s = 0.0 if clock.asked_s is None else clock.began_s - clock.asked_s
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Counts; at every n-th step all ranks look closely at it."""
+        clock = self._clock
+        ended_s = time.perf_counter()
+        self._num_steps += 1
+        if self._num_steps > 1:  # the first step compiles, allocates and connects
+            self._interval.steps += 1
+            self._interval.samples += num_samples(batch) * _num_pipelines(trainer)
+            self._interval.seconds += ended_s - clock.began_s + clock.loading_s
+        result = getattr(trainer.strategy, "last_step", None)
+        if result is not None:
+            self._before_last, self._last = self._last, (result, ended_s)
+        if self._is_due(self._num_steps):
+            self._look(trainer, pl_module, ended_s)
+        clock.asked_s = time.perf_counter()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What happens until the next batch is no loading."""
+        self._clock.asked_s = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As `on_validation_start`."""
+        self._clock.asked_s = None
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starting workers for the next epoch is no loading of a batch."""
+        self._clock.asked_s = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Explains the run; a short run that was never looked at shows its last but one step."""
+        kept = self._before_last or self._last
+        if _pipeline(trainer) is not None and not self._num_looks and kept:
+            self._sample(trainer, *kept)
+        if trainer.is_global_zero and self.samples:
+            self._close(trainer)
+
+    # --------------------------------------------------------------------------------- measuring
+
+    def _is_due(self, number: int) -> bool:
+        return number % self.every_n_steps == 0 or number in _EARLY_STEPS
+
+    def _look(self, trainer: L.Trainer, module: L.LightningModule, ended_s: float) -> None:
+        """Logs the numbers since the last look, and those of this step."""
+        self._num_looks += 1
+        numbers = self._throughput(trainer)
+        if _pipeline(trainer) is not None and self._last is not None:
+            sample = self._sample(trainer, *self._last)
+            if sample is not None:
+                numbers |= self._numbers(trainer, sample)
+        self._interval = _Interval()
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"pipeline/{name}": value for name, value in numbers.items()},
+                step=trainer.global_step,
+            )
+        if self.progress_bar and trainer.is_global_zero:
+            shown = {"bubble": "bubble_ratio", "samples/s": "samples_per_s"}
+            for name, key in shown.items():
+                if key in numbers:
+                    module.log(name, numbers[key], prog_bar=True, logger=False, rank_zero_only=True)
+        if trainer.is_global_zero:
+            self._draw_now_and_then(trainer)
+
+    def _throughput(self, trainer: L.Trainer) -> dict[str, float]:
+        if not self._interval.seconds:
+            return {}
+        rate = self._interval.samples / self._interval.seconds
+        numbers = {
+            "samples_per_s": rate,
+            "step_s": self._interval.seconds / self._interval.steps,
+        }
+        peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
+        if peak and self._flops:
+            numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)
+        return numbers
+
+    def _sample(self, trainer: L.Trainer, result: StepResult, ended_s: float) -> Sample | None:
+        """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
+        pipeline = _pipeline(trainer)
+        assert pipeline is not None
+        gathered = gather_spans(pipeline.mesh, result.spans)
+        if gathered is None or not result.spans:
+            return None
+        noted, offsets_s = gathered
+        timeline = measured_timeline(noted, offsets_s, pipeline.plan.placement)
+        began_s = min(
+            span.start_s - ahead_s
+            for spans, ahead_s in zip(noted, offsets_s, strict=True)
+            for span in spans
+        )
+        after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
+        sample = Sample(timeline, after_s, self._clock.loading_s)
+        self.samples.append(sample)
+        return sample
+
+    def _numbers(self, trainer: L.Trainer, sample: Sample) -> dict[str, float]:
+        pipeline = _pipeline(trainer)
+        assert pipeline is not None
+        planned, spent = pipeline.plan.planned, occupation(sample.timeline)
+        numbers = {
+            "planned_step_s": planned.iteration_s,
+            "planned_samples_per_s": planned.samples_per_s,
+            "bubble_ratio": spent.bubble_ratio,
+            "planned_bubble_ratio": planned.bubble_ratio,
+            "iteration_s": spent.iteration_s,
+            "loading_s": sample.loading_s,
+            "in_front_s": statistics.fmean(spent.in_front_s),
+            "filled_s": statistics.fmean(spent.filled_s),
+            "leftover_s": statistics.fmean(spent.leftover_s),
+        }
+        return numbers | {f"idle_s/rank_{rank}": idle for rank, idle in enumerate(spent.idle_s)}
+
+    # ----------------------------------------------------------------------- pictures and report
+
+    def typical(self) -> Sample:
+        """The sampled step of median length; the first ones, which warm up, only if there is no other."""
+        settled = list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
+        by_length = sorted(settled, key=lambda sample: sample.timeline.iteration_s)
+        return by_length[len(by_length) // 2]
+
+    def report(self, plan: PipelinePlan) -> str:
+        """The closing report of one pipeline: the difference in words, both timelines, all ranks.
+
+        Args:
+            plan: What was planned.
+        """
+        settled = list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
+        measured = self.typical().timeline
+        gap = explain_gap(
+            plan,
+            measured,
+            statistics.median(sample.after_s for sample in settled),
+            statistics.median(sample.loading_s for sample in settled),
+        )
+        lines = [str(gap), "", _table_of_ranks(occupation(measured))]
+        if plan.costs is not None:
+            lines += ["", _drawn(plan.timeline, without_posts(measured))]
+        return "\n".join(lines)
+
+    def _close(self, trainer: L.Trainer) -> None:
+        plan = getattr(trainer.strategy, "plan", None)
+        assert plan is not None
+        report = self.report(plan)
+        rank_zero_info(
+            "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
+        )
+        if self._written_to is not None:
+            self._written_to.mkdir(parents=True, exist_ok=True)
+            (self._written_to / "report.txt").write_text(report + "\n")
+            self._draw(trainer, plan)
+
+    def _draw_now_and_then(self, trainer: L.Trainer) -> None:
+        plan, clock = getattr(trainer.strategy, "plan", None), self._clock
+        if plan is None or self._written_to is None or not self.samples:
+            return
+        now_s = time.perf_counter()
+        allowed_s = self.pictures_share * (now_s - clock.started_s)
+        if clock.drawing_s + _PICTURE_S <= allowed_s:
+            self._draw(trainer, plan)
+            clock.drawing_s += time.perf_counter() - now_s
+
+    def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
+        """Writes the picture and the trace of a typical step, and gives them to loggers that take them."""
+        assert self._written_to is not None
+        self._written_to.mkdir(parents=True, exist_ok=True)
+        measured = self.typical().timeline
+        planned = {} if plan.costs is None else {"planned": plan.timeline}
+        picture, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
+        plot({**planned, "measured": without_posts(measured)}, picture)
+        trace.write_text(chrome_trace({**planned, "measured": measured}))
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_image"):
+                logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
+                keep = getattr(logger.experiment, "log_artifact", None)
+                if callable(keep):
+                    keep(str(trace), name="pipeline_trace", type="trace")
+
+
+def _pipeline(trainer: L.Trainer) -> Pipeline | None:
+    return getattr(trainer.strategy, "pipeline", None)
+
+
+def _num_pipelines(trainer: L.Trainer) -> int:
+    """Batches that are trained side by side."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas", 1))
+
+
+def _drawn(planned: Timeline, measured: Timeline) -> str:
+    """Both timelines on one scale of time, unless one would be a dot beside the other."""
+    if planned.iteration_s < 3 * measured.iteration_s < 9 * planned.iteration_s:
+        return side_by_side(planned, measured)
+    pictures = {"planned": render(planned), "measured, on another scale": render(measured)}
+    return "\n".join(f"{name}\n{picture}" for name, picture in pictures.items())
+
+
+def _table_of_ranks(spent: Occupation) -> str:
+    rows = zip(
+        spent.busy_s, spent.idle_s, spent.in_front_s, spent.filled_s, spent.leftover_s, strict=True
+    )
+    lines = []
+    for rank, (busy_s, idle_s, front_s, filled_s, leftover_s) in enumerate(rows):
+        frozen = [
+            f"{seconds(value)} {where}"
+            for value, where in (
+                (front_s, "in front"), (filled_s, "in bubbles"), (leftover_s, "left over")
+            )
+            if value
+        ]  # fmt: skip
+        text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
+        share = percent(idle_s / spent.iteration_s) if spent.iteration_s else "0%"
+        lines.append(f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}")
+    return "\n".join(lines)

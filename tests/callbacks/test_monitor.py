@@ -1,0 +1,163 @@
+"""PipelineMonitor: what it logs, writes and says, on every rank and with any trainer."""
+
+import csv
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_diffpipe import PipelineMonitor
+from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import Settings, build, quiet_trainer, reference
+from tests.distributed.tiny import Data
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def fit_monitored(rank, folder, world_size, trainer_options, strategy_options):
+    """Trains with a monitor; returns its report, what it kept, and the losses."""
+    from lightning_diffpipe import DiffPipeStrategy
+
+    monitor = PipelineMonitor(every_n_steps=2, peak_flops=1e9)
+    losses = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            losses.append(float(outputs["loss"]))
+
+        def on_train_end(self, trainer, module):
+            self.plan = trainer.strategy.plan
+
+    keep = Keep()
+    strategy = DiffPipeStrategy(seed=11, profile="flops", timeout_s=20, **strategy_options)
+    logger = CSVLogger(folder, name="", version="") if folder else False
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, callbacks=[monitor, keep], logger=logger,
+        **trainer_options,
+    )  # fmt: skip
+    trainer.fit(build(Settings()), datamodule=Data(size=36, batch_size=6))
+    return losses, list(monitor.samples), monitor.report(keep.plan) if rank == 0 else ""
+
+
+def read_metrics(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "log_every_n_steps": 1}
+    strategy = {"num_stages": 2, "num_microbatches": 3}
+    (losses, samples, report), (_, others, _) = run_ranks(
+        fit_monitored, 2, str(tmp_path), 2, options, strategy
+    )
+    assert losses == pytest.approx(
+        reference(Settings(data={"size": 36}, trainer={"accumulate_grad_batches": 2}), 3).losses
+    ), "looking must not change what is seen"
+    assert len(samples) == 4, "batches 2, 3, 4 and 6"
+    assert not others, "samples live on the first rank only"
+    for sample in samples:
+        kinds = {str(span.instruction) for span in sample.timeline.spans if span.rank == 1}
+        assert {"1F0", "1B2", "X", "R"} <= kinds
+        assert any(kind.startswith("E") for kind in kinds)
+        assert not any("?" in kind for kind in kinds), "waiting is not work"
+        assert 0 < sample.timeline.bubble_ratio < 1
+        for transfer in sample.timeline.transfers:
+            assert transfer.stop_s >= transfer.start_s
+    logged = [row for row in read_metrics(tmp_path) if "pipeline/bubble_ratio" in row]
+    assert len(logged) == 4
+    last = {name: float(value) for name, value in logged[-1].items()}
+    for name in ("step_s", "samples_per_s", "mfu", "planned_bubble_ratio", "planned_step_s",
+                 "idle_s/rank_0", "idle_s/rank_1", "in_front_s", "filled_s", "leftover_s"):  # fmt: skip
+        assert last[f"pipeline/{name}"] >= 0, name
+    assert "A step takes" in report
+    assert "measured, on another scale" in report, "counted times are not seconds"
+    assert "profile=measure" in report
+    assert "rank 1: " in report
+    folder = tmp_path / "pipeline"
+    assert (folder / "report.txt").read_text().strip() == report.strip()
+    assert (folder / "timeline.png").stat().st_size > 1000
+    names = {
+        event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
+    }
+    assert {"planned", "measured", "0F0", "activation"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_pipelines_and_no_logger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    strategy = {"num_stages": 1, "num_microbatches": 2, "data_parallel": 2}
+    (_, samples, report), (_, others, _) = run_ranks(fit_monitored, 2, None, 2, {}, strategy)
+    assert len(samples) == 2, "batches 2 and 3: each pipeline sees half of them"
+    assert len(others) == 2, "each pipeline has a first rank"
+    assert "A step takes" in report
+    assert not list(tmp_path.iterdir()), "without logger and folder nothing is written"
+
+
+def test_a_run_shorter_than_the_first_look_is_explained_too():
+    _, samples, report = fit_monitored(
+        0, None, 1, {"max_steps": 1}, {"num_stages": 1, "num_microbatches": 2}
+    )
+    assert len(samples) == 1
+    assert "A step takes" in report
+
+
+def test_without_a_pipeline_it_counts_samples(tmp_path):
+    monitor = PipelineMonitor(every_n_steps=2)
+    trainer = L.Trainer(
+        max_steps=4, accelerator="cpu", callbacks=[monitor], logger=CSVLogger(tmp_path, "", ""),
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(BoringModel())
+    rates = [row for row in read_metrics(tmp_path) if "pipeline/samples_per_s" in row]
+    assert len(rates) == 3
+    assert not monitor.samples
+
+
+@pytest.mark.parametrize("bad", [{"every_n_steps": 0}, {"pictures_share": 2.0}])
+def test_refused(bad):
+    with pytest.raises(ConfigurationError, match=next(iter(bad))):
+        PipelineMonitor(**bad)
+
+
+def test_pictures_wait_until_the_run_can_afford_them(tmp_path, monkeypatch):
+    """Drawing takes seconds, and all other ranks wait for the one that draws."""
+    monitor = PipelineMonitor(pictures_share=0.01, folder=tmp_path)
+    drawn = []
+    monkeypatch.setattr(monitor, "_draw", lambda trainer, plan: drawn.append(1))
+
+    class Trainer:
+        class strategy:
+            plan = object()
+
+    monitor._written_to = tmp_path
+    monitor.samples.append(None)
+    monitor._clock.started_s -= 100
+    monitor._draw_now_and_then(Trainer)
+    assert not drawn, "1% of 100 s is less than a picture takes"
+    monitor._clock.started_s -= 200
+    monitor._draw_now_and_then(Trainer)
+    assert drawn
+
+
+def test_throughput_sums_over_pipelines_and_mfu_over_devices():
+    monitor = PipelineMonitor(peak_flops=1e12)
+    monitor._interval.steps, monitor._interval.samples, monitor._interval.seconds = 4, 40, 2.0
+    monitor._flops = 3e10
+
+    class Trainer:
+        world_size, precision = 2, "32-true"
+
+        class strategy:
+            root_device = torch.device("cpu")
+
+    numbers = monitor._throughput(Trainer)
+    assert numbers == {"samples_per_s": 20.0, "step_s": 0.5, "mfu": pytest.approx(0.3)}
