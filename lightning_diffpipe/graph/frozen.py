@@ -30,7 +30,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan
+from lightning_diffpipe.graph.layer_run import LayerRun, Memo, RunPlan
 from lightning_diffpipe.graph.paused import PausedRun
 
 Samples = tuple[int, int]
@@ -61,6 +61,10 @@ class FrozenView:
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut, float("nan") if verify else 0.0)
         self._samples_compared = False
+
+    def remember(self, memo: Memo | None) -> None:
+        """From now on frozen layers are called through a memo; None: as they are."""
+        self._plan.memo = memo
 
     @property
     def why_not_splittable(self) -> str:
@@ -134,9 +138,7 @@ class FrozenView:
         self._require_splittable(call, seed, groups)
         return groups
 
-    def _whole(
-        self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
-    ) -> Results:
+    def _whole(self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]) -> Results:
         run = FrozenRun(self._plan, groups)
         host = self.graph.host_random
         with rng.preserved(host), self.interception.running(run), torch.no_grad():

@@ -9,7 +9,8 @@ executed outputs are compared with the probe; a step that behaves differently st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,6 +22,15 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
+
+
+class Memo(Protocol):
+    """Remembers what frozen layers gave; see `graph/memo.py`."""
+
+    def call(
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        """What a layer gives for these arguments; `run` executes it."""
 
 
 class Stop(BaseException):
@@ -61,6 +71,7 @@ class RunPlan:
         received = set(cut.received)
         self.sent = _by_layer(key for key in cut.sent if key not in received)
         self.needed = _by_layer(cut.needed)
+        self.memo: Memo | None = None
         self._dummies: dict[TensorKey, Tensor] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
 
@@ -158,7 +169,14 @@ class LayerRun:
         """Frozen runs pause here."""
 
     def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
-        """Calls an own layer."""
+        """Calls an own layer, or remembers what it gave for these arguments."""
+        memo = self._plan.memo
+        if memo is None or not layer.frozen:
+            return self._execute(site, args, kwargs)
+        run = partial(self._execute, site, args, kwargs)
+        return memo.call(layer, site.module, args, kwargs, run)
+
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
         checkpointing = self.checkpointing and torch.is_grad_enabled()
         self._inside = True
         try:

@@ -26,7 +26,7 @@ from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
-from lightning_diffpipe.graph.layer_run import LayerRun, RunPlan, with_layout
+from lightning_diffpipe.graph.layer_run import LayerRun, Memo, RunPlan, with_layout
 from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
 from lightning_diffpipe.graph.trace import loss_of
 
@@ -59,6 +59,10 @@ class StageView:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut, float("nan") if verify else 0.0)
+
+    def remember(self, memo: Memo | None) -> None:
+        """From now on frozen layers are called through a memo; None: as they are."""
+        self._plan.memo = memo
 
     def forward(
         self,
