@@ -29,6 +29,7 @@ from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.frozen_parts import (
@@ -163,6 +164,7 @@ class PartitionedStepCache:
         self._alone = placement.num_ranks == 1
         self._interception = interception
         self._made: dict[str, PartitionedStep] = {}
+        self._memo: Memo | None = None
         if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
             self._made[graph.signature] = self._partition(graph)
 
@@ -178,6 +180,12 @@ class PartitionedStepCache:
             self._made[key] = self._partition(graph)
         return self._made[key]
 
+    def remember(self, memo: Memo | None) -> None:
+        """From now on frozen layers are called through a memo; None: as they are."""
+        self._memo = memo
+        for partitioned in self._made.values():
+            partitioned.remember(memo)
+
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
         pieces = cut_for(graph, self._positions, self._alone)
         views = {
@@ -191,7 +199,9 @@ class PartitionedStepCache:
             if pieces.frozen.layers
             else None
         )
-        return PartitionedStep(graph, pieces, views, frozen)
+        partitioned = PartitionedStep(graph, pieces, views, frozen)
+        partitioned.remember(self._memo)
+        return partitioned
 
 
 class Engine:
@@ -212,6 +222,7 @@ class Engine:
 
     Attributes:
         executor: Runs this rank's programs.
+        steps: The cut steps.
     """
 
     def __init__(
@@ -231,9 +242,9 @@ class Engine:
         self.mesh = mesh
         self.schedule = schedule
         self.reducer = reducer
+        self.steps = steps
         self._root = root
         self._step = step
-        self._steps = steps
         self._seed = seed
         self._reduces = True
         self._picture = picture
@@ -264,9 +275,7 @@ class Engine:
 
     def fill_bubbles(self, filling: Filling) -> None:
         """From now on the frozen layers of the next batch run while this one waits."""
-        mode = filling.mode or (
-            "opportunistic" if self.mesh.backend == "gloo" else "planned"
-        )
+        mode = filling.mode or ("opportunistic" if self.mesh.backend == "gloo" else "planned")
         self._times = FillingTimes(mode, self._clock)
         self._shares = GroupShares(
             self.schedule.num_ranks, self._gather, filling.adapts, filling.planned_shares
@@ -436,7 +445,7 @@ class Engine:
                 call=partial(self._step, self._root, microbatch, *arguments),
                 seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
                 loss_scale=size / total / accumulate,
-                partitioned=self._steps.of(microbatch),
+                partitioned=self.steps.of(microbatch),
                 num_samples=size,
             )
             for index, (size, microbatch) in enumerate(zip(sizes, split(batch, sizes), strict=True))

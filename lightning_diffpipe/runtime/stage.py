@@ -24,6 +24,7 @@ from lightning_diffpipe.errors import BoundaryError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.view import StageRun, StageView
 from lightning_diffpipe.runtime.message import MessageLayout
 from lightning_diffpipe.runtime.stash import Stash
@@ -44,6 +45,12 @@ class PartitionedStep:
     cut: Cut
     stage_views: dict[int, StageView]
     frozen_view: FrozenView | None
+
+    def remember(self, memo: Memo | None) -> None:
+        """From now on frozen layers are called through a memo; None: as they are."""
+        for view in (*self.stage_views.values(), self.frozen_view):
+            if view is not None:
+                view.remember(memo)
 
     @cached_property
     def activation_layouts(self) -> tuple[MessageLayout, ...]:

@@ -1,0 +1,363 @@
+"""Frozen layers remembered: what a layer gave for a sample is stored, and handed out the next time.
+
+A frozen layer gives the same output for the same arguments, so its output for a sample is stored under a
+hash of what it depends on: the layer's weights and structure, the sample's rows of every argument, and
+the size of the group it ran in, as kernels are chosen by size. Nothing is declared, no sample needs a
+number, and an argument that differs (another crop, a dropped caption) is simply another entry.
+
+    arguments of a group -- per sample --> keys -- all known? --> outputs from the store
+                                                 '-- else ----> run the whole group, store what was missing
+
+What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the
+step twice with different seeds; a VAE's posterior is drawn behind its layers, so that its moments are
+stored and every epoch draws anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.layer import (
+    CONSTANT_TYPES,
+    Layer,
+    LayerGraph,
+    Opaque,
+    SameAs,
+    TensorSpec,
+    dense_stride,
+)
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a layer gave for one sample.
+
+    Attributes:
+        tensors: The sample's rows of each tensor of the output, in order.
+        strides: Strides of each in the output of the whole group.
+    """
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+
+class Store(Protocol):
+    """Where entries are kept."""
+
+    def read(self, key: str) -> Entry | None:
+        """The entry of a key; None if there is none."""
+
+    def write(self, key: str, entry: Entry) -> None:
+        """Keeps an entry."""
+
+
+class InMemory:
+    """Entries in a dict, for tests and small data."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+
+    def read(self, key: str) -> Entry | None:
+        """See `Store`."""
+        return self.entries.get(key)
+
+    def write(self, key: str, entry: Entry) -> None:
+        """See `Store`."""
+        self.entries[key] = entry
+
+
+@dataclass
+class Statistics:
+    """How often samples were found, by layer.
+
+    Attributes:
+        found: Samples whose output was taken from the store.
+        made: Samples that were computed.
+    """
+
+    found: Counter[str] = field(default_factory=Counter)
+    made: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def found_share(self) -> float:
+        """Share of samples that were found."""
+        total = self.found.total() + self.made.total()
+        return self.found.total() / total if total else 0.0
+
+
+class LayerMemo:
+    """Calls frozen layers through a store.
+
+    Args:
+        store: Where entries are kept.
+        names: Modules that are remembered; calls of others just run.
+        num_verified: So many calls that were found are computed all the same, and compared.
+
+    Attributes:
+        statistics: What was found.
+        stores: Whether what is computed is kept.
+    """
+
+    def __init__(self, store: Store, names: frozenset[str], num_verified: int = 2) -> None:
+        self.statistics = Statistics()
+        self.stores = True
+        self._store, self._names = store, names
+        self._unverified = num_verified
+        self._digests: dict[int, str] = {}
+
+    def call(
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        """What a layer gives for these arguments.
+
+        Raises:
+            GraphError: What was stored is not what the layer gives.
+        """
+        if layer.name not in self._names:
+            return run()
+        keys = keys_of(layer, self._digest(module), args, kwargs)
+        if keys is None:
+            return run()
+        entries = [self._store.read(key) for key in keys]
+        known = [entry for entry in entries if entry is not None]
+        if len(known) == len(keys):
+            self.statistics.found[layer.name] += len(keys)
+            remembered = _join(layer, known, _device_of(args, kwargs))
+            if self._unverified:
+                self._unverified -= 1
+                _compare(layer, remembered, run())
+            return remembered
+        self.statistics.made[layer.name] += len(keys)
+        out = run()
+        if self.stores:
+            self._keep(layer, keys, entries, out)
+        return out
+
+    def _keep(
+        self, layer: Layer, keys: Sequence[str], entries: Sequence[Entry | None], out: Any
+    ) -> None:
+        leaves = _tensor_leaves(layer, out)
+        for sample, (key, entry) in enumerate(zip(keys, entries, strict=True)):
+            if entry is None:
+                rows = tuple(
+                    (leaf[sample * n : (sample + 1) * n] if n else leaf).detach().cpu().contiguous()
+                    for leaf, n in leaves
+                )
+                self._store.write(key, Entry(rows, tuple(dense_stride(leaf) for leaf, _ in leaves)))
+
+    def _digest(self, module: nn.Module) -> str:
+        if id(module) not in self._digests:
+            self._digests[id(module)] = module_digest(module)
+        return self._digests[id(module)]
+
+
+def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: float) -> str:
+    """What keeps a frozen layer from being remembered; empty if nothing does.
+
+    Args:
+        layer: A frozen layer.
+        graph: Its graph.
+        min_flops_per_byte: A layer that computes less for each byte it gives is quicker run than read.
+    """
+    if layer.draws_random:
+        return "draws random numbers inside; call .eval() on it, or sample outside of its forward"
+    if layer.written_buffers:
+        return "updates statistics over all samples; call .eval() on it"
+    if any(isinstance(output, Opaque) for output in layer.outputs):
+        return "returns objects that cannot be stored"
+    if not layer.splits_samples:
+        return "has arguments or outputs without a dimension of samples"
+    num_bytes = sum(graph.spec(key).nbytes for key in layer.tensor_keys)
+    if layer.cost_flops < min_flops_per_byte * num_bytes:
+        return "is quicker to compute than to read"
+    return ""
+
+
+def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozenset[str]:
+    """Modules whose arguments do not follow the random numbers of a step.
+
+    The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the
+    samples bring the same arguments both times: noise changes all of them, caption dropout a few.
+
+    Args:
+        view: The frozen layers; no memo may be set.
+        call: Runs the user's step on a microbatch.
+        seed: Any number.
+    """
+    recorders = []
+    for run in range(2):
+        recorder = _Recorder()
+        view.remember(recorder)
+        try:
+            view.whole(call, seed=seed + run)
+        finally:
+            view.remember(None)
+        recorders.append(recorder.keys)
+    first, second = recorders
+    equal: Counter[str] = Counter()
+    for (name, keys), (_, others) in zip(first, second, strict=True):
+        equal[name] += sum(2 * (a == b) - 1 for a, b in zip(keys, others, strict=True))
+    return frozenset(name for name, surplus in equal.items() if surplus >= 0)
+
+
+class _Recorder:
+    """A memo that remembers keys only."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[str, list[str]]] = []
+
+    def call(
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        keys = keys_of(layer, "", args, kwargs) if layer.splits_samples else None
+        if keys is not None:
+            self.keys.append((layer.name, keys))
+        return run()
+
+
+def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | None:
+    """A key for each sample of a call; None if an argument cannot be hashed.
+
+    Args:
+        layer: The layer that is called, with known rows per sample.
+        digest: Of the layer itself, see `module_digest`.
+        args: Arguments of a group of samples.
+        kwargs: Arguments of a group of samples.
+    """
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    rows = layer.argument_rows
+    if rows is None or len(rows) != len(flat):
+        return None
+    num_samples = _num_samples(flat, rows)
+    if num_samples is None:
+        return None
+    common = hashlib.sha256(f"{_VERSION} {layer.name} {digest} {num_samples} {spec}".encode())
+    common.update(_circumstances().encode())
+    of_sample: list[tuple[Tensor, int]] = []
+    for value, n in zip(flat, rows, strict=True):
+        if isinstance(value, Tensor):
+            common.update(f"{value.dtype} {tuple(value.shape[1:])} {dense_stride(value)}".encode())
+            if n:
+                of_sample.append((_on_host(value), n))
+            else:
+                common.update(_bytes(_on_host(value)))
+        elif isinstance(value, CONSTANT_TYPES):
+            common.update(repr(value).encode())
+        else:
+            return None
+    keys = []
+    for sample in range(num_samples):
+        own = common.copy()
+        for value, n in of_sample:
+            own.update(_bytes(value[sample * n : (sample + 1) * n]))
+        keys.append(own.hexdigest())
+    return keys
+
+
+def module_digest(module: nn.Module) -> str:
+    """A hash of what a module computes: its structure, settings, weights and buffers."""
+    found = hashlib.sha256(f"{type(module).__qualname__} {module!r} {torch.__version__}".encode())
+    found.update(repr([m.training for m in module.modules()]).encode())
+    config = getattr(module, "config", None)
+    found.update(str(sorted(dict(config).items()) if isinstance(config, Mapping) else "").encode())
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(_bytes(_on_host(tensor)))
+    return found.hexdigest()
+
+
+def _circumstances() -> str:
+    """Settings of the process that change results."""
+    autocast = [
+        (kind, str(torch.get_autocast_dtype(kind)))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return repr((autocast, torch.get_float32_matmul_precision()))
+
+
+def _num_samples(flat: Sequence[Any], rows: Sequence[int | None]) -> int | None:
+    for value, n in zip(flat, rows, strict=True):
+        if isinstance(value, Tensor) and n:
+            return int(value.shape[0]) // n
+    return None
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _tensor_leaves(layer: Layer, out: Any) -> list[tuple[Tensor, int]]:
+    """The tensors of an output, each once, with their rows per sample."""
+    flat = pytree.tree_leaves(out)
+    return [
+        (flat[leaf], spec.rows or 0)
+        for leaf, spec in enumerate(layer.outputs)
+        if isinstance(spec, TensorSpec)
+    ]
+
+
+def _join(layer: Layer, entries: Sequence[Entry], device: torch.device) -> Any:
+    """The output of a group, from the entries of its samples."""
+    flat: list[Any] = []
+    number = 0
+    for expected in layer.outputs:
+        if isinstance(expected, TensorSpec):
+            rows = [entry.tensors[number] for entry in entries]
+            stride = entries[0].strides[number]
+            number += 1
+            if not expected.rows:
+                flat.append(_laid_out(rows[0], stride, device))
+                continue
+            shape = (sum(row.shape[0] for row in rows), *rows[0].shape[1:])
+            joined = torch.empty_strided(shape, stride, dtype=rows[0].dtype)
+            torch.cat(rows, out=joined)
+            flat.append(joined.to(device))
+        elif isinstance(expected, SameAs):
+            flat.append(flat[expected.leaf])
+        else:
+            flat.append(expected)
+    return pytree.tree_unflatten(flat, layer.spec)
+
+
+def _laid_out(value: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
+    empty = torch.empty_strided(value.shape, stride, dtype=value.dtype)
+    return empty.copy_(value).to(device)
+
+
+def _compare(layer: Layer, remembered: Any, computed: Any) -> None:
+    """Stored and computed outputs must be equal, up to the rounding of kernels chosen by position."""
+    pairs = zip(_tensor_leaves(layer, remembered), _tensor_leaves(layer, computed), strict=True)
+    for (stored, _), (value, _) in pairs:
+        if torch.equal(stored, value):
+            continue
+        scale = value.abs().max().clamp_min(1e-30)
+        difference = float(((stored - value).abs().max() / scale).nan_to_num(float("inf")))
+        tolerance = 1e4 * torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+        if difference > min(tolerance, 0.1):
+            raise GraphError(
+                f"the stored output of {layer.name} differs from what it gives now by {difference:.1e} "
+                "of its largest value, for the same arguments and weights: it depends on something "
+                "else. Delete the folder of stored encodings, and train without them"
+            )
