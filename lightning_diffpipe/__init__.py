@@ -26,12 +26,13 @@ from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.strategy import DiffPipeStrategy
 
 if TYPE_CHECKING:
-    from lightning_diffpipe.callbacks import EMA, PipelineMonitor
+    from lightning_diffpipe.callbacks import EMA, BubbleFilling, PipelineMonitor
     from lightning_diffpipe.modules import LatentDiffusion
     from lightning_diffpipe.profiling import profile
 
 __all__ = [
     "EMA",
+    "BubbleFilling",
     "DiffPipeStrategy",
     "LatentDiffusion",
     "ModelProfile",
@@ -44,6 +45,7 @@ __all__ = [
 
 # Imported when first used: diffusers and transformers take seconds to import.
 _LAZY = {
+    "BubbleFilling": "lightning_diffpipe.callbacks",
     "EMA": "lightning_diffpipe.callbacks",
     "PipelineMonitor": "lightning_diffpipe.callbacks",
     "LatentDiffusion": "lightning_diffpipe.modules",

@@ -8,6 +8,8 @@ isolated random states, and workers are seeded alike.
 
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
+
+For filling, the next batch is read before this one is trained on, and can be looked at.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class AlignedLoader:
         data_parallel_rank: Which share of the data this rank's pipeline sees.
         pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
+        looks_ahead: Read one batch ahead, for `take`.
     """
 
     def __init__(
@@ -46,8 +49,13 @@ class AlignedLoader:
         data_parallel_rank: int,
         pass_index: Callable[[], int],
         compare: Callable[[int, int], None],
+        looks_ahead: bool = False,
     ) -> None:
         self._loader = loader
+        self._looks_ahead = looks_ahead
+        self._ahead: dict[int, Any] = {}
+        self._num_taken = 0
+        self._state_before: Any = None
         self._seed = seed
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
@@ -67,6 +75,35 @@ class AlignedLoader:
         return getattr(self.__dict__["_loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        self._ahead, self._num_taken = {}, 0
+        batches = self._aligned_batches()
+        batch, number = next(batches, _END), 0
+        while batch is not _END:
+            if not self._looks_ahead:
+                yield batch
+                batch = next(batches, _END)
+                continue
+            # A loop that reads no batch ahead would save this state.
+            self._state_before = self._loader.state_dict() if _is_stateful(self._loader) else None
+            following = next(batches, _END)
+            number += 1
+            if following is not _END:
+                self._ahead[number] = following
+            yield batch
+            batch = following
+        self._state_before = None
+
+    def take(self) -> Any:
+        """Says that the next batch of the pass is trained on now.
+
+        Returns:
+            The batch behind it, as the loader gave it; `None` if there is none, or it is not known yet.
+        """
+        self._num_taken += 1
+        self._ahead = {n: batch for n, batch in self._ahead.items() if n >= self._num_taken}
+        return self._ahead.get(self._num_taken)
+
+    def _aligned_batches(self) -> Iterator[Any]:
         index = self._pass_index()
         with isolated_random_numbers(self._seed_of(index, -1)):
             batches = iter(self._loader)
@@ -86,6 +123,28 @@ class AlignedLoader:
 
 
 _END = object()
+
+
+class StatefulAlignedLoader(AlignedLoader):
+    """An `AlignedLoader` around a loader that can be resumed in the middle of a pass."""
+
+    def state_dict(self) -> Any:
+        """The loader's state, as if nothing had been read ahead."""
+        return self._loader.state_dict() if self._state_before is None else self._state_before
+
+    def load_state_dict(self, state: Any) -> None:
+        """Puts the loader to where it was."""
+        self._loader.load_state_dict(state)
+
+
+def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
+    """Wraps a loader; Lightning asks the type of the result whether it can be resumed."""
+    made = StatefulAlignedLoader if _is_stateful(loader) else AlignedLoader
+    return made(loader, *arguments, **options)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def checksum(batch: Any) -> int:

@@ -102,6 +102,23 @@ class Pipeline:
         dtypes = {parameter.dtype for parameter in self.trained.values()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
+    @property
+    def fills(self) -> bool:
+        """Whether frozen layers of the next batch run in the bubbles of this one."""
+        return (
+            self.plan.options.filling != "none"
+            and self.plan.ranks_per_pipeline > 1
+            and bool(self.graph.frozen)
+        )
+
+    @property
+    def planned_shares(self) -> tuple[float, ...]:
+        """How much of the frozen work each rank of the pipeline takes, as planned; empty if unknown."""
+        samples = [0.0] * self.plan.ranks_per_pipeline
+        for piece in self.plan.pieces:
+            samples[piece.rank] += piece.num_samples
+        return tuple(samples) if any(samples) else ()
+
     @contextlib.contextmanager
     def relayed(self) -> Generator[None, None, None]:
         """Inside, layers of other ranks answer with their results; all ranks in lock step."""
@@ -181,6 +198,7 @@ class Pipeline:
             whole: Tensors of other ranks by name.
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
+        self.engine.close()
         self._interception.uninstall()
         if not connected:
             return

@@ -144,8 +144,7 @@ def _make_plan(
         num_microbatches=options.num_microbatches,
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
-        # Filled bubbles can be planned, but not run yet.
-        filling="none" if options.filling == "auto" else options.filling,
+        filling=_runnable_filling(options.filling),
     )
     return find_plan(profile, cluster, wishes)
 
@@ -172,13 +171,14 @@ def _cluster(options: PipelineOptions, process: Process) -> Cluster:
 
 
 def _runnable_filling(filling: str) -> str:
-    """Bubbles can be filled on paper; running a filled plan is yet to come."""
-    if filling in ("auto", "none"):
-        return "none"
-    raise ConfigurationError(
-        f"filling={filling!r} can be planned (diffpipe plan filling={filling}) but not run yet; "
-        "use filling=none, which spreads frozen layers over all ranks before the pipeline"
-    )
+    """Which policy is run; results of a layer are not moved between ranks to run the next elsewhere."""
+    if filling == "diffusionpipe":
+        raise ConfigurationError(
+            "filling='diffusionpipe' can be planned (diffpipe plan filling=diffusionpipe) but not run: it "
+            "moves samples between ranks in the middle of an encoder. Use filling=shares, which keeps "
+            "a sample on one rank, or filling=none"
+        )
+    return "shares" if filling == "auto" else filling
 
 
 def _data_parallel(options: PipelineOptions, world_size: int) -> int:

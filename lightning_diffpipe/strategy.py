@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
-from lightning_diffpipe.loader import AlignedLoader
+from lightning_diffpipe.loader import AlignedLoader, aligned
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
@@ -53,6 +53,7 @@ from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.transfer import SeededTransfer
 from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
@@ -70,8 +71,8 @@ class DiffPipeStrategy(ParallelStrategy):
             `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
-        filling: How frozen layers share the ranks' time. `"none"`, which `"auto"` means for now, runs
-            them before the pipeline, spread over all ranks.
+        filling: Where frozen layers run. `"shares"`, which `"auto"` means, runs those of the next batch
+            while a rank waits; `"none"` runs a batch's own before the pipeline, spread over all ranks.
         plan: A plan, or the path of one, to use instead of searching.
         profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
             from operation counts; or a profile, or the path of one.
@@ -117,6 +118,8 @@ class DiffPipeStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self.last_step: StepResult | None = None
+        self.training_loader: AlignedLoader | None = None
+        self.upcoming: Any = None
         self._options = PipelineOptions(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -137,6 +140,7 @@ class DiffPipeStrategy(ParallelStrategy):
         self._accumulating = False
         self._failed = False
         self._clip_grad_by_norm: Any = None
+        self._transfer: SeededTransfer | None = None
 
     # ------------------------------------------------------------------ ranks, devices, launching
 
@@ -240,11 +244,34 @@ class DiffPipeStrategy(ParallelStrategy):
             ),
         )
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
+        self._transfer = SeededTransfer(
+            [
+                owner
+                for owner in (module, getattr(trainer, "datamodule", None))
+                if owner is not None
+            ],
+            lambda: self._transfer_seed(trainer),
+        )
+        if self.pipeline.fills:
+            self._add_bubble_filling(trainer)
 
-    def _run_training_step(self, module: nn.Module, batch: Any) -> Any:
+    def _add_bubble_filling(self, trainer: Any) -> None:
+        from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
+
+        if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, BubbleFilling())
+
+    def _transfer_seed(self, trainer: Any) -> int | None:
+        """Seeds the hooks that change a training batch, by its number since training began."""
+        if self.pipeline is None or trainer.state.stage != RunningStage.TRAINING:
+            return None
+        mesh, progress = self.pipeline.mesh, trainer.fit_loop.epoch_loop.batch_progress
+        return derived_seed(self.pipeline.seed, "transfer", mesh.pipeline, progress.total.ready)
+
+    def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
         with self.precision_plugin.train_step_context():
-            return module.training_step(batch, *self._arguments)
+            return module.training_step(batch, *(arguments or self._arguments))
 
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
@@ -268,13 +295,17 @@ class DiffPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer, pipeline = self.lightning_module.trainer, self.pipeline
         training = trainer.state.stage == RunningStage.TRAINING
-        return AlignedLoader(
+        loader = aligned(
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
             pass_index=(lambda: trainer.current_epoch) if training else (lambda: 0),
             compare=pipeline.compare_over_pipeline,
+            looks_ahead=training and pipeline.fills,
         )
+        if training:
+            self.training_loader = loader
+        return loader
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -294,6 +325,8 @@ class DiffPipeStrategy(ParallelStrategy):
             trainer.fit_loop.epoch_loop.total_batch_idx,
             accumulate,
             reduce_gradients=not self._accumulating,
+            arguments=arguments,
+            upcoming=self._take_upcoming(arguments),
         )
         self.last_step = result
         self._gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -302,6 +335,13 @@ class DiffPipeStrategy(ParallelStrategy):
         for logged in result.logged:
             self.lightning_module.log(logged.name, logged.value, **logged.options)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _take_upcoming(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+        """The next batch, if bubbles are filled, with the arguments its step will get."""
+        upcoming, self.upcoming = self.upcoming, None
+        if upcoming is None:
+            return None
+        return upcoming, (arguments[0] + 1, *arguments[1:]) if arguments else ()
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -528,6 +568,9 @@ class DiffPipeStrategy(ParallelStrategy):
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
+        if self._transfer is not None:
+            self._transfer.uninstall()
+        self.training_loader = self.upcoming = self._transfer = None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             whole = {}

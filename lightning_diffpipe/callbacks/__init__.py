@@ -1,9 +1,17 @@
-"""Callbacks: measured beside planned, averaged weights, sample pictures, samples per second, a last checkpoint."""
+"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, sample pictures, samples per second, a last checkpoint."""
 
+from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
 from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 from lightning_diffpipe.callbacks.samples import SampleImages
 from lightning_diffpipe.callbacks.throughput import Throughput
 
-__all__ = ["EMA", "FinalCheckpoint", "PipelineMonitor", "SampleImages", "Throughput"]
+__all__ = [
+    "EMA",
+    "BubbleFilling",
+    "FinalCheckpoint",
+    "PipelineMonitor",
+    "SampleImages",
+    "Throughput",
+]
