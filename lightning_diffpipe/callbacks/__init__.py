@@ -1,4 +1,4 @@
-"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, sample pictures, samples per second, a last checkpoint."""
+"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, samples, throughput."""
 
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
