@@ -21,7 +21,7 @@ ALLOWED = {
     "sampling": {"runtime", "graph", "planning", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
-       "example_batch", "verification", "demo", "__init__"}  # fmt: skip
+       "example_batch", "verification", "demo", "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
@@ -31,7 +31,7 @@ THIRD_PARTY = {
     "graph": {"torch", "numpy"},
     "profiling": {"torch", "numpy", "diffusers", "transformers", "rich"},
     "runtime": {"torch", "numpy"},
-    "sampling": {"torch", "numpy", "diffusers"},
+    "sampling": {"torch", "numpy", "diffusers", "safetensors"},
 }
 REASONS = {
     "planning": "planning is pure, so that it can be tested without a GPU; move the measurement to profiling/",

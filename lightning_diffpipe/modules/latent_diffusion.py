@@ -28,6 +28,7 @@ from diffusers import (
     SchedulerMixin,
     UNet2DConditionModel,
 )
+from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -93,6 +94,8 @@ class LatentDiffusion(PartsModule):
             self.transformer = transformer
         self.optimization = optimization or Optimization()
         self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler)
+        # Arguments of `sample` for `trainer.predict`, and a seed.
+        self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
 
@@ -227,22 +230,30 @@ class LatentDiffusion(PartsModule):
         num_inference_steps: int = 25,
         guidance_scale: float = 4.0,
         generator: torch.Generator | None = None,
+        height: int | None = None,
+        width: int | None = None,
     ) -> Tensor:
-        """Draws one picture per prompt, in this process.
+        """Draws one picture per prompt, in this process; `Predictor` does it with several.
 
         Args:
             prompts: What to draw.
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of the start noise (and of a stochastic scheduler); its device may be another.
+            height: In pixels; that of the training pictures if not given.
+            width: In pixels.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1].
+
+        Raises:
+            ConfigurationError: A size is no multiple of what the autoencoder shrinks pictures by.
         """
+        size = self._latent_size(height, width)
         was_training = self.training
         self.eval()
         try:
-            return self._sample(prompts, num_inference_steps, guidance_scale, generator)
+            return self._sample(prompts, num_inference_steps, guidance_scale, generator, size)
         finally:
             self.train(was_training)
 
@@ -252,13 +263,14 @@ class LatentDiffusion(PartsModule):
         num_inference_steps: int,
         guidance_scale: float,
         generator: torch.Generator | None,
+        size: tuple[int, int],
     ) -> Tensor:
         guided = guidance_scale != 1
         tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
         states = self.encode_text(tokens)
         scheduler = copy.deepcopy(self.scheduler)  # schedulers count their steps
         scheduler.set_timesteps(num_inference_steps, device=self.device)
-        latents = self._start_noise(len(prompts), generator)
+        latents = self._start_noise(len(prompts), generator, size)
         latents = latents * getattr(scheduler, "init_noise_sigma", 1.0)
         extra = _step_arguments(scheduler, generator)
         for timestep in scheduler.timesteps:
@@ -275,13 +287,50 @@ class LatentDiffusion(PartsModule):
             latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
         return self.decode_latents(latents)
 
-    def _start_noise(self, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        size = self.denoiser.config.sample_size
-        height, width = (size, size) if isinstance(size, int) else size
-        shape = (num_samples, self.vae.config.latent_channels, height, width)
+    def _latent_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        trained = self.denoiser.config.sample_size
+        default = (trained, trained) if isinstance(trained, int) else tuple(trained)
+        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels is not None and (pixels < scale or pixels % scale):
+                raise ConfigurationError(
+                    f"{name}={pixels} is no multiple of {scale}, by which the autoencoder shrinks pictures"
+                )
+        rows, columns = (
+            pixels // scale if pixels is not None else size
+            for pixels, size in zip((height, width), default, strict=True)
+        )
+        return rows, columns
+
+    def _start_noise(
+        self, num_samples: int, generator: torch.Generator | None, size: tuple[int, int]
+    ) -> Tensor:
+        shape = (num_samples, self.vae.config.latent_channels, *size)
         device = generator.device if generator is not None else self.device
         noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return noise.to(self.device)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
+        """Draws the captions of a batch: `trainer.predict(module, prompts)`.
+
+        Args:
+            batch: Captions, or a batch of training data with `caption`.
+            batch_idx: Added to the seed of the start noise.
+
+        Returns:
+            One picture per caption.
+        """
+        prompts = batch["caption"] if isinstance(batch, dict) else batch
+        settings = dict(self.sampling)
+        seed = settings.pop("seed", 0) + batch_idx
+        generator = torch.Generator().manual_seed(seed)
+        return pictures(self.sample(list(prompts), generator=generator, **settings))
+
+
+def pictures(images: Tensor) -> list[Image.Image]:
+    """Turns `(N, 3, H, W)` in [0, 1] into N pictures of 8 bits."""
+    pixels = (images.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
+    return [Image.fromarray(picture) for picture in pixels]
 
 
 def _step_arguments(scheduler: SchedulerMixin, generator: torch.Generator | None) -> dict[str, Any]:

@@ -18,15 +18,16 @@ import copy
 import importlib
 import inspect
 import json
+import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import diffusers
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
@@ -233,7 +234,8 @@ class PartsModule(L.LightningModule):
         Args:
             path: A full checkpoint file, written by any strategy.
             ema: Take the averaged weights where the checkpoint holds some.
-            kwargs: Override the stored arguments of `__init__`.
+            kwargs: Override the stored arguments of `__init__`; a part given here replaces the stored
+                one, and keeps its own weights.
 
         Returns:
             The module, on the CPU.
@@ -241,33 +243,69 @@ class PartsModule(L.LightningModule):
         Raises:
             CheckpointError: The file is no checkpoint of such a module.
         """
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if _FILES_KEY not in checkpoint:
-            raise CheckpointError(
-                f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "
-                f"{cls.__name__}. Load its weights with load_from_checkpoint(path, unet=..., ...)"
-            )
-        stored = checkpoint[_FILES_KEY]
-        parts = {n: _from_text_files(s["class"], s["files"]) for n, s in stored.items()}
+        checkpoint = read_checkpoint(path, cls.__name__)
+        parts = {
+            name: _from_text_files(stored["class"], stored["files"])
+            for name, stored in checkpoint[_FILES_KEY].items()
+            if name not in kwargs
+        }
         module = cls(**{**parts, **checkpoint.get("hyper_parameters", {}), **kwargs})
         module.pipeline_index = checkpoint.get(_INDEX_KEY, {})
-        module.load_state_dict(checkpoint["state_dict"])
-        if ema:
-            load_averages(module, checkpoint)
+        replaced = tuple(f"{name}." for name in cls.part_names if name in kwargs)
+        weights = checkpoint_weights(checkpoint, ema)
+        kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
+        module.load_state_dict(kept, strict=not replaced)
         return module
 
 
-def load_averages(module: nn.Module, checkpoint: dict[str, Any]) -> bool:
-    """Puts the averaged weights of an `EMA` callback's state into a module.
+def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, Any]:
+    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used.
 
     Args:
-        module: Has the parameters the averages are named after.
-        checkpoint: A loaded Lightning checkpoint.
+        path: A full checkpoint file.
+        wanted: Class that will be built from it, for messages.
 
-    Returns:
-        Whether the checkpoint held averages.
+    Raises:
+        CheckpointError: There is no such file, or it is no checkpoint of such a module.
     """
-    states = [s for key, s in checkpoint.get("callbacks", {}).items() if key.startswith("EMA")]
-    for state in states:
-        module.load_state_dict(state["averages"], strict=False)
-    return bool(states)
+    if not Path(path).is_file():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=True
+        )
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is not a whole Lightning checkpoint: {error}") from error
+    if _FILES_KEY not in checkpoint:
+        raise CheckpointError(
+            f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "
+            f"{wanted}. Load its weights with load_from_checkpoint(path, unet=..., ...)"
+        )
+    return checkpoint
+
+
+def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[str, Tensor]:
+    """The weights of a checkpoint by name, averaged ones in the place of others if `ema`."""
+    weights = dict(checkpoint["state_dict"])
+    if ema:
+        for key, state in checkpoint.get("callbacks", {}).items():
+            if key.startswith("EMA"):
+                weights |= state["averages"]
+    return weights
+
+
+def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """Class and config of one part of a checkpoint.
+
+    Args:
+        checkpoint: From `read_checkpoint`.
+        name: Such as `"unet"`.
+    """
+    stored = checkpoint[_FILES_KEY][name]
+    return _class_of(*stored["class"]), json.loads(stored["files"]["config.json"])
+
+
+def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the parts of a checkpoint."""
+    return tuple(checkpoint[_FILES_KEY])
+

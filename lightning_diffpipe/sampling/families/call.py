@@ -117,13 +117,17 @@ class Call:
     def samples(self, start: int, stop: int) -> Call:
         """The same request for samples `start` to `stop` only, for data parallel ranks."""
         family, num_samples = family_named(self.family), len(self.latents)
-        copies = family.doubled(self.guidance)
-        per_copy = num_samples // copies
-        here = [c * per_copy + i for c in range(copies) for i in range(start, stop)]
+        here = self.rows_of(start, stop)
         rows = [e * num_samples + i for e in range(self.expansion) for i in here]
         num_rows = self.expansion * num_samples
         arguments = [_rows(a, rows, num_rows, family) for a in self.arguments]
         return replace(self, arguments=arguments, latents=self.latents[here])
+
+    def rows_of(self, start: int, stop: int) -> list[int]:
+        """Rows of the latents that belong to samples `start` to `stop`."""
+        copies = family_named(self.family).doubled(self.guidance)
+        per_copy = len(self.latents) // copies
+        return [c * per_copy + i for c in range(copies) for i in range(start, stop)]
 
     @property
     def num_samples(self) -> int:

@@ -1,0 +1,171 @@
+"""Models the Predictor can open: a diffusers folder, a folder or checkpoint of this project, a module.
+
+    open_source(path)         looks what is there
+    source_of_module(module)  takes what is in memory
+
+`sampling/families/source.py` has the protocol and the folders of diffusers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, pictures
+from lightning_diffpipe.modules.parts import (
+    checkpoint_part,
+    checkpoint_parts,
+    checkpoint_weights,
+    read_checkpoint,
+)
+from lightning_diffpipe.sampling.families.family import Family, family_named
+from lightning_diffpipe.sampling.families.interception import Sample, intercepted
+from lightning_diffpipe.sampling.families.skeleton import (
+    SafetensorsFolder,
+    StateDict,
+    Weights,
+    skeleton,
+)
+from lightning_diffpipe.sampling.families.source import DiffusersFolder, Settings, Source
+
+_DENOISERS = ("unet", "transformer")
+_DEFAULTS = {"num_inference_steps": 25, "guidance_scale": 4.0}
+
+
+def open_source(
+    path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype, ema: bool = True
+) -> Source:
+    """Opens the model at a path.
+
+    Args:
+        path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
+        leads: Whether this rank encodes prompts and decodes latents.
+        device: Where to compute.
+        dtype: Of all weights.
+        ema: Take averaged weights of a checkpoint.
+
+    Raises:
+        ConfigurationError: There is no such model, or of no known kind.
+        CheckpointError: Its weights are missing or cannot be read.
+    """
+    if str(path).endswith(".ckpt"):
+        return _checkpoint(Path(path), leads, device, dtype, ema)
+    folder = _folder(str(path))
+    index = json.loads((folder / "model_index.json").read_text())
+    if index.get("_class_name") == "LatentDiffusion":
+        return _latent_diffusion_folder(folder, index, leads, device, dtype)
+    return DiffusersFolder(folder, leads, device, dtype)
+
+
+def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
+    """A module in memory, with its weights."""
+    name = "unet" if hasattr(module, "unet") else "transformer"
+    return LatentDiffusionSource(name, module.denoiser, None, module)
+
+
+def _folder(path: str) -> Path:
+    if (Path(path) / "model_index.json").is_file():
+        return Path(path)
+    if not Path(path).is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(path, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError, OSError):
+            pass
+    raise ConfigurationError(
+        f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
+        "check the path, or fetch it first: huggingface-cli download ID"
+    )
+
+
+class LatentDiffusionSource:
+    """This project's own module.
+
+    Args:
+        name: `"unet"` or `"transformer"`.
+        denoiser: The denoiser, or a skeleton of it.
+        weights: Where the weights of a skeleton are.
+        module: The whole module, on the rank that leads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        denoiser: nn.Module,
+        weights: Weights | None,
+        module: LatentDiffusion | None,
+    ) -> None:
+        self.family: Family = family_named(f"latent_diffusion_{name}")
+        self.denoiser, self.weights = denoiser, weights
+        self._module = module
+
+    def draw(self, settings: Settings, sample: Sample) -> list[Any]:
+        """Calls `LatentDiffusion.sample` around `sample`."""
+        module = self._module
+        assert module is not None, "only the rank that leads has text encoders"
+        if settings.options:
+            raise ConfigurationError(
+                f"LatentDiffusion takes no {min(settings.options)!r}; it takes num_inference_steps, "
+                "guidance_scale, seed, height and width"
+            )
+        arguments = _DEFAULTS | settings.given()
+        guidance = {"scale": float(arguments["guidance_scale"])}
+        with intercepted(self.family, module.denoiser, module.scheduler, guidance, sample):
+            images = module.sample(
+                list(settings.prompts), generator=settings.generator(), **arguments
+            )
+        return pictures(images)
+
+
+def _latent_diffusion_folder(
+    folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
+) -> LatentDiffusionSource:
+    name = _denoiser_name(index, str(folder))
+    cls = getattr(diffusers, index[name][1])
+    weights = SafetensorsFolder(folder / name)
+    denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
+    module = None
+    if leads:
+        module = LatentDiffusion.from_pretrained(folder, **{name: denoiser})
+        _settle(module, name, device, dtype)
+    return LatentDiffusionSource(name, denoiser, weights, module)
+
+
+def _checkpoint(
+    path: Path, leads: bool, device: torch.device, dtype: torch.dtype, ema: bool
+) -> LatentDiffusionSource:
+    checkpoint = read_checkpoint(path, "LatentDiffusion")
+    name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
+    cls, config = checkpoint_part(checkpoint, name)
+    weights = StateDict(checkpoint_weights(checkpoint, ema), f"{name}.", str(path))
+    denoiser = skeleton(cls, config, device, dtype)
+    module = None
+    if leads:
+        module = LatentDiffusion.from_checkpoint(path, ema, **{name: denoiser})
+        _settle(module, name, device, dtype)
+    return LatentDiffusionSource(name, denoiser, weights, module)
+
+
+def _denoiser_name(parts: Any, origin: str) -> str:
+    for name in _DENOISERS:
+        if name in parts:
+            return name
+    raise CheckpointError(f"{origin} has neither a unet nor a transformer, so nothing can be sampled")
+
+
+def _settle(module: LatentDiffusion, denoiser: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves all parts but the denoiser, whose placeholders must not be moved."""
+    for name, part in module.parts.items():
+        if isinstance(part, nn.Module) and name != denoiser:
+            part.to(device, dtype)
+    module.eval()
+    # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
+    module._device = device

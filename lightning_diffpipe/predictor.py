@@ -1,0 +1,282 @@
+"""`Predictor`: prompts in, pictures out, on all ranks together.
+
+    predictor = Predictor.from_pretrained("path/to/PixArt", method="pipefusion", num_patches=4)
+    pictures = predictor(["a lighthouse in fog"], num_inference_steps=20, seed=0)   # PIL on rank 0, else None
+
+The journey of a request:
+
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/families/interception.py
+    all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/families/call.py, mesh.py
+    all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion.py, distrifusion/
+    rank 0     latents -> autoencoder -> pictures, report               sampling/report.py
+
+Text encoders and autoencoder live on rank 0 only. Under PipeFusion a rank reads only the weights of its own
+layers; under the other methods each has the whole denoiser.
+
+Sources:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+    DistriFusion, Li et al. (CVPR 2024), https://arxiv.org/abs/2402.19481
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.model_sources import open_source, source_of_module
+from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.families.source import Settings, Source
+from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
+from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
+from lightning_diffpipe.sampling.report import SamplingReport, merge
+
+OnStep = Callable[[int, int], None]
+
+
+class Predictor:
+    """Samples a diffusion model with all ranks. Make it with `from_pretrained` or `from_module`.
+
+    Collective: every rank makes it and calls it at the same time, with the same arguments.
+
+    Args:
+        source: The model.
+        options: How ranks share the work.
+        world: All ranks, from `join_world`.
+        device: Where this rank computes.
+        timeout_s: Longest wait for a message, in seconds.
+
+    Example:
+        >>> predictor = Predictor.from_pretrained("examples/glyphs", method="single")  # doctest: +SKIP
+        >>> predictor(["digit four, serif"], num_inference_steps=10, seed=3)[0].size  # doctest: +SKIP
+        (32, 32)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        options: MethodOptions,
+        world: World,
+        device: torch.device,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.source, self.options, self.device = source, options, device
+        self.timeout_s = timeout_s
+        self.report: SamplingReport | None = None
+        """Of the last request; on rank 0."""
+        self._world = world
+        self._worker: Worker | None = None
+        self._on_step: OnStep | None = None
+        self._announced = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        method: str = "pipefusion",
+        num_patches: int | None = None,
+        warmup_steps: int | None = 1,
+        *,
+        data: int | None = None,
+        guidance: int | None = None,
+        parallel: int | None = None,
+        sequence: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        timeout_s: float = 120.0,
+        ema: bool = True,
+        **further: Any,
+    ) -> Self:
+        """Opens a model for sampling by all ranks.
+
+        Args:
+            path: A diffusers folder, a hub id that is on this machine, or a training checkpoint (`.ckpt`).
+            method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
+                `"naive"` and `"synchronous"`; see docs/sampling.md.
+            num_patches: Patches of PipeFusion; None takes as many as stages.
+            warmup_steps: Sampler warm-up: synchronous steps at the start.
+            data: Ranks among which the prompts are divided.
+            guidance: 2 computes the branches of classifier-free guidance on two halves of the ranks.
+            parallel: Pipeline stages, or bands of rows; None takes the ranks that are left.
+            sequence: Ranks among which tokens are divided inside attention.
+            device: Where to compute; None takes this rank's GPU, or the CPU.
+            dtype: Of all weights.
+            timeout_s: Longest wait for a message, in seconds.
+            ema: Take the averaged weights of a checkpoint that has some.
+            further: Options of the method, such as `group_norm` of DistriFusion.
+
+        Raises:
+            ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
+            CheckpointError: Weights are missing; on all ranks.
+        """
+        options = MethodOptions(
+            method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
+        )
+        where = _device(device)
+        world = join_world(where, timeout_s)
+        source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
+        return cls(source, options, world, where, timeout_s)
+
+    @classmethod
+    def from_module(
+        cls, module: Any, method: str = "pipefusion", *, timeout_s: float = 120.0, **options: Any
+    ) -> Self:
+        """Samples a `LatentDiffusion` that is in memory, whole, on every rank.
+
+        Args:
+            module: The module; not changed.
+            method: As in `from_pretrained`.
+            timeout_s: Longest wait for a message, in seconds.
+            options: Further arguments of `from_pretrained`.
+        """
+        known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
+        choice = MethodOptions(method, **known, further=options)
+        world = join_world(module.device, timeout_s)
+        return cls(source_of_module(module), choice, world, module.device, timeout_s)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        seed: int = 0,
+        height: int | None = None,
+        width: int | None = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> list[Any] | None:
+        """Draws pictures.
+
+        Args:
+            prompts: One picture each; class numbers for class-conditional models.
+            num_inference_steps: Denoising steps; None takes the pipeline's default.
+            guidance_scale: Strength of guidance; None takes the pipeline's default.
+            seed: Of the start noise: as `generator=torch.Generator().manual_seed(seed)` in diffusers.
+            height: In pixels; None takes the pipeline's default.
+            width: In pixels.
+            on_step: Called with (steps done, steps) after each denoising step of this rank.
+            options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
+
+        Returns:
+            Pictures on rank 0, None elsewhere.
+
+        Raises:
+            ConfigurationError: An argument cannot work; on all ranks.
+            PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
+        """
+        settings = Settings(
+            prompts, num_inference_steps, guidance_scale, seed, height, width, options
+        )
+        self._on_step = on_step
+        started_s = time.perf_counter()
+        if self._world.rank == 0:
+            pictures = self._lead(settings)
+        else:
+            pictures = None
+            self._sample(self._world.links.broadcast_object(_not_here))
+        self._finish_report(time.perf_counter() - started_s)
+        return pictures
+
+    def close(self) -> None:
+        """Ends the process groups of this predictor; collective."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._world.disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if exception[0] is None:  # else the other ranks may not be there any more
+            self.close()
+
+    # ------------------------------------------------------------------------------ one request
+
+    def _lead(self, settings: Settings) -> list[Any]:
+        self._announced = False
+        try:
+            return self.source.draw(settings, self._announce)
+        except Exception as error:
+            if not self._announced:
+                reason = error
+                with contextlib.suppress(Exception):
+                    self._world.links.broadcast_object(lambda: _raise(reason))
+            raise
+
+    def _announce(self, call: Call) -> Tensor:
+        self._announced = True
+        return self._sample(self._world.links.broadcast_object(call.packed))
+
+    def _sample(self, packed: Call) -> Tensor:
+        call = packed.unpacked(self.device)
+        worker = self._worker_for(call)
+        num_steps = len(call.scheduler.timesteps)
+
+        def on_step(index: int) -> None:
+            if self._on_step is not None:
+                self._on_step(index + 1, num_steps)
+
+        return worker.sample(call, on_step)
+
+    def _worker_for(self, call: Call) -> Worker:
+        """Chooses the method and divides the ranks at the first request; later ones keep them."""
+        if self._worker is None:
+            chosen = self._world.links.broadcast_object(lambda: self._choose(call))
+            self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
+        return self._worker
+
+    def _choose(self, call: Call) -> MethodOptions:
+        options = self.options
+        if options.method not in (*METHODS, "auto"):
+            raise ConfigurationError(
+                f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
+            )
+        if options.method == "auto":
+            from lightning_diffpipe.sampling.auto import choose
+
+            return choose(options, call, self.source, self._world.num_ranks)
+        mesh = fit_mesh(
+            self._world.num_ranks,
+            options.method,
+            options.data,
+            options.guidance,
+            options.parallel,
+            options.sequence,
+        )
+        if mesh.guidance == 2 and call.branches < 2:
+            raise ConfigurationError(
+                "guidance=2 divides the two branches of classifier-free guidance, but this request has one; "
+                "raise guidance_scale above 1 or leave guidance at 1"
+            )
+        return replace(options, mesh=mesh)
+
+    def _finish_report(self, total_s: float) -> None:
+        assert self._worker is not None
+        reports = self._world.gather(self._worker.report())
+        self.report = merge(reports, total_s) if self._world.rank == 0 else None
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _not_here() -> Any:
+    raise AssertionError("rank 0 makes requests")
+
+

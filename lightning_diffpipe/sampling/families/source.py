@@ -1,0 +1,194 @@
+"""Where prompts become requests and latents become pictures.
+
+A source knows a model on disk. On the rank that leads it has text encoders and autoencoder, too; on all
+others only the denoiser, without weights until it is known which ones they need.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import diffusers
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.families.family import Family, family_of
+from lightning_diffpipe.sampling.families.interception import Sample, intercepted
+from lightning_diffpipe.sampling.families.skeleton import SafetensorsFolder, Weights, skeleton
+
+_OURS = {
+    "generator": "seed",
+    "output_type": "the pictures themselves",
+    "return_dict": "the pictures themselves",
+    "callback": "on_step",
+    "callback_on_step_end": "on_step",
+    "timesteps": "num_inference_steps",
+    "denoising_end": "num_inference_steps",
+    "skip_guidance_layers": "guidance that is the same in all steps",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to draw, and how.
+
+    Attributes:
+        prompts: One picture each; class numbers for class-conditional models.
+        num_inference_steps: Denoising steps; None takes the pipeline's default.
+        guidance_scale: Strength of guidance; None takes the pipeline's default.
+        seed: Of the start noise: the generator is `torch.Generator().manual_seed(seed)`.
+        height: In pixels; None takes the pipeline's default.
+        width: In pixels.
+        options: Further arguments of the pipeline's `__call__`.
+    """
+
+    prompts: Sequence[Any]
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str) or not self.prompts:
+            raise ConfigurationError(
+                f"prompts must be a list with at least one prompt; got {self.prompts!r}"
+            )
+        if self.num_inference_steps is not None and self.num_inference_steps < 1:
+            raise ConfigurationError(
+                f"num_inference_steps must be at least 1; got {self.num_inference_steps}"
+            )
+
+    def given(self) -> dict[str, Any]:
+        """Arguments that were set, without the prompts and the seed."""
+        named = ("num_inference_steps", "guidance_scale", "height", "width")
+        values = {name: getattr(self, name) for name in named}
+        return {k: v for k, v in values.items() if v is not None} | dict(self.options)
+
+    def generator(self) -> torch.Generator:
+        """Draws the start noise, on the host, so that it is the same on every device."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+class Source(Protocol):
+    """A model that can be sampled.
+
+    Attributes:
+        family: Formulas of its steps.
+        denoiser: The module that is made parallel, perhaps a skeleton.
+        weights: Where the weights of the skeleton are; None if the denoiser has them.
+    """
+
+    family: Family
+    denoiser: nn.Module
+    weights: Weights | None
+
+    def draw(self, settings: Settings, sample: Sample) -> list[Any]:
+        """Draws pictures, with the denoising loop done by `sample`; only on the rank that leads."""
+
+
+class DiffusersFolder:
+    """A pipeline saved by diffusers.
+
+    Args:
+        path: Folder with `model_index.json`.
+        leads: Load the other parts, too.
+        device: Where to compute.
+        dtype: Of all weights.
+
+    Raises:
+        ConfigurationError: The pipeline is of a kind that is not known.
+        CheckpointError: Weights are missing.
+    """
+
+    def __init__(
+        self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        index = diffusers.DiffusionPipeline.load_config(str(path))
+        self.family = family_of(index["_class_name"])
+        folder = path / self.family.denoiser
+        library, class_name = index[self.family.denoiser]
+        if library != "diffusers":
+            raise ConfigurationError(
+                f"{path}: the {self.family.denoiser} is a {library}.{class_name}, not a model of diffusers"
+            )
+        cls = getattr(diffusers, class_name)
+        self.weights: Weights | None = SafetensorsFolder(folder)
+        self.denoiser = skeleton(cls, cls.load_config(str(folder)), device, dtype)
+        self._pipeline = None
+        if leads:
+            self._pipeline = _load_others(path, index, self.family, self.denoiser, device, dtype)
+
+    def draw(self, settings: Settings, sample: Sample) -> list[Any]:
+        """Calls the pipeline around `sample`."""
+        assert self._pipeline is not None, "only the rank that leads has text encoders"
+        return draw_with(self._pipeline, self.family, settings, sample)
+
+
+def _load_others(
+    path: Path,
+    index: Mapping[str, Any],
+    family: Family,
+    denoiser: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
+    cls = getattr(diffusers, index["_class_name"])
+    try:
+        pipeline = cls.from_pretrained(
+            str(path), torch_dtype=dtype, **{family.denoiser: denoiser}
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
+    for name, part in pipeline.components.items():
+        if isinstance(part, nn.Module) and name != family.denoiser:
+            part.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample) -> list[Any]:
+    """Calls a diffusers pipeline with its denoising loop done by `sample`.
+
+    Raises:
+        ConfigurationError: An option is unknown, or cannot be used here.
+    """
+    known = inspect.signature(type(pipeline).__call__).parameters
+    arguments = settings.given()
+    for name in arguments:
+        _check_option(name, known, type(pipeline).__name__)
+    defaults = {name: p.default for name, p in known.items()}
+    used = defaults | arguments
+    if family.name == "pixart" and used["num_inference_steps"] == 1:
+        raise ConfigurationError(
+            "PixArt pipelines take another way with num_inference_steps=1, which cannot be shared; take 2"
+        )
+    guidance = {
+        "scale": float(used["guidance_scale"]),
+        "rescale": float(used.get("guidance_rescale") or 0.0),
+        "true_scale": float(used.get("true_cfg_scale") or 1.0),
+    }
+    denoiser = getattr(pipeline, family.denoiser)
+    with intercepted(family, denoiser, pipeline.scheduler, guidance, sample):
+        return pipeline(
+            **{family.option: list(settings.prompts)},
+            **arguments,
+            generator=settings.generator(),
+            output_type="pil",
+        ).images
+
+
+def _check_option(name: str, known: Mapping[str, Any], pipeline: str) -> None:
+    if name in _OURS:
+        raise ConfigurationError(f"{name} cannot be given; use {_OURS[name]} instead")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
+        raise ConfigurationError(f"{pipeline} takes no {name!r}; {hint}")

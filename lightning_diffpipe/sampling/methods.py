@@ -1,0 +1,224 @@
+"""The methods by name, and one rank's part in the chosen one.
+
+| method | what the ranks share | exact |
+|---|---|---|
+| `pipefusion` | layers; patches of the latent flow through them | M = 1 or W >= steps |
+| `distrifusion` | bands of rows; neighbours' activations are one step old | W >= steps |
+| `sequence` | tokens inside attention | yes |
+| `single` | prompts only | yes |
+| `naive` | bands of rows that know nothing of each other | no |
+| `synchronous` | bands of rows; neighbours' activations are waited for | yes |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.families.skeleton import load_weights
+from lightning_diffpipe.sampling.families.source import Source
+from lightning_diffpipe.sampling.links import Links, TensorShape
+from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, World
+from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.report import RankReport
+from lightning_diffpipe.sampling.request import Sampler
+
+METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How ranks share the work.
+
+    Attributes:
+        method: One of `METHODS`, or `"auto"`.
+        num_patches: Patches of PipeFusion; None takes as many as stages.
+        warmup_steps: Sampler warm-up: synchronous steps at the start.
+        data: Size of the data axis of the mesh, if wished; so are the next three.
+        guidance: Of the guidance axis.
+        parallel: Of the axis of stages or bands.
+        sequence: Of the sequence axis.
+        further: Options of the method's own.
+        mesh: What was decided.
+        reason: Why, where the method was chosen automatically.
+    """
+
+    method: str = "pipefusion"
+    num_patches: int | None = None
+    warmup_steps: int | str | None = 1
+    data: int | None = None
+    guidance: int | None = None
+    parallel: int | None = None
+    sequence: int | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+    mesh: SamplingMesh | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_patches", 1), ("warmup_steps", 0)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ConfigurationError(f"{name} must be at least {least}; got {value}")
+
+
+def make_sampler(model: nn.Module, links: Links, options: MethodOptions) -> Sampler:
+    """Builds the sampler of one rank.
+
+    Args:
+        model: The denoiser, or this rank's part of it.
+        links: To the ranks that share one branch of guidance.
+        options: With the method.
+    """
+    assert options.mesh is not None
+    warmup = 1 if options.warmup_steps is None else options.warmup_steps
+    try:
+        match options.method:
+            case "single":
+                return OneProcess(**options.further)
+            case "pipefusion":
+                from lightning_diffpipe.sampling.pipefusion import PipeFusion
+
+                patches = options.num_patches or options.mesh.parallel
+                return PipeFusion(
+                    model, links, num_patches=patches, warmup_steps=warmup, **options.further
+                )
+            case "sequence":
+                from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+
+                return SequenceParallel(model, links, **options.further)
+            case mode:
+                from lightning_diffpipe.sampling.distrifusion import DistriFusion
+
+                mode = "displaced" if mode == "distrifusion" else mode
+                return DistriFusion(model, links, mode=mode, warmup_steps=warmup, **options.further)
+    except TypeError as error:
+        raise ConfigurationError(f"method={options.method}: {error}") from error
+
+
+def resident_parameters(model: nn.Module, setting: Any, rank: int) -> set[str]:
+    """Names of the parameters that a rank of a PipeFusion pipeline needs: all but other ranks' blocks.
+
+    Args:
+        model: The denoiser.
+        setting: A `PipeFusionSetting`.
+        rank: Position in the pipeline.
+    """
+    foreign = tuple(
+        f"{block}."
+        for other, blocks in enumerate(setting.stages.blocks)
+        for block in blocks
+        if other != rank
+    )
+    names = {name for name, _ in model.named_parameters() if not name.startswith(foreign)}
+    return names | set(setting.layout.glue_parameters)
+
+
+class Worker:
+    """One rank's part in all requests of a predictor.
+
+    Args:
+        source: With the denoiser and its weights.
+        options: What was decided.
+        world: All ranks.
+        device: Where this rank computes.
+        timeout_s: Longest wait for a message.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        options: MethodOptions,
+        world: World,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        assert options.mesh is not None
+        self.options, self.world = options, world
+        self.place = Place(options.mesh, world.rank, device, world.backend, timeout_s)
+        self._model, self._weights = source.denoiser, source.weights
+        self._sampler: Any = make_sampler(self._model, self.place.links, options)
+        self._num_steps = 0
+        self._before = self.place.branches.traffic.copy()
+
+    def sample(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
+        """Runs a request with all ranks.
+
+        Args:
+            call: The whole request, the same on all ranks.
+            on_step: Called after each denoising step of this rank.
+
+        Returns:
+            On rank 0 the final latents of all samples; elsewhere those of this rank's share.
+        """
+        self._num_steps = len(call.scheduler.timesteps)
+        self._before = self.place.branches.traffic.copy()
+        shares = self.place.share_of(call.num_samples)
+        start, stop = shares[self.place.data]
+        mine = call if self.place.mesh.data == 1 else call.samples(start, stop)
+        latents = mine.latents
+        if stop > start:
+            latents = self._sample_share(mine, on_step)
+        return self._gathered(call, latents, shares)
+
+    def _sample_share(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
+        exchange = None
+        if self.place.mesh.guidance == 2:
+            call, exchange = call.branch(self.place.guidance), self.place.exchange
+        self._load(call)
+        return self._sampler.sample(call.request(self._model, exchange), on_step)
+
+    def _load(self, call: Call) -> None:
+        """Reads this rank's weights, once, when the first request shows which ones it needs."""
+        if self._weights is None:
+            return
+        names = None
+        if self.options.method == "pipefusion" and self.place.links.num_ranks > 1:
+            # Without the other branch of guidance: probing must not wait for it.
+            setting = self._sampler.prepare(call.request(self._model))
+            names = resident_parameters(self._model, setting, self.place.links.rank)
+        load_weights(self._model, self._weights, names)
+        self._weights = None
+
+    def _gathered(self, call: Call, latents: Tensor, shares: list[tuple[int, int]]) -> Tensor:
+        """Brings the latents of all positions of the data axis to rank 0."""
+        mesh, links = self.place.mesh, self.world.links
+        if mesh.data == 1:
+            return latents
+        leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
+        if self.world.rank != 0:
+            if leads and len(latents):
+                links.send(latents, 0, "result")
+                links.finish()
+            return latents
+        whole = torch.empty_like(call.latents, dtype=latents.dtype)
+        for position, (start, stop) in enumerate(shares):
+            rows = call.rows_of(start, stop)
+            if rows and position > 0:
+                shape = TensorShape((len(rows), *whole.shape[1:]), latents.dtype)
+                sender = position * (mesh.num_ranks // mesh.data)
+                latents = links.receive(shape, sender, "result").wait()
+            whole[rows] = latents[: len(rows)]
+        return whole
+
+    def report(self) -> RankReport:
+        """What this rank did in the last request."""
+        sizes = [(p, p.numel() * p.element_size()) for p in self._model.parameters()]
+        return RankReport(
+            self.options,
+            self._num_steps,
+            self._sampler.statistics,
+            self.place.branches.traffic.since(self._before),
+            sum(size for p, size in sizes if not is_placeholder(p)),
+            sum(size for _, size in sizes),
+        )
+
+    def close(self) -> None:
+        """Ends this rank's groups; collective."""
+        self.place.disconnect()

@@ -1,0 +1,195 @@
+"""What a request took: seconds, bytes, the timelines, and how far the pictures are from one process.
+
+    pipefusion, num_patches=4, warmup_steps=1, on parallel=2
+    20 steps      0.41 s each, 9.1 s with encoding and decoding
+    bytes sent    hidden 1.2 MiB, latents 38.0 KiB, result 2.0 KiB
+    weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB of 14.2 MiB
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_diffpipe.planning.timeline import Span, Timeline
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.methods import MethodOptions
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did in one request.
+
+    Attributes:
+        options: What was decided.
+        num_steps: Denoising steps.
+        statistics: Of the sampler.
+        branches: What the exchange between halves of guidance sent.
+        resident_bytes: Bytes of the denoiser's parameters on this rank.
+        whole_bytes: Bytes of all its parameters.
+    """
+
+    options: MethodOptions
+    num_steps: int
+    statistics: SamplingStatistics
+    branches: Traffic
+    resident_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True)
+class SamplingReport:
+    """What all ranks did in one request.
+
+    Attributes:
+        method: Name of the method.
+        mesh: Sizes of the axes, as text.
+        num_patches: Patches of PipeFusion; None for others.
+        warmup_steps: Sampler warm-up; None for exact methods.
+        reason: Why this method, if it was chosen automatically.
+        num_steps: Denoising steps.
+        step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
+        sampling_s: Seconds of the denoising loop.
+        total_s: Seconds of the whole request, with encoding and decoding.
+        bytes_sent: By kind, over all ranks.
+        messages_sent: By kind, over all ranks.
+        resident_bytes: Bytes of the denoiser's parameters, by rank.
+        whole_bytes: Bytes of all its parameters.
+        measured: What each rank did when.
+        planned: What the formulas expected, where there are some.
+    """
+
+    method: str
+    mesh: str
+    num_patches: int | None
+    warmup_steps: int | None
+    reason: str | None
+    num_steps: int
+    step_s: float
+    sampling_s: float
+    total_s: float
+    bytes_sent: dict[str, int]
+    messages_sent: dict[str, int]
+    resident_bytes: list[int]
+    whole_bytes: int
+    measured: Timeline = field(repr=False)
+    planned: Timeline | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
+        if self.warmup_steps is not None:
+            numbers.append(f"warmup_steps={self.warmup_steps}")
+        sent = [f"{kind} {_size(count)}" for kind, count in sorted(self.bytes_sent.items())]
+        weights = [f"rank {rank}: {_size(count)}" for rank, count in enumerate(self.resident_bytes)]
+        lines = [
+            ", ".join([self.method, *numbers]) + f", on {self.mesh}",
+            *([f"{'chosen':13} {self.reason}"] if self.reason else []),
+            f"{f'{self.num_steps} steps':13} {self.step_s:.3g} s each; {self.sampling_s:.3g} s in all, "
+            f"{self.total_s:.3g} s with encoding and decoding",
+            f"{'bytes sent':13} {', '.join(sent) or 'none'}",
+            f"{'weights':13} {', '.join(weights)}; the whole denoiser has {_size(self.whole_bytes)}",
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, without the timelines, for JSON."""
+        hidden = {"measured", "planned"}
+        return {k: v for k, v in vars(self).items() if k not in hidden}
+
+
+def merge(reports: Sequence[RankReport], total_s: float) -> SamplingReport:
+    """Joins the reports of all ranks.
+
+    Args:
+        reports: By rank.
+        total_s: Seconds of the whole request on rank 0.
+    """
+    options, num_steps = reports[0].options, reports[0].num_steps
+    sent: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+    spans: list[Span] = []
+    for rank, report in enumerate(reports):
+        for traffic in (report.statistics.traffic, report.branches):
+            sent.update(traffic.bytes_sent)
+            messages.update(traffic.messages_sent)
+        spans += [replace(span, rank=rank) for span in report.statistics.spans]
+    steps = [statistics.median(r.statistics.step_s) for r in reports if r.statistics.step_s]
+    approximate = options.method in ("pipefusion", "distrifusion", "naive")
+    patches = None
+    if options.method == "pipefusion":
+        assert options.mesh is not None
+        patches = options.num_patches or options.mesh.parallel
+    return SamplingReport(
+        method=options.method,
+        mesh=str(options.mesh),
+        num_patches=patches,
+        warmup_steps=options.warmup_steps if approximate else None,
+        reason=options.reason,
+        num_steps=num_steps,
+        step_s=max(steps, default=0.0),
+        sampling_s=max(r.statistics.total_s for r in reports),
+        total_s=total_s,
+        bytes_sent=dict(sent),
+        messages_sent=dict(messages),
+        resident_bytes=[r.resident_bytes for r in reports],
+        whole_bytes=reports[0].whole_bytes,
+        measured=Timeline(tuple(spans), len(reports)),
+    )
+
+
+def _size(num_bytes: int) -> str:
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+# ---------------------------------------------------------------------------------- quality guard
+
+
+def psnr(picture: Any, reference: Any) -> float:
+    """Peak signal-to-noise ratio of two pictures of 8 bits, in dB; infinite if they are equal.
+
+    Example:
+        >>> round(psnr(np.full((2, 2), 10, np.uint8), np.full((2, 2), 11, np.uint8)), 2)
+        48.13
+    """
+    a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
+    error = float(np.mean((a - b) ** 2))
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
+def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
+    """Absolute difference of two pictures, enlarged `gain` times so that it can be seen; 8 bits."""
+    a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
+    enlarged: np.ndarray = np.clip(np.abs(a - b) * gain, 0, 255).astype(np.uint8)
+    return enlarged
+
+
+def lpips_distance(picture: Any, reference: Any) -> float | None:
+    """LPIPS (AlexNet) of two pictures, or None where the `lpips` package or its weights are not there."""
+    try:
+        import lpips
+        import torch
+    except ImportError:
+        return None
+    try:
+        measure = lpips.LPIPS(net="alex", verbose=False)
+    except Exception:  # its weights are a download
+        return None
+    with torch.inference_mode():
+        a, b = (
+            torch.from_numpy(np.asarray(x)).permute(2, 0, 1)[None].float() / 127.5 - 1
+            for x in (picture, reference)
+        )
+        return float(measure(a, b))

@@ -1,0 +1,42 @@
+"""What ranks do in the distributed tests of the Predictor."""
+
+import os
+import signal
+
+import numpy as np
+import torch
+
+from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.predictor import Predictor
+
+
+def draw(rank, path, prompts, settings, options):
+    """Pictures of rank 0 as an array, with the report; on others whether they got None."""
+    with Predictor.from_pretrained(path, **options) as predictor:
+        pictures = predictor(prompts, **settings)
+        if rank:
+            return pictures is None
+        return np.stack([np.asarray(picture) for picture in pictures]), predictor.report
+
+
+def failure(rank, path, prompts, settings, options):
+    """What the error says, on every rank."""
+    try:
+        draw(rank, path, prompts, settings, options)
+    except DiffPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def killed(rank, path, prompts, settings, options, victim):
+    """One rank is killed in mid-sample; what the error says on the others."""
+
+    def on_step(done, steps):
+        if rank == victim and done == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        draw(rank, path, prompts, settings | {"on_step": on_step}, options)
+    except DiffPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
