@@ -2,6 +2,7 @@
 
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
 from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 from lightning_diffpipe.callbacks.samples import SampleImages
@@ -10,6 +11,7 @@ from lightning_diffpipe.callbacks.throughput import Throughput
 __all__ = [
     "EMA",
     "BubbleFilling",
+    "EncodingCache",
     "FinalCheckpoint",
     "PipelineMonitor",
     "SampleImages",

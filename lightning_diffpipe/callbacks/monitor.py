@@ -244,8 +244,8 @@ class PipelineMonitor(L.Callback):
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
         assert pipeline is not None
-        gathered = gather_spans(pipeline.mesh, result.spans)
-        if gathered is None or not result.spans:
+        gathered = gather_spans(pipeline.mesh, result.recording.spans)
+        if gathered is None or not result.recording.spans:
             return None
         noted, offsets_s = gathered
         timeline = measured_timeline(noted, offsets_s, pipeline.plan.placement)

@@ -129,8 +129,11 @@ def _parse(content: bytes, key: str) -> Entry:
         dtype = getattr(torch, described["dtype"])
         shape = torch.Size(described["shape"])
         stop = start + shape.numel() * dtype.itemsize
-        flat = torch.frombuffer(bytearray(payload[start:stop]), dtype=torch.uint8)
-        tensors.append(flat.view(dtype).reshape(shape))
+        tensor = torch.empty(shape, dtype=dtype)
+        if stop > start:
+            raw = torch.frombuffer(bytearray(payload[start:stop]), dtype=torch.uint8)
+            tensor = raw.view(dtype).reshape(shape)
+        tensors.append(tensor)
         start = stop
     strides = tuple(tuple(described["stride_in_group"]) for described in header["tensors"])
     return Entry(tuple(tensors), strides)

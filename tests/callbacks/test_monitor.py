@@ -53,7 +53,7 @@ def read_metrics(folder):
 @pytest.mark.distributed
 def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "log_every_n_steps": 1}
-    strategy = {"num_stages": 2, "num_microbatches": 3}
+    strategy = {"num_stages": 2, "num_microbatches": 3, "filling": "none"}
     (losses, samples, report), (_, others, _) = run_ranks(
         fit_monitored, 2, str(tmp_path), 2, options, strategy
     )
@@ -87,6 +87,17 @@ def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {"planned", "measured"}
     assert {"0F0", "activation"} <= {event["name"] for event in events}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_frozen_work_in_bubbles_is_seen(tmp_path):
+    strategy = {"num_stages": 2, "num_microbatches": 3, "filling": "shares"}
+    (_, samples, report), _ = run_ranks(fit_monitored, 2, str(tmp_path), 2, {}, strategy)
+    logged = [row for row in read_metrics(tmp_path) if "pipeline/filled_s" in row]
+    assert len(logged) == len(samples) == 4
+    assert any(float(row["pipeline/filled_s"]) > 0 for row in logged)
+    assert "Filling the bubbles" in report
 
 
 @pytest.mark.slow

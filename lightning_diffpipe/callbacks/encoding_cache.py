@@ -1,0 +1,152 @@
+"""Frozen encodings on disk: computed in the first pass over the data, read in the others.
+
+The other way to make frozen layers cheap; which is better, `planning.caching.advise` says from the plan's
+own times. Reading wins where the data are small and fixed and many passes are made; filling bubbles
+wins where samples are augmented, captions are many, disks are slow, or the data are seen once, and it is
+the only way for layers that depend on noise or timesteps, like the locked half of a ControlNet.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.memo import LayerMemo, repeatable, why_not_remembered
+from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.runtime.encodings import EncodingStore
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.stage import PartitionedStep
+from lightning_diffpipe.viewing.units import percent, size
+
+_USELESS_SHARE = 0.1
+
+
+class EncodingCache(L.Callback):
+    """Stores what frozen layers give for each sample, and reads it in later passes.
+
+    Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
+    that other weights, crops, captions or precisions are other entries. Layers that draw random numbers, or
+    whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the moments,
+    so that each pass draws its own latents. Any number of ranks and runs may share the folder.
+
+    Args:
+        folder: Where; ranks on several hosts may share it or have their own.
+        max_bytes: The run stops storing, not reading, after so many bytes; None: no limit.
+        min_flops_per_byte: Layers that compute less than this for each byte they give are not stored.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
+
+    Example:
+        >>> trainer = L.Trainer(strategy="diffpipe",
+        ...                     callbacks=[EncodingCache("encodings")])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_bytes: int | None = None,
+        min_flops_per_byte: float = 10.0,
+    ) -> None:
+        if max_bytes is not None and max_bytes < 0:
+            raise ConfigurationError(f"max_bytes must not be negative; got {max_bytes}")
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.min_flops_per_byte = min_flops_per_byte
+        self.memo: LayerMemo | None = None
+        self.refused: dict[str, str] = {}
+        self._store: EncodingStore | None = None
+        self._passes = 0
+        self._found_before = (0, 0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts anew."""
+        self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
+        if getattr(trainer.strategy, "pipeline", None) is None:
+            rank_zero_warn(
+                "EncodingCache does nothing without strategy='diffpipe', which finds the frozen layers"
+            )
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """With the first batch, finds out which layers can be stored."""
+        pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
+        if pipeline is None or self.memo is not None:
+            return
+        names = self._choose(trainer, pipeline, batch)
+        share = None if self.max_bytes is None else self.max_bytes // trainer.world_size
+        self._store = EncodingStore(self.folder, share)
+        self.memo = LayerMemo(self._store, names)
+        pipeline.engine.steps.remember(self.memo if names else None)
+        kept = ", ".join(sorted(names)) or "nothing"
+        refused = "; ".join(f"{name} {why}" for name, why in sorted(self.refused.items()))
+        rank_zero_info(
+            "Encodings stored in %s: %s. Computed: %s", self.folder, kept, refused or "-"
+        )
+
+    def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
+        """Modules to remember; notes why the other frozen ones are not."""
+        sizes = microbatch_sizes(num_samples(batch), pipeline.plan.num_microbatches)
+        microbatch = split(batch, sizes)[0]
+        partitioned = pipeline.engine.steps.of(microbatch)
+        graph = partitioned.graph
+        reasons = {
+            layer.name: why_not_remembered(layer, graph, self.min_flops_per_byte)
+            for layer in graph.layers
+            if layer.frozen
+        }
+        if not all(reasons.values()):
+            call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
+            steady = repeatable(_frozen_view(pipeline, partitioned), call, pipeline.seed)
+            for name, why in reasons.items():
+                if not why and name not in steady:
+                    reasons[name] = (
+                        "depends on noise, timesteps or other random numbers of the step"
+                    )
+        self.refused = {name: why for name, why in reasons.items() if why}
+        return frozenset(name for name, why in reasons.items() if not why)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops storing what is never found again."""
+        if self.memo is None:
+            return
+        self._passes += 1
+        statistics = self.memo.statistics
+        found, made = statistics.found.total(), statistics.made.total()
+        now = (found - self._found_before[0], made - self._found_before[1])
+        self._found_before = (found, made)
+        if self._passes > 1 and sum(now) and now[0] < _USELESS_SHARE * sum(now):
+            self.memo.stores = False
+            rank_zero_warn(
+                f"only {percent(now[0] / sum(now))} of the samples of this pass had been stored: they "
+                "differ from pass to pass (random crops or flips?). Nothing more is stored; fill the "
+                "bubbles instead, or augment after encoding"
+            )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says what was found."""
+        if self.memo is None or self._store is None:
+            return
+        statistics = self.memo.statistics
+        rank_zero_info(
+            "Encodings of rank 0: %d read (%s), %d computed, %s written to %s",
+            statistics.found.total(), percent(statistics.found_share), statistics.made.total(),
+            size(self._store.bytes_written), self.folder,
+        )  # fmt: skip
+
+
+def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
+    """The frozen layers as a view; a rank alone has none, as it runs them where they are called."""
+    if partitioned.frozen_view is not None:
+        return partitioned.frozen_view
+    interception = next(iter(partitioned.stage_views.values())).interception
+    frozen = cut(partitioned.graph, ()).frozen
+    return FrozenView(pipeline.module, partitioned.graph, frozen, interception)

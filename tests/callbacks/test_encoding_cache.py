@@ -1,0 +1,142 @@
+"""EncodingCache: the same losses, bit for bit, with most frozen work read from disk."""
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_diffpipe.callbacks import EncodingCache
+from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import Settings, build, quiet_trainer
+from tests.distributed.tiny import Data, TinyDiffusion
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Noisy(TinyDiffusion):
+    """A second frozen encoder that sees noise, like the locked half of a ControlNet."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.locked = torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def loss(self, batch):
+        image = batch["image"]
+        with torch.no_grad():
+            hint = self.locked((image + torch.randn_like(image)).transpose(1, 2)).transpose(1, 2)
+        return super().loss({**batch, "image": image}) * (1 + hint.square().mean())
+
+
+class Hooks(L.Callback):
+    def __init__(self):
+        self.losses, self.flips = [], False
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_class=TinyDiffusion):
+    """Losses of all batches, and what the cache found; without a folder no cache."""
+    from lightning_diffpipe import DiffPipeStrategy
+
+    hooks = Hooks()
+    cache = EncodingCache(folder, min_flops_per_byte=0.5) if folder else None
+    options = {"num_stages": world_size, "num_microbatches": 2, **(strategy_options or {})}
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=DiffPipeStrategy(seed=11, profile="flops", timeout_s=20, **options),
+        callbacks=[hooks, *([cache] if cache else [])],
+        max_epochs=epochs,
+    )
+    module = build(Settings(module_class=module_class))
+    trainer.fit(module, datamodule=Data(size=20, batch_size=8))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    if cache is None:
+        return hooks.losses, weights, {}, {}, {}
+    statistics = cache.memo.statistics
+    return hooks.losses, weights, statistics.found, statistics.made, cache.refused
+
+
+def test_one_process_reads_in_the_second_pass(tmp_path):
+    plain = fit_cached(0, None, 1, 3)
+    cached = fit_cached(0, tmp_path, 1, 3)
+    assert cached[0] == plain[0], "bit for bit"
+    for name, value in plain[1].items():
+        assert torch.equal(cached[1][name], value), name
+    _, _, found, made, refused = cached
+    assert made["encoder"] == 20
+    assert found["encoder"] == 40
+    assert "quicker" in refused["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("filling", ["none", "auto"])
+def test_two_ranks_share_a_folder(tmp_path, filling):
+    options = {"filling": filling}
+    plain = run_ranks(fit_cached, 2, None, 2, 3, options)
+    cached = run_ranks(fit_cached, 2, tmp_path, 2, 3, options)
+    again = run_ranks(fit_cached, 2, tmp_path, 2, 1, options)
+    for rank in range(2):
+        assert cached[rank][0] == plain[rank][0], "bit for bit"
+        for name, value in plain[rank][1].items():
+            assert torch.equal(cached[rank][1][name], value), name
+    found = sum(result[2]["encoder"] for result in cached)
+    made = sum(result[3]["encoder"] for result in cached)
+    assert made <= 32, "20 samples, and a few that ran in groups of another size first"
+    assert found >= 36
+    assert sum(result[3]["encoder"] for result in again) <= 4, (
+        "another run reads what this one made"
+    )
+    assert again[0][0] == plain[0][0][:3]
+
+
+@pytest.mark.slow
+def test_layers_that_see_noise_are_computed(tmp_path):
+    plain = fit_cached(0, None, 1, 2, None, Noisy)
+    losses, _, found, made, refused = fit_cached(0, tmp_path, 1, 2, None, Noisy)
+    assert losses == plain[0]
+    assert "noise" in refused["locked"]
+    assert found["encoder"] == made["encoder"] == 20
+
+
+@pytest.mark.slow
+def test_other_weights_are_other_entries(tmp_path):
+    fit_cached(0, tmp_path, 1, 1)
+    _, _, found, made, _ = fit_cached(0, tmp_path, 1, 1, None, OtherWeights)
+    assert (found["encoder"], made["encoder"]) == (0, 20)
+
+
+class OtherWeights(TinyDiffusion):
+    def __init__(self, **options):
+        super().__init__(**options)
+        with torch.no_grad():
+            self.encoder.first.weight.mul_(1.001)
+
+
+class Augmented(TinyDiffusion):
+    """Another crop of every sample in every pass, as random augmentation would make."""
+
+    def training_step(self, batch, batch_idx):
+        shift = 1e-3 * self.current_epoch
+        return super().training_step({**batch, "image": batch["image"] + shift}, batch_idx)
+
+
+@pytest.mark.slow
+def test_storing_ends_when_samples_never_come_back(tmp_path):
+    with pytest.warns(UserWarning, match="differ from pass to pass"):
+        _, _, found, made, _ = fit_cached(0, tmp_path, 1, 4, None, Augmented)
+    assert not found
+    assert made["encoder"] == 80
+    assert sum(1 for path in tmp_path.rglob("*") if path.is_file()) == 40, "two passes were stored"
+
+
+def test_without_a_pipeline_it_says_that_it_does_nothing(tmp_path):
+    trainer = quiet_trainer(devices=1, callbacks=[EncodingCache(tmp_path)], max_steps=1)
+    with pytest.warns(UserWarning, match="without strategy='diffpipe'"):
+        trainer.fit(build(Settings()), datamodule=Data(size=6))
+
+
+def test_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="max_bytes"):
+        EncodingCache(tmp_path, max_bytes=-1)
