@@ -1,0 +1,313 @@
+"""One call of the model on a band of rows, and what is remembered of it from step to step.
+
+`Track` follows one call of the model over the steps of a request: with guidance by two calls per step there are two
+tracks, each with its own buffers. `BandCall` is one call in one step: while the model's own forward runs on the
+band, it answers the functions that have a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_diffpipe.graph.interception import Site
+from lightning_diffpipe.sampling.distrifusion.bands import Bands
+from lightning_diffpipe.sampling.distrifusion.constants import Constants
+from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
+from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys
+from lightning_diffpipe.sampling.distrifusion.geometry import refuse
+from lightning_diffpipe.sampling.distrifusion.moments import (
+    GroupNormRule,
+    Moments,
+    corrected,
+    predicted,
+    stale,
+)
+from lightning_diffpipe.sampling.distrifusion.rules import RULES
+from lightning_diffpipe.sampling.links import TensorShape
+
+
+@dataclass
+class Track:
+    """One call of the model, followed over the steps.
+
+    Attributes:
+        facts: About the call.
+        bands: Of all ranks.
+        exchange: With the other bands.
+        group_norm: Rule in displaced steps.
+        constants: Linear layers of texts.
+        moments: Of all bands, by call of group norm and step.
+        fallbacks: Negative variances of the corrected rule, counted where they are.
+    """
+
+    facts: Facts
+    bands: Bands
+    exchange: Exchange
+    group_norm: GroupNormRule
+    constants: Constants
+    moments: dict[int, dict[int, Moments]] = field(default_factory=dict)
+    own_moments: dict[int, Moments] = field(default_factory=dict)
+    fallbacks: Tensor | int = 0
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a step may know of other bands.
+
+    Attributes:
+        index: From 0.
+        synchronous: Their data of this step.
+        alone: Nothing (naive patches).
+        last: No step follows.
+    """
+
+    index: int
+    synchronous: bool
+    alone: bool = False
+    last: bool = False
+
+
+class BandCall(TorchFunctionMode):
+    """Runs the model's forward on this rank's band.
+
+    Args:
+        track: Of this call.
+        step: What kind of step it is.
+    """
+
+    checkpointing = checkpointed = False
+
+    def __init__(self, track: Track, step: StepKind) -> None:
+        super().__init__()
+        self._track, self._step = track, step
+        self._bands = track.bands
+        self._num_calls = self._num_attentions = self._num_linears = 0
+        self._suspended = False
+        self.padded: Tensor | None = None
+        self.grid: tuple[int, int] | None = None
+        self.regridded = False
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the forward on the band; returns its results, with those of all bands put together.
+
+        Args:
+            forward: The model's own.
+            args: Whole.
+            kwargs: Whole.
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        facts, exchange = self._track.facts, self._track.exchange
+        self._whole = leaves[facts.sample]
+        self._band = leaves[facts.sample] = self._cut(self._whole, -2).contiguous()
+        for leaf, axis in facts.sliced.items():
+            leaves[leaf] = self._cut(leaves[leaf], axis)
+        band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
+        exchange.start_step(self._step.index, self._step.synchronous, self._step.last)
+        self._track.constants.start_step()
+        with self:
+            out = forward(*band_args, **band_kwargs)
+        exchange.stop_step()
+        results, tree = pytree.tree_flatten(out)
+        for i, axis in facts.outputs.items():
+            results[i] = self._all_bands(results[i].contiguous(), axis)
+        return pytree.tree_unflatten(results, tree)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answers by the rule, if there is one."""
+        kwargs = kwargs or {}
+        if self._suspended:
+            self._num_linears += func is F.linear
+            return func(*args, **kwargs)
+        refuse(func)
+        rule = RULES.get(func)
+        return func(*args, **kwargs) if rule is None else rule(self, *args, **kwargs)
+
+    # ------------------------------------------------------------ modules
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the call of a module: those that embed the latents embed all of them."""
+        axes = self._track.facts.embedders.get(site.name)
+        given = (*args, *kwargs.values())
+        if self._suspended or axes is None or not any(x is self._band for x in given):
+            return site.diffpipe_original(*args, **kwargs)
+        whole = {id(self._band): self._whole}
+        args = tuple(whole.get(id(x), x) for x in args)
+        kwargs = {name: whole.get(id(x), x) for name, x in kwargs.items()}
+        self._suspended = True
+        try:
+            out = site.diffpipe_original(*args, **kwargs)
+        finally:
+            self._suspended = False
+        leaves, tree = pytree.tree_flatten(out)
+        for i, axis in axes.items():
+            self._set_grid(leaves[i], axis)
+            leaves[i] = self._cut(leaves[i], axis).contiguous()
+        return pytree.tree_unflatten(leaves, tree)
+
+    def checkpoints_layers(self) -> bool:
+        """Nothing is checkpointed while sampling."""
+        return False
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Passes on."""
+        return original(*args, **kwargs)
+
+    def _set_grid(self, tokens: Tensor, axis: int) -> None:
+        rows, rest = divmod(self._bands.num_rows, self._track.facts.unit)
+        if tokens.ndim == 3 and not rest and tokens.shape[axis] % rows == 0:
+            self.grid = self._bands.part_of(rows)[1], tokens.shape[axis] // rows
+
+    # ------------------------------------------------------------ what rules ask for
+
+    def with_halo(self, x: Tensor, above: int, below: int) -> Tensor:
+        """The band with rows of its neighbours, or zeros outside the picture, around it.
+
+        Args:
+            x: `(B, C, rows, W)`.
+            above: Rows wanted above.
+            below: Rows wanted below.
+        """
+        rows, bands = x.shape[-2], self._bands
+        if above == below == 0:
+            return x
+        if x is self._band:  # every rank has the whole latents
+            whole = F.pad(self._whole, (0, 0, above, below))
+            return whole.narrow(-2, bands.start, above + rows + below)
+        edges = {bands.rank - 1: above, bands.rank + 1: below}
+        shapes = {
+            peer: TensorShape((*x.shape[:-2], n, x.shape[-1]), x.dtype) for peer, n in edges.items()
+        }
+        got: dict[int, Tensor] | None = None
+        if not self._step.alone:
+            there = [peer for peer in edges if 0 <= peer < bands.num_bands]
+            # The upper neighbour reads `below` rows of this band, the lower one `above` rows.
+            mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
+            got = self._track.exchange.swap(
+                "halo",
+                self._count(),
+                {peer: _private(mine[peer]) for peer in there if mine[peer].numel()},
+                {peer: shapes[peer] for peer in there if edges[peer]},
+                TensorShape.of(x),
+            )
+        parts = [(got or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in edges]
+        return torch.cat([parts[0], x, parts[1]], -2)
+
+    def next_keys(self) -> JointKeys | None:
+        """Where the image is among the keys of this attention; None if it may stay as it is."""
+        keys = self._track.facts.keys[self._num_attentions]
+        self._num_attentions += 1
+        return None if self._step.alone else keys
+
+    def with_all_bands(self, key: Tensor, value: Tensor, joint: JointKeys) -> tuple[Tensor, Tensor]:
+        """Keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
+        size = key.shape[-2] - joint.before - joint.after
+        both = torch.stack([key, value])
+        before, mine, after = both.split([joint.before, size, joint.after], -2)
+        mine = _private(mine)
+        others = self._track.exchange.swap(
+            "key_value",
+            self._count(),
+            dict.fromkeys(self._bands.peers, mine),
+            self._shapes(mine, -2),
+            TensorShape.of(mine),
+        )
+        if others is None:
+            return key, value
+        key, value = torch.cat([before, *self._in_order(mine, others), after], -2).unbind(0)
+        return key, value
+
+    def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
+        """Moments of the whole picture, as the rule has it; None if the band is all it may know."""
+        track, step = self._track, self._step
+        rule = "synchronous" if step.synchronous else track.group_norm
+        call = (
+            self._count()
+        )  # in every kind of step, so that positions of later calls stay the same
+        if step.alone or rule == "separate":
+            return None
+        now = Moments.of(x, num_groups)
+        mine = now.packed(torch.promote_types(x.dtype, torch.float32))
+        others = track.exchange.swap(
+            "statistics",
+            call,
+            dict.fromkeys(self._bands.peers, mine),
+            dict.fromkeys(self._bands.peers, TensorShape.of(mine)),
+            TensorShape.of(x),
+            fresh=track.group_norm == "synchronous",
+        )
+        own, track.own_moments[call] = track.own_moments.get(call), now
+        if others is None:
+            return None
+        received = Moments.unpacked(self._in_order(mine, others))
+        if rule == "synchronous":
+            track.moments[call] = _latest(track.moments.get(call), step.index, received)
+            return received.combined(self._bands.shares)
+        assert own is not None
+        before = received.with_band(self._bands.rank, own)
+        known = _latest(track.moments.get(call), step.index - 1, before)
+        track.moments[call] = known
+        return self._whole_moments(before, known.get(step.index - 2), now)
+
+    def _whole_moments(self, before: Moments, earlier: Moments | None, now: Moments) -> Moments:
+        band, shares = self._bands.rank, self._bands.shares
+        if self._track.group_norm == "predicted":
+            return predicted(before, earlier, now, band, shares)
+        if self._track.group_norm == "corrected":
+            moments, fallbacks = corrected(before, now, band, shares)
+            self._track.fallbacks = self._track.fallbacks + fallbacks  # read on the host at the end
+            return moments
+        return stale(before, now, band, shares)
+
+    def constant(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """What a linear layer returns, remembered if its input is a text that stays the same."""
+        self._num_linears += 1
+        return self._track.constants.get(self._num_linears - 1, x, compute)
+
+    # ------------------------------------------------------------ helpers
+
+    def _count(self) -> int:
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def _cut(self, x: Tensor, axis: int) -> Tensor:
+        return x.narrow(axis, *self._bands.part_of(x.shape[axis]))
+
+    def _shapes(self, mine: Tensor, axis: int) -> dict[int, TensorShape]:
+        """Shapes of the same on other bands."""
+        shapes = {}
+        for peer in self._bands.peers:
+            sizes = list(mine.shape)
+            sizes[axis] = self._bands.resized(sizes[axis], peer)
+            shapes[peer] = TensorShape(tuple(sizes), mine.dtype)
+        return shapes
+
+    def _in_order(self, mine: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
+        ranks = range(self._bands.num_bands)
+        return [mine if rank == self._bands.rank else others[rank] for rank in ranks]
+
+    def _all_bands(self, mine: Tensor, axis: int) -> Tensor:
+        shapes = self._shapes(mine, axis) | {self._bands.rank: TensorShape.of(mine)}
+        ordered = [shapes[rank] for rank in range(self._bands.num_bands)]
+        return torch.cat(self._track.exchange.gather(mine, ordered), axis)
+
+
+def _private(x: Tensor) -> Tensor:
+    """A dense copy: it is sent later, and the model may write into what it has."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _latest(known: dict[int, Moments] | None, step: int, moments: Moments) -> dict[int, Moments]:
+    """What is known, with one more step, of the last two steps."""
+    return {s: m for s, m in (known or {}).items() if s >= step - 1} | {step: moments}

@@ -1,0 +1,210 @@
+"""What bands tell each other, in this step or for the next one.
+
+Operators that see beyond the band are *calls*, identified by their position in the forward, so that shared
+weights and functional calls need no names. A call hands in its own fresh data and gets those of other bands:
+
+    synchronous step     one message for each call and peer, waited for at once
+    displaced step       data of the step before, which arrived long ago; the own ones travel meanwhile
+
+                 call     0   1   2   3      0   1   2   3      0   1   2   3
+    synchronous, then     <>  <>  <>  <>     o   o   o   o      o   o   o   o       <>  exchange now
+    two displaced steps                       '---|   '---|                         |   one message for a range
+                                              read one step later
+
+In displaced steps a message carries a *range*: consecutive calls of one kind, as many as `calls_per_message`.
+The first pass through the model yields all calls and their shapes; offsets into messages follow from them.
+The last step sends nothing. Data carry the step they were made in, and reading any but the step before raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.sampling.links import (
+    Incoming,
+    Links,
+    MessageKind,
+    TensorShape,
+    start_all_gather,
+)
+from lightning_diffpipe.sampling.statistics import Stopwatch
+
+Shapes = Mapping[int, TensorShape]
+
+
+@dataclass
+class _Stale:
+    """Data of one call, made at `step`: tensors, or parts of messages under way."""
+
+    step: int
+    tensors: dict[int, Tensor]
+    parts: dict[int, tuple[_Message, int, TensorShape]] = field(default_factory=dict)
+
+    def read(self) -> dict[int, Tensor]:
+        for peer, (message, offset, shape) in self.parts.items():
+            flat = message.wait().narrow(0, offset, torch.Size(shape.shape).numel())
+            self.tensors[peer] = flat.view(shape.shape)
+        self.parts = {}
+        return self.tensors
+
+
+class _Message:
+    """A range under way from one peer; waited for once, read by all its calls."""
+
+    def __init__(self, incoming: Incoming, stopwatch: Stopwatch) -> None:
+        self._incoming: Incoming | None = incoming
+        self._stopwatch = stopwatch
+        self._tensor: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._incoming is not None:
+            with self._stopwatch.waiting():
+                self._tensor, self._incoming = self._incoming.wait(), None
+        assert self._tensor is not None
+        return self._tensor
+
+
+@dataclass
+class _Range:
+    """Consecutive calls of one kind and dtype that will share a message to each peer."""
+
+    num_calls: int = 0
+    outgoing: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    expected: dict[int, list[tuple[_Stale, TensorShape]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+class Exchange:
+    """All exchanges of one call of the model in a denoising step, over the steps of one request.
+
+    Args:
+        links: To the ranks of the other bands.
+        calls_per_message: Calls of one kind whose data share a message in displaced steps.
+        stopwatch: Told of all waiting.
+    """
+
+    def __init__(self, links: Links, calls_per_message: int, stopwatch: Stopwatch) -> None:
+        self._links, self._calls_per_message = links, calls_per_message
+        self._stopwatch = stopwatch
+        self._stale: dict[int, _Stale] = {}
+        self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
+        self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
+        self._step, self._synchronous, self._last = -1, True, False
+
+    def start_step(self, step: int, synchronous: bool, last: bool) -> None:
+        """From now on calls belong to this step.
+
+        Args:
+            step: From 0.
+            synchronous: Calls wait for the data of this step.
+            last: No step follows, so nothing is sent for it.
+        """
+        self._step, self._synchronous, self._last = step, synchronous, last
+
+    def swap(
+        self,
+        kind: MessageKind,
+        call: int,
+        outgoing: Mapping[int, Tensor],
+        expected: Shapes,
+        own: TensorShape,
+        fresh: bool = False,
+    ) -> dict[int, Tensor] | None:
+        """Hands in what other bands need, and gets what they handed in.
+
+        Args:
+            kind: What it is.
+            call: Position of the operator in the forward.
+            outgoing: By receiver.
+            expected: By sender.
+            own: Shape of the operator's input on this band, which must not change.
+            fresh: Exchange the data of this step, whatever kind of step it is.
+
+        Returns:
+            By sender, of this step or of the step before; None in a displaced first step, which has none.
+
+        Raises:
+            GraphError: The forward took another course than in the first step.
+        """
+        self._check(kind, call, own)
+        if fresh or self._synchronous:
+            received = self._now(kind, outgoing, expected)
+            if not fresh and not self._last:
+                self._stale[call] = _Stale(self._step, received)
+            return received
+        before = self._stale.pop(call, None)
+        if not self._last:
+            self._stale[call] = self._later(kind, outgoing, expected)
+        if before is None and self._step > 0:
+            raise GraphError(
+                f"call {call} ({kind}) of step {self._step} has no data of the step before"
+            )
+        if before is not None and before.step != self._step - 1:
+            raise GraphError(
+                f"call {call} ({kind}) of step {self._step} would read step {before.step}"
+            )
+        return None if before is None else before.read()
+
+    def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
+        """Predictions of all bands, in order, now."""
+        wait = start_all_gather(self._links, mine, shapes, "prediction")
+        with self._stopwatch.waiting():
+            return wait()
+
+    def stop_step(self) -> None:
+        """Sends what has not filled a message."""
+        for kind, dtype in list(self._ranges):
+            self._send(kind, dtype)
+
+    def _check(self, kind: MessageKind, call: int, own: TensorShape) -> None:
+        signature = (kind, own)
+        first = self._signatures.setdefault(call, signature)
+        if first != signature:
+            raise GraphError(
+                f"call {call} of the model was {first[0]} of {tuple(first[1].shape)} in the first step, but "
+                f"is {kind} of {tuple(own.shape)} in step {self._step}: bands need the same course of the "
+                "forward in every step; use mode='synchronous'"
+            )
+
+    def _now(
+        self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes
+    ) -> dict[int, Tensor]:
+        incoming = {
+            peer: self._links.receive(shape, peer, kind) for peer, shape in expected.items()
+        }
+        for peer, tensor in outgoing.items():
+            self._links.send(tensor, peer, kind)
+        with self._stopwatch.waiting():
+            return {peer: posted.wait() for peer, posted in incoming.items()}
+
+    def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> _Stale:
+        stale = _Stale(self._step, {})
+        dtype = next(x.dtype for x in (*outgoing.values(), *expected.values()))
+        group = self._ranges.setdefault((kind, dtype), _Range())
+        for peer, tensor in outgoing.items():
+            group.outgoing[peer].append(tensor.reshape(-1))
+        for peer, shape in expected.items():
+            group.expected[peer].append((stale, shape))
+        group.num_calls += 1
+        if group.num_calls == self._calls_per_message:
+            self._send(kind, dtype)
+        return stale
+
+    def _send(self, kind: MessageKind, dtype: torch.dtype) -> None:
+        """Sends a range, and posts the receives of the same range of the others."""
+        group = self._ranges.pop((kind, dtype))
+        for peer, calls in group.expected.items():
+            sizes = [torch.Size(shape.shape).numel() for _, shape in calls]
+            incoming = self._links.receive(TensorShape((sum(sizes),), dtype), peer, kind)
+            message = _Message(incoming, self._stopwatch)
+            for i, (stale, shape) in enumerate(calls):
+                stale.parts[peer] = (message, sum(sizes[:i]), shape)
+        for peer, tensors in group.outgoing.items():
+            self._links.send(torch.cat(tensors), peer, kind)

@@ -1,0 +1,181 @@
+"""Group norm over bands: mean and variance of the whole picture from those of the bands.
+
+With biased variances the law of total variance is a sum of positive terms, so nothing cancels, and no rule
+that first estimates the moments of each band can give a negative variance:
+
+    mean = sum_j share_j mean_j        variance = sum_j share_j (variance_j + (mean_j - mean)^2)
+
+What a displaced step knows: its own band now, and every band one and two steps ago. The rules differ in what
+they make of the other bands j, seen from band i; d is a change from one step to the next:
+
+    synchronous   wait for their moments of now                          exact
+    stale         as they were one step ago
+    separate      ignore them: the picture is this band
+    corrected     the whole picture changed as much as this band       moments(t-1) + d_i(t)
+    predicted     they go on changing as they did, at the pace at      moments_j(t-1) + g d_j(t-1)
+                  which this band goes on                              g = <d_i(t), d_i(t-1)> / |d_i(t-1)|^2
+
+"Corrected" adds the change of one band to the moments of all: with many bands the error of a wrong guess grows, and
+its variance, a difference, can be negative (it is then replaced by the band's own, as in the original). "Predicted"
+needs no guess across bands: along the path of a sampler statistics move smoothly in time. Means are predicted,
+and logarithms of variances, so that these stay positive; g is one number for each sample and layer, pooled over
+groups, so that a group that hardly moved decides nothing, and within [0, 1.5]; variances change by no more
+than a factor of two. Without two steps of history "predicted" is "stale".
+
+Source:
+    DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481, section 4.3: the corrected rule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GroupNormRule = Literal["predicted", "corrected", "stale", "separate", "synchronous"]
+
+_TINY = 1e-12
+_LARGEST_PACE = 1.5
+_LARGEST_LOG_CHANGE = 0.7
+
+
+@dataclass
+class Moments:
+    """Biased variance and mean, `(samples, groups)` or `(bands, samples, groups)`, in float64."""
+
+    variance: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, num_groups: int) -> Moments:
+        """Of one band, computed in at least float32.
+
+        Args:
+            x: `(samples, channels, ...)`.
+            num_groups: Channels are normalised in so many groups.
+        """
+        flat = _grouped(x, num_groups)
+        variance, mean = torch.var_mean(flat, -1, correction=0)
+        return cls(variance.double(), mean.double())
+
+    def packed(self, dtype: torch.dtype) -> Tensor:
+        """As one tensor that can be sent, `(2, ...)`."""
+        return torch.stack([self.variance, self.mean]).to(dtype)
+
+    @classmethod
+    def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
+        """Of all bands, from what they sent."""
+        stacked = torch.stack([tensor.double() for tensor in tensors])
+        return cls(stacked[:, 0], stacked[:, 1])
+
+    def combined(self, shares: Sequence[float]) -> Moments:
+        """Of the whole picture, from those of the bands.
+
+        Args:
+            shares: What each band is of it.
+        """
+        share = self.mean.new_tensor(shares)[:, None, None]
+        mean = (share * self.mean).sum(0)
+        return Moments((share * (self.variance + (self.mean - mean) ** 2)).sum(0), mean)
+
+    def with_band(self, band: int, own: Moments) -> Moments:
+        """A copy with other moments for one band."""
+        variance, mean = self.variance.clone(), self.mean.clone()
+        variance[band], mean[band] = own.variance, own.mean
+        return Moments(variance, mean)
+
+    def band(self, band: int) -> Moments:
+        """Of one band."""
+        return Moments(self.variance[band], self.mean[band])
+
+
+def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> Moments:
+    """Other bands are as they were.
+
+    Args:
+        before: Of all bands, one step ago.
+        now: Of this band.
+        band: Which it is.
+        shares: Of all bands.
+
+    Returns:
+        Moments of the whole picture.
+    """
+    return before.with_band(band, now).combined(shares)
+
+
+def corrected(
+    before: Moments, now: Moments, band: int, shares: Sequence[float]
+) -> tuple[Moments, Tensor]:
+    """The whole picture has changed as much as this band did.
+
+    Returns:
+        Its moments, and how often the variance was negative and the band's own was taken.
+    """
+    whole, own = before.combined(shares), before.band(band)
+    square = whole.variance + whole.mean**2
+    square = square + (now.variance + now.mean**2) - (own.variance + own.mean**2)
+    mean = whole.mean + now.mean - own.mean
+    variance = square - mean**2
+    negative = variance < 0
+    return Moments(torch.where(negative, now.variance, variance), mean), negative.sum()
+
+
+def predicted(
+    before: Moments, earlier: Moments | None, now: Moments, band: int, shares: Sequence[float]
+) -> Moments:
+    """Other bands go on changing, at the pace at which this band goes on.
+
+    Args:
+        before: Of all bands, one step ago.
+        earlier: Of all bands, two steps ago; None if there was no such step.
+        now: Of this band.
+        band: Which it is.
+        shares: Of all bands.
+
+    Returns:
+        Moments of the whole picture.
+    """
+    if earlier is None:
+        return stale(before, now, band, shares)
+    mean = before.mean + _continued(now.mean, before.mean, earlier.mean, band)
+    logs = [(m.variance + _TINY).log() for m in (now, before, earlier)]
+    change = _continued(*logs, band).clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
+    return stale(Moments(before.variance * change.exp(), mean), now, band, shares)
+
+
+def _continued(now: Tensor, before: Tensor, earlier: Tensor, band: int) -> Tensor:
+    """Next change of all bands: their last one, times the pace of this band."""
+    last = before - earlier
+    own, own_last = now - before[band], last[band]
+    pace = (own * own_last).sum(-1, keepdim=True)
+    pace = pace / own_last.square().sum(-1, keepdim=True).clamp_min(_TINY)
+    return pace.clamp(0.0, _LARGEST_PACE) * last
+
+
+def normalised(
+    x: Tensor,
+    num_groups: int,
+    moments: Moments,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Group norm with given moments, computed in at least float32."""
+    flat = _grouped(x, num_groups)
+    scale = torch.rsqrt(moments.variance + eps).to(flat.dtype)
+    flat = (flat - moments.mean.to(flat.dtype)[..., None]) * scale[..., None]
+    out, shape = flat.reshape(x.shape), (1, -1) + (1,) * (x.ndim - 2)
+    if weight is not None:
+        out = out * weight.to(flat.dtype).reshape(shape)
+    if bias is not None:
+        out = out + bias.to(flat.dtype).reshape(shape)
+    return out.to(x.dtype)
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide).reshape(x.shape[0], num_groups, -1)

@@ -1,0 +1,209 @@
+r"""DistriFusion: every rank denoises its band of rows, and sees the others as they were one step ago.
+
+    step         0           1           2           3
+    rank 0   [ band 0 ]  [ band 0 ]  [ band 0 ]  [ band 0 ]
+                  X           \          \           \         X: activations exchanged inside the step
+    rank 1   [ band 1 ]  [ band 1 ]  [ band 1 ]  [ band 1 ]     \: sent during one step, read in the next
+             synchronous  displaced   displaced   displaced
+
+The model's own forward runs on the band; operators that see beyond it are intercepted (`rules.py`). Neighbouring
+steps of a sampler differ little, so stale activations cost little quality, and their transport hides behind
+a whole step of computation. Predictions are put together at the end of each step, and every rank steps the
+scheduler on the whole latents.
+
+Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
+`warmup_steps` counts synchronous steps at the start. With none, the first step sees no other band at all.
+
+Source:
+    DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind
+from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
+from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
+from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
+from lightning_diffpipe.sampling.links import Links
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+
+Mode = Literal["displaced", "synchronous", "naive"]
+
+
+class DistriFusion:
+    """Samples on bands of rows, one for each rank.
+
+    Args:
+        model: The U-Net or transformer, with all weights on every rank.
+        links: To the other ranks.
+        mode: "displaced", "synchronous" or "naive".
+        warmup_steps: Synchronous steps at the start, or "auto": until two neighbouring predictions differ by
+            less than `settled`.
+        group_norm: What displaced steps make of other bands' statistics; see `moments.py`.
+        calls_per_message: Operators of one kind whose data share a message in displaced steps.
+        settled: Relative change of the prediction that ends the automatic warm-up.
+        verify: Compare the first call of each kind with a plain one.
+
+    Example:
+        >>> latents = DistriFusion(unet, links, warmup_steps=4).sample(request)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links,
+        mode: Mode = "displaced",
+        warmup_steps: int | Literal["auto"] = 4,
+        group_norm: GroupNormRule = "predicted",
+        calls_per_message: int = 16,
+        settled: float = 0.1,
+        verify: bool = True,
+    ) -> None:
+        _check("mode", mode, get_args(Mode))
+        _check("group_norm", group_norm, get_args(GroupNormRule))
+        if warmup_steps != "auto" and warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={warmup_steps}; choose 0 or more, or 'auto'")
+        if calls_per_message < 1:
+            raise ConfigurationError(f"calls_per_message={calls_per_message}; choose 1 or more")
+        self.model, self.links, self.mode = model, links, mode
+        self.warmup_steps, self.settled = warmup_steps, settled
+        self.statistics = SamplingStatistics()
+        self.num_fallbacks = 0
+        self.num_synchronous = 0
+        self._tracks = Tracks(links, group_norm, calls_per_message, verify)
+
+    @torch.inference_mode()
+    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+        """Runs one request; see `Sampler.sample`.
+
+        Raises:
+            GraphError: The model mixes rows in a way bands have no rule for.
+            ConfigurationError: The rows do not divide, or do not suffice for so many ranks.
+            PipelineTimeoutError: A rank stopped, or did not answer in time.
+        """
+        self.statistics = SamplingStatistics()
+        stopwatch = Stopwatch(self.statistics, self.links.rank)
+        self._tracks.start_request(stopwatch)
+        before = self.links.traffic.copy()
+        with intercepted(self.model) as interception:
+            try:
+                latents = _Loop(self, request, interception, stopwatch).run(on_step)
+                self.links.finish()
+            finally:
+                self.num_fallbacks = self._tracks.stop_request()
+        stopwatch.stop()
+        self.statistics.traffic = self.links.traffic.since(before)
+        return latents
+
+
+class _Loop:
+    """The denoising loop of one request."""
+
+    checkpointing = checkpointed = False
+
+    def __init__(
+        self,
+        sampler: DistriFusion,
+        request: Request,
+        interception: Interception,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._sampler, self._request = sampler, request
+        self._tracks, self._links = sampler._tracks, sampler.links
+        self._interception, self._stopwatch = interception, stopwatch
+        self._settled = False
+        self._num_calls = 0
+
+    def run(self, on_step: Callable[[int], None] | None) -> Tensor:
+        """All steps, with a scheduler of its own, on whole latents."""
+        request, rank = self._request, self._links.rank
+        scheduler, latents = copy.deepcopy(request.scheduler), request.latents
+        before: Tensor | None = None
+        self._sampler.num_synchronous = 0
+        for index, timestep in enumerate(request.timesteps):
+            self._step = self._kind_of(index)
+            self._sampler.num_synchronous += self._step.synchronous
+            with self._stopwatch.working(ForwardNoGrad(rank, index)):
+                inputs = latents
+                if request.scale_input:
+                    inputs = scheduler.scale_model_input(latents, timestep)
+                prediction = self._denoise(inputs, timestep)
+                stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
+                latents = stepped.prev_sample
+            self._watch_change(prediction, before)
+            before = prediction
+            self._stopwatch.step_done()
+            if on_step is not None:
+                on_step(index)
+        return latents
+
+    def _kind_of(self, index: int) -> StepKind:
+        sampler = self._sampler
+        warm = not self._settled if sampler.warmup_steps == "auto" else index < sampler.warmup_steps
+        return StepKind(
+            index,
+            synchronous=warm or sampler.mode == "synchronous",
+            alone=sampler.mode == "naive" and not warm,
+            last=index == self._request.num_steps - 1,
+        )
+
+    def _denoise(self, inputs: Tensor, timestep: Tensor) -> Tensor:
+        self._num_calls = 0
+        with self._interception.running(self):
+            prediction = self._request.denoise(inputs, timestep)
+        self._tracks.check_number_of_calls(self._num_calls, self._step.index)
+        return prediction
+
+    def _watch_change(self, prediction: Tensor, before: Tensor | None) -> None:
+        """Ends the automatic warm-up on all ranks together."""
+        sampler = self._sampler
+        if sampler.warmup_steps != "auto" or self._settled or before is None:
+            return
+
+        def is_settled() -> bool:
+            change = (prediction - before).norm() / prediction.norm().clamp_min(1e-30)
+            return float(change) < sampler.settled
+
+        self._settled = self._links.broadcast_object(is_settled)
+
+    # ------------------------------------------------------------ calls of the model
+
+    def call(self, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers a call of the model: runs it on the band, and returns the whole prediction."""
+        forward = site.diffpipe_original
+        if site.name != MODEL or self._links.num_ranks == 1:
+            return forward(*args, **kwargs)
+        track = self._tracks.get(
+            self._num_calls, self._interception, forward, args, kwargs, self._request.latents
+        )
+        self._num_calls += 1
+        band_call = BandCall(track, self._step)
+        with (
+            self._interception.also_watching(set(track.facts.embedders)),
+            self._interception.running(band_call),
+        ):
+            return band_call.run(forward, args, kwargs)
+
+    def checkpoints_layers(self) -> bool:
+        """Nothing is checkpointed while sampling."""
+        return False
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Passes on."""
+        return original(*args, **kwargs)
+
+
+def _check(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{option}={value!r}; choose one of {', '.join(allowed)}")
