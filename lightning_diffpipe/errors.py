@@ -7,7 +7,8 @@
     ├── ScheduleError          (ValueError)    programs that break a law: deadlock, missing message
     ├── PlanError              (ValueError)    a plan that is malformed or made for something else
     ├── GraphError             (ValueError)    a callable that cannot be cut into layers
-    │   └── ForeignLayerError                  a layer of another stage was called outside a step
+    │   ├── ForeignLayerError                  a layer of another stage was called outside a step
+    │   └── LayoutError                        a denoiser that cannot be run on a part of its tokens
     ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
     ├── BoundaryError                          a value crossing a stage boundary is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
@@ -47,6 +48,10 @@ class GraphError(DiffPipeError, ValueError):
 
 class ForeignLayerError(GraphError):
     """A layer whose parameters live on another rank was called outside a pipeline step."""
+
+
+class LayoutError(GraphError):
+    """A denoiser cannot be run on a part of its tokens, or behaved differently from its probe."""
 
 
 class CheckpointError(DiffPipeError, ValueError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.planning.timeline import Span
 
 
@@ -22,16 +26,18 @@ class Traffic:
     bytes_received: Counter[str] = field(default_factory=Counter)
     messages_sent: Counter[str] = field(default_factory=Counter)
 
-    def clear(self) -> None:
-        """Starts counting from zero."""
-        self.bytes_sent.clear()
-        self.bytes_received.clear()
-        self.messages_sent.clear()
-
     def copy(self) -> Traffic:
         """A snapshot."""
         return Traffic(
             Counter(self.bytes_sent), Counter(self.bytes_received), Counter(self.messages_sent)
+        )
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was counted after a snapshot."""
+        return Traffic(
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_received - before.bytes_received,
+            self.messages_sent - before.messages_sent,
         )
 
 
@@ -42,7 +48,8 @@ class SamplingStatistics:
     Attributes:
         traffic: What this rank sent and received.
         step_s: Seconds from the end of one denoising step to the end of the next, on this rank.
-        spans: What this rank did when, from the start of the request; waiting is not a span.
+        spans: What this rank did when, in seconds from the start of the request; waiting is not a span.
+            On an accelerator these are the times at which work was handed to it.
         total_s: Seconds of the whole request.
     """
 
@@ -50,3 +57,53 @@ class SamplingStatistics:
     step_s: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     total_s: float = 0.0
+
+
+class Stopwatch:
+    """Writes spans and steps of one request on one rank.
+
+    Args:
+        statistics: Where to.
+        rank: Whose spans they are.
+    """
+
+    def __init__(self, statistics: SamplingStatistics, rank: int) -> None:
+        self._statistics, self._rank = statistics, rank
+        self._origin_s = self._step_start_s = time.perf_counter()
+        self._instruction: Instruction | None = None
+        self._start_s = 0.0
+
+    @contextlib.contextmanager
+    def working(self, instruction: Instruction) -> Iterator[None]:
+        """Everything inside is work on this instruction, unless it is waiting."""
+        self._instruction, self._start_s = instruction, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._note()
+            self._instruction = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Everything inside is waiting."""
+        self._note()
+        try:
+            yield
+        finally:
+            self._start_s = time.perf_counter()
+
+    def step_done(self) -> None:
+        """A denoising step ends here."""
+        now = time.perf_counter()
+        self._statistics.step_s.append(now - self._step_start_s)
+        self._step_start_s = now
+
+    def stop(self) -> None:
+        """The request ends here."""
+        self._statistics.total_s = time.perf_counter() - self._origin_s
+
+    def _note(self) -> None:
+        if self._instruction is None:
+            return
+        start, stop = self._start_s - self._origin_s, time.perf_counter() - self._origin_s
+        self._statistics.spans.append(Span(self._rank, self._instruction, start, stop))

@@ -1,0 +1,245 @@
+"""What PipeFusion costs: turns, bytes, messages and seconds of one request, as pure arithmetic.
+
+A *turn* is one run of the model on one part of its tokens: all of them in a synchronous step, one patch in
+every other. Synchronous steps may be cut into microbatches of samples, so that ranks overlap in them, too. With
+guidance by two calls of the model per step, each turn passes through the ranks twice (two *visits*).
+
+    rank 0 | P0  . P1 P2 P3 P4 P5 P6  .       W = 1 synchronous step, S - W = 3 steps of M = 2 patches,
+    rank 1 |  . P0  . P1 P2 P3 P4 P5 P6       N = 2 ranks; a patch takes half of what all tokens take
+
+Symbols: S steps, W of them synchronous, M patches, N ranks, G visits, n microbatches of a synchronous step.
+
+Source:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.planning.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One run of the model on one part.
+
+    Attributes:
+        index: Among all turns of the request; "microbatch" of its spans.
+        step: Denoising step.
+        patch: Which; None in a synchronous step.
+        microbatch: `(k, n)`: the k-th of n equal shares of the samples.
+        is_first: First of its step.
+        is_last: Last of its step.
+    """
+
+    index: int
+    step: int
+    patch: int | None
+    microbatch: tuple[int, int]
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PipeFusionPlan:
+    """One request on paper.
+
+    Attributes:
+        num_steps: S.
+        warmup_steps: W, synchronous; all steps are if there is one patch only.
+        num_patches: M.
+        num_ranks: N.
+        num_visits: G, calls of the model in one step.
+        warmup_microbatches: n.
+
+    Example:
+        >>> plan = PipeFusionPlan(num_steps=20, warmup_steps=1, num_patches=8, num_ranks=8)
+        >>> round(plan.speed_up(), 2)
+        5.74
+    """
+
+    num_steps: int
+    warmup_steps: int
+    num_patches: int
+    num_ranks: int
+    num_visits: int = 1
+    warmup_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        small = min(self.num_steps, self.num_patches, self.num_ranks, self.num_visits)
+        if small < 1 or self.warmup_steps < 0 or self.warmup_microbatches < 1:
+            raise ConfigurationError(
+                "PipeFusion needs at least one step, patch, rank and visit, and no negative number of "
+                f"warm-up steps; got {self}"
+            )
+
+    @property
+    def num_synchronous(self) -> int:
+        """Steps that compute all tokens at once."""
+        if self.num_patches == 1:
+            return self.num_steps
+        return min(self.warmup_steps, self.num_steps)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns, in order, the same on every rank."""
+        out: list[Turn] = []
+        for step in range(self.num_steps):
+            n = self.warmup_microbatches
+            parts: list[tuple[int | None, tuple[int, int]]]
+            if step < self.num_synchronous:
+                parts = [(None, (k, n)) for k in range(n)]
+            else:
+                parts = [(m, (0, 1)) for m in range(self.num_patches)]
+            for i, (patch, share) in enumerate(parts):
+                first, last = i == 0, i == len(parts) - 1
+                out.append(Turn(len(out), step, patch, share, first, last))
+        return tuple(out)
+
+    # --- bytes and messages, of all ranks together --------------------------------------------------
+
+    def bytes_sent(self, cut_bytes: Sequence[int], latent_bytes: int) -> dict[str, int]:
+        """Payload on the wire by kind, independent of M and W.
+
+        Args:
+            cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step: `e B p h`
+                with cross-attention, `e B (p + T) h` with text tokens in joint attention, more where
+                long skips cross. All visits together.
+            latent_bytes: Of the full latents.
+        """
+        if self.num_ranks == 1:
+            return {}
+        return {
+            "hidden": self.num_steps * sum(cut_bytes),
+            "latents": (self.num_steps - 1) * latent_bytes,
+            "result": (self.num_ranks - 1) * latent_bytes,
+        }
+
+    def messages_sent(self, messages_per_call: Sequence[int]) -> dict[str, int]:
+        """Messages on the wire by kind.
+
+        Args:
+            messages_per_call: For each cut, messages across it in one turn: G, unless nothing crosses.
+        """
+        if self.num_ranks == 1:
+            return {}
+        synchronous, patched = self.num_synchronous, self.num_steps - self.num_synchronous
+        turns = synchronous * self.warmup_microbatches + patched * self.num_patches
+        back = synchronous + patched * self.num_patches
+        return {
+            "hidden": turns * sum(messages_per_call),
+            "latents": back - (self.num_patches if patched else 1),
+            "result": self.num_ranks - 1,
+        }
+
+    # --- time ---------------------------------------------------------------------------------------
+
+    def seconds(self, synchronous_s: float, patch_s: float) -> float:
+        """Time of a request with equal stages and free links.
+
+        Args:
+            synchronous_s: One stage on all tokens of all samples, all visits together.
+            patch_s: One stage on one patch, all visits together.
+
+        Returns:
+            `W (n G + N - 1) / (n G)` stages on all tokens, since each of these steps waits for the one
+            before it; then `S - W` steps of M patches, or of the time a patch takes through all ranks if
+            that is longer, and the time until the last patch has left the last rank.
+        """
+        lag = (self.num_ranks - 1) / self.num_visits
+        shares = self.num_visits * self.warmup_microbatches
+        waves = (shares + self.num_ranks - 1) / shares
+        total = self.num_synchronous * waves * synchronous_s
+        patched = self.num_steps - self.num_synchronous
+        if patched:
+            period = max(self.num_patches, 1 + lag)
+            total += ((patched - 1) * period + self.num_patches + lag) * patch_s
+        return total
+
+    def speed_up(self) -> float:
+        """Over one rank, with equal stages and free links: `S N / (W N + S - W + (N - 1) / M)`.
+
+        That is for n = G = 1 and M >= N.
+        """
+        stage = 1 / self.num_ranks
+        return self.num_steps / self.seconds(stage, stage / self.num_patches)
+
+    def timeline(
+        self,
+        synchronous_s: Sequence[float],
+        patch_s: Sequence[float],
+        *,
+        link: Link | None = None,
+        cut_bytes: Sequence[int] = (),
+        latent_bytes: int = 0,
+    ) -> Timeline:
+        """The planned timeline, for stages and links as they are.
+
+        Args:
+            synchronous_s: For each rank, its stage on all tokens of all samples, all visits together.
+            patch_s: For each rank, its stage on one patch, all visits together.
+            link: Between consecutive ranks, and from the last to the first; free if None.
+            cut_bytes: As for `bytes_sent`.
+            latent_bytes: Of the full latents.
+        """
+        run = _Simulation(
+            self, link or Link(), cut_bytes or (0,) * (self.num_ranks - 1), latent_bytes
+        )
+        return run.timeline(synchronous_s, patch_s)
+
+
+class _Simulation:
+    """Follows every turn through the ranks."""
+
+    def __init__(
+        self, plan: PipeFusionPlan, link: Link, cut_bytes: Sequence[int], latent_bytes: int
+    ) -> None:
+        self._plan, self._link = plan, link
+        self._cut_bytes, self._latent_bytes = cut_bytes, latent_bytes
+        self._link_free_s = [0.0] * plan.num_ranks
+        self._returned_s: dict[int | None, float] = {}  # rows of which patch are back on rank 0
+
+    def timeline(self, synchronous_s: Sequence[float], patch_s: Sequence[float]) -> Timeline:
+        plan = self._plan
+        clock = [0.0] * plan.num_ranks
+        spans: list[Span] = []
+        for turn in plan.turns:
+            costs = synchronous_s if turn.patch is None else patch_s
+            parts = plan.num_visits * turn.microbatch[1]
+            for visit in range(plan.num_visits):
+                arrival = self._back_on_first(turn) if visit == 0 else 0.0
+                for rank in range(plan.num_ranks):
+                    start = max(clock[rank], arrival)
+                    clock[rank] = start + costs[rank] / parts
+                    spans.append(Span(rank, ForwardNoGrad(rank, turn.index), start, clock[rank]))
+                    if rank < plan.num_ranks - 1:
+                        share = self._share(turn) / plan.num_visits
+                        arrival = self._sent(rank, clock[rank], self._cut_bytes[rank] * share)
+            self._return(turn, clock[-1])
+        return Timeline(tuple(spans), plan.num_ranks)
+
+    def _share(self, turn: Turn) -> float:
+        return 1 / (turn.microbatch[1] if turn.patch is None else self._plan.num_patches)
+
+    def _sent(self, rank: int, at_s: float, num_bytes: float) -> float:
+        start = max(at_s, self._link_free_s[rank])
+        self._link_free_s[rank] = start + self._link.seconds(num_bytes)
+        return self._link_free_s[rank]
+
+    def _back_on_first(self, turn: Turn) -> float:
+        return max(self._returned_s.get(patch, 0.0) for patch in (turn.patch, None))
+
+    def _return(self, turn: Turn, at_s: float) -> None:
+        """Rows go from the last rank back to the first."""
+        if turn.patch is None and not turn.is_last:
+            return
+        alone = self._plan.num_ranks == 1
+        share = 1.0 if turn.patch is None else self._share(turn)
+        self._returned_s[turn.patch] = (
+            at_s if alone else self._sent(-1, at_s, self._latent_bytes * share)
+        )

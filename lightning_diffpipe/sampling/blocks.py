@@ -1,0 +1,232 @@
+"""What each axis of a block's arguments and results counts: tokens, samples, or neither.
+
+Every axis of every argument is marked with code words (`tracing.py`). Indices that reach the keys of an attention
+call one-to-one are tokens: of the image, of the text, of rope tables, of per-token modulation. Those that reach
+the key axis of its mask one-to-one are a key mask. Those that reach neither, but a token of a result, are
+per-token residuals. Indices that reach the samples of keys, masks or results one-to-one count samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.graph.calltree import Forward
+from lightning_diffpipe.sampling.layout import NOBODY, Block, Part, TokenAxis
+from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.tracing import (
+    AttentionIntercepted,
+    CodeWords,
+    can_be_marked,
+    lines,
+    marked,
+    token_local,
+)
+
+Target = tuple[str, int, int]
+"""What can be reached: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""
+
+
+class BlockTracer:
+    """Traces one block on the arguments it was called with.
+
+    Args:
+        block: Its attention is known; axes of arguments and results are filled in.
+        forward: Of the module.
+        flat: Leaves of `(args, kwargs)`.
+        spec: How they are nested.
+    """
+
+    def __init__(self, block: Block, forward: Forward, flat: list[Any], spec: Any) -> None:
+        self._block, self._forward, self._flat, self._spec = block, forward, flat, spec
+        self._base = self._reached(flat)
+
+    def trace(self) -> None:
+        """Fills in the block's axes.
+
+        Raises:
+            LayoutError: The block adds or drops tokens, or mixes them.
+        """
+        through: list[tuple[int, int, Tensor, int, int]] = []
+        for leaf, x in enumerate(self._flat):
+            if not can_be_marked(x):
+                continue
+            for axis in (a for a in range(x.ndim) if x.shape[a] > 1):
+                for target, source in self._map(leaf, axis).items():
+                    if target[0] == "result":
+                        through.append((target[1], target[2], source, leaf, axis))
+                    else:
+                        self._note(target, source, leaf, axis)
+        self._note_results(through)
+        self._check()
+
+    def runs_without_text(self) -> bool:
+        """Whether the block can be fed image tokens only."""
+        block = self._block
+        units = max((t.num_units for t in block.attention if t is not None), default=1)
+        part = Part(units=range(0, max(units // 2, 1)))
+        flat = cut_arguments(block, self._flat, part, ghost=False)
+        return self._runs(flat) is not None
+
+    def cuts_samples(self) -> bool:
+        """Whether the block can be fed half of the samples."""
+        block = self._block
+        part = Part(samples=(0, 2))
+        out = self._runs(cut_arguments(block, self._flat, part, ghost=False))
+        if out is None or set(block.outputs) - set(block.output_samples):
+            return False
+        leaves = pytree.tree_leaves(out)
+        shapes = [TensorShape.of(leaves[i]) for i in sorted(block.outputs)]
+        return shapes == block.shapes(part)
+
+    def _runs(self, flat: list[Any]) -> Any:
+        try:
+            return self._run(flat, [])
+        except (RuntimeError, IndexError, ValueError):
+            return None
+
+    def _run(self, flat: list[Any], log: list[tuple[Tensor, Tensor | None]]) -> Any:
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        with AttentionIntercepted(token_local(log)):
+            return self._forward(*args, **kwargs)
+
+    def _reached(self, flat: list[Any]) -> dict[Target, Tensor]:
+        log: list[tuple[Tensor, Tensor | None]] = []
+        out = self._run(flat, log)
+        found: dict[Target, Tensor] = {}
+        for i, (key, mask) in enumerate(log):
+            found |= {("key", i, -2): key, ("key", i, 0): key}
+            if mask is not None:
+                found |= {("mask", i, -1): mask, ("mask", i, 0): mask}
+        for i, x in enumerate(pytree.tree_leaves(out)):
+            if can_be_marked(x):
+                found |= {("result", i, a): x for a in range(x.ndim)}
+        return found
+
+    def _map(self, leaf: int, axis: int) -> dict[Target, Tensor]:
+        """Where the indices of an axis go, if one-to-one: the source of each place, or -1."""
+        size = self._flat[leaf].shape[axis]
+        words = CodeWords(size)
+        first = torch.arange(size) == 0
+        live = {
+            target
+            for target, line in self._mark(leaf, axis, first, set(self._base)).items()
+            if line.sum() == 1
+        }
+        if not live:
+            return {}
+        runs = [self._mark(leaf, axis, marks, live) for marks in words.marks]
+        maps = {target: words.decode([run[target] for run in runs]) for target in live}
+        return {
+            target: source
+            for target, source in maps.items()
+            if torch.equal(source[source >= 0].sort().values, torch.arange(size))
+            and (source >= NOBODY).all()
+        }
+
+    def _mark(
+        self, leaf: int, axis: int, mask: Tensor, targets: set[Target]
+    ) -> dict[Target, Tensor]:
+        flat = list(self._flat)
+        boolean = flat[leaf].dtype == torch.bool
+        flat[leaf] = marked(flat[leaf], axis, mask)
+        found = self._reached(flat)
+        return {
+            target: _changed(found[target], target[2], self._base[target], boolean)
+            for target in targets
+            if target in found and can_be_marked(found[target])
+        }
+
+    def _note(self, target: Target, source: Tensor, leaf: int, axis: int) -> None:
+        """An axis that reaches keys or a mask."""
+        _, call, reached = target
+        if reached == 0:
+            if torch.equal(source, torch.arange(len(source))):
+                self._block.input_samples.setdefault(leaf, axis)
+            return
+        tokens = self._block.attention[call]
+        if tokens is not None and tokens.size == len(source):
+            size = self._flat[leaf].shape[axis]
+            self._block.inputs[leaf] = TokenAxis(axis, _place(size, source, tokens.owner))
+
+    def _note_results(self, through: Sequence[tuple[int, int, Tensor, int, int]]) -> None:
+        block = self._block
+        for result, reached, source, leaf, axis in through:
+            if leaf in block.inputs and block.inputs[leaf].axis == axis:
+                known = block.outputs.setdefault(
+                    result, TokenAxis(reached, torch.full_like(source, NOBODY))
+                )
+                if known.axis == reached:
+                    there = source >= 0
+                    known.owner[there] = block.inputs[leaf].owner[source[there]]
+            elif block.input_samples.get(leaf) == axis and _is_identity(source):
+                block.output_samples.setdefault(result, reached)
+        for result, reached, source, leaf, axis in through:  # what reaches no key: residuals
+            tokens = block.outputs.get(result)
+            if leaf not in block.inputs and tokens is not None and tokens.axis == reached:
+                size = self._flat[leaf].shape[axis]
+                block.inputs[leaf] = TokenAxis(axis, _place(size, source, tokens.owner))
+            if leaf not in block.input_samples and block.output_samples.get(result) == reached:
+                block.input_samples[leaf] = axis
+
+    def _check(self) -> None:
+        block = self._block
+        known = [*block.inputs.values(), *block.outputs.values()]
+        if not block.outputs or any((tokens.owner == NOBODY).any() for tokens in known):
+            raise LayoutError(
+                f"{block.name}: some tokens belong to no row of the latents and to no text token; "
+                "the block mixes tokens outside attention, or adds tokens of its own"
+            )
+        fed = {int(owner) for tokens in block.inputs.values() for owner in tokens.owner.unique()}
+        for tokens in filter(None, block.attention):
+            if not set(tokens.owner.unique().tolist()) <= fed:
+                raise LayoutError(
+                    f"{block.name} attends to tokens that are none of its arguments, such as "
+                    "learned registers added inside the block; it cannot run on a part of its tokens"
+                )
+        for leaf, result in enumerate(block.results):
+            if isinstance(result, TensorShape) and leaf not in block.outputs and result.shape:
+                raise LayoutError(
+                    f"{block.name} returns a tensor of shape {result.shape} without tokens; "
+                    "only tokens can travel between ranks"
+                )
+
+
+def cut_arguments(block: Block, flat: Sequence[Any], part: Part, ghost: bool) -> list[Any]:
+    """Arguments of a block for a part of its tokens and samples."""
+    flat = list(flat)
+    for leaf, tokens in block.inputs.items():
+        flat[leaf] = tokens.fed(part, block.num_text, ghost).take(flat[leaf], tokens.axis)
+    if part.samples is not None:
+        for leaf, axis in block.input_samples.items():
+            flat[leaf] = cut_samples(flat[leaf], axis, part)
+    return flat
+
+
+def cut_samples(x: Tensor, axis: int, part: Part) -> Tensor:
+    """A dense copy of the samples of a part."""
+    samples = part.samples_of(x.shape[axis])
+    piece = x.narrow(axis, samples.start, samples.stop - samples.start)
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def _place(size: int, source: Tensor, owner: Tensor) -> Tensor:
+    """Owners of the indices of an axis, from the owners of the places they reach."""
+    result = torch.full((size,), NOBODY)
+    result[source[source >= 0]] = owner[source >= 0]
+    return result
+
+
+def _is_identity(source: Tensor) -> bool:
+    return torch.equal(source, torch.arange(len(source)))
+
+
+def _changed(x: Tensor, axis: int, base: Tensor, boolean: bool) -> Tensor:
+    if boolean and x.dtype != torch.bool:  # a flipped mask changes numbers, not into NaN
+        return (x != base).movedim(axis, 0).flatten(1).any(1).cpu()
+    return lines(x, axis, base if x.dtype == torch.bool else None)

@@ -1,0 +1,218 @@
+"""Keys and values of one request: some fresh, some one step old, never of another request.
+
+For every attention call there is one buffer over all its tokens. When a patch is computed, its keys and values
+are written first and then it attends to the whole buffer, so that it sees the newest of everything:
+
+    step 3, patch 1 of 4 attends to      patch 0    patch 1    patch 2    patch 3
+    keys and values of step                 3          3          2          2
+
+Synchronous steps, which compute all tokens at once, attend to what they compute and leave it in the buffer.
+Without any, nothing has been written for the patches to come at step 0: their keys are hidden, which is better
+than attending to zeros as the paper does.
+
+Source:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.sampling.layout import Block, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.tracing import Attend
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of self-attention in one run of a part.
+
+    Attributes:
+        call: Number of the block call.
+        number: Of the attention call inside it.
+        block: The block.
+        tokens: Owners of its keys.
+        part: What is computed.
+    """
+
+    call: int
+    number: int
+    block: Block
+    tokens: TokenAxis
+    part: Part
+
+
+class PartAttention(Protocol):
+    """How tokens of a part attend to all tokens."""
+
+    def attend(
+        self, where: AttentionCall, attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> Tensor:
+        """Answers an attention call whose query, key and value are those of the part."""
+
+
+@dataclass
+class _Buffer:
+    """Keys, values and, where a mask is made from tokens, the mask of one attention call."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    written: dict[Part, int] = field(default_factory=dict)  # patch -> step
+
+
+class KvCache:
+    """Keys and values of one request, for PipeFusion.
+
+    Args:
+        patches: The patches, in the order in which they are computed.
+        ghost: Blocks are fed a ghost token instead of no text.
+        hide_unseen: Hide keys that have never been written, instead of attending to zeros.
+        verify: Assert at every call that keys are as old as they should be.
+    """
+
+    def __init__(
+        self,
+        patches: Sequence[Part],
+        *,
+        ghost: bool = False,
+        hide_unseen: bool = True,
+        verify: bool = False,
+    ) -> None:
+        self._patches, self._ghost = tuple(patches), ghost
+        self._hide_unseen, self._verify = hide_unseen, verify
+        self._buffers: dict[tuple[int, int], _Buffer] = {}
+        self._visible: dict[Any, Selection] = {}
+        self._step, self._keep = -1, False
+
+    def start_step(self, step: int, keep: bool) -> None:
+        """Begins a denoising step.
+
+        Args:
+            step: Its index.
+            keep: Whether what a synchronous step computes will be read by the step after it.
+        """
+        self._step, self._keep = step, keep
+
+    def attend(
+        self,
+        where: AttentionCall,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Writes the part's keys and values, then attends to all that can be seen."""
+        if options.get("is_causal"):
+            raise LayoutError(f"{where.block.name} attends causally; patches would see the future")
+        if where.part.units is None:
+            if self._keep:
+                self._keep_all(where, k, v, attn_mask)
+            return attend(q, k, v, attn_mask=attn_mask, **options)
+        buffer, mask = self._write(where, k, v, attn_mask)
+        if mask is not None and mask.shape[-2] == where.tokens.size > 1:
+            mask = self._fed(where).take(mask, mask.ndim - 2)
+        if self._verify:
+            self._check(where, buffer)
+        key, value = buffer.key, buffer.value
+        unseen = self._hide_unseen and len(buffer.written) < len(self._patches)
+        if unseen:
+            seen = self._seen(where, buffer)
+            key, value = seen.take(key, key.ndim - 2), seen.take(value, value.ndim - 2)
+            mask = mask if mask is None else seen.take(mask, mask.ndim - 1)
+        return attend(q, key, value, attn_mask=mask, **options)
+
+    def _keep_all(self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """Stores what a synchronous step computed for all tokens of some samples."""
+        _, num_parts = where.part.samples or (0, 1)
+        whole = (k.shape[0] * num_parts, *k.shape[1:])
+        buffer = self._buffer(where, k, v, whole)
+        samples = where.part.samples_of(buffer.key.shape[0])
+        buffer.key[samples], buffer.value[samples] = k, v
+        # Only masks made from tokens will be needed; they have one row for all queries.
+        if mask is not None and mask.shape[-1] == k.shape[-2] and mask.shape[-2] == 1:
+            per_sample = num_parts > 1 and mask.shape[0] == k.shape[0]
+            self._keep_mask(where, buffer, mask, num_parts if per_sample else 1)
+        buffer.written = dict.fromkeys(self._patches, self._step)
+
+    def _keep_mask(
+        self, where: AttentionCall, buffer: _Buffer, mask: Tensor, num_parts: int
+    ) -> None:
+        if num_parts == 1:
+            buffer.mask = mask.clone()
+            return
+        if buffer.mask is None:
+            buffer.mask = mask.new_zeros(mask.shape[0] * num_parts, *mask.shape[1:])
+        buffer.mask[where.part.samples_of(buffer.mask.shape[0])] = mask
+
+    def _write(
+        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[_Buffer, Tensor | None]:
+        """Writes keys and values of a patch; returns the mask over all keys."""
+        tokens, block = where.tokens, where.block
+        own, fed = tokens.owned(where.part, block.num_text), self._fed(where)
+        made_from_tokens = mask is not None and mask.shape[-1] == len(fed) != tokens.size
+        if made_from_tokens and mask.shape[-2] != 1:
+            raise LayoutError(
+                f"{block.name} makes an attention mask of shape {tuple(mask.shape)} from its tokens; "
+                "patches need one that is the same for all queries"
+            )
+        if len(own) < len(fed):  # the ghost's key and value belong to nobody
+            mine = self._mine(where, own, fed)
+            k, v = mine.take(k, k.ndim - 2), mine.take(v, v.ndim - 2)
+            if made_from_tokens:
+                mask = mine.take(mask, mask.ndim - 1)
+        buffer = self._buffer(where, k, v, k.shape)
+        own.put(buffer.key, k.ndim - 2, k)
+        own.put(buffer.value, v.ndim - 2, v)
+        buffer.written[where.part] = self._step
+        if not made_from_tokens:
+            return buffer, mask
+        if buffer.mask is None:
+            visible = True if mask.dtype == torch.bool else 0.0
+            buffer.mask = mask.new_full((*mask.shape[:-1], tokens.size), visible)
+        own.put(buffer.mask, buffer.mask.ndim - 1, mask)
+        return buffer, buffer.mask
+
+    def _buffer(self, where: AttentionCall, k: Tensor, v: Tensor, shape: Sequence[int]) -> _Buffer:
+        place = (where.call, where.number)
+        if place not in self._buffers:
+            lead = (*shape[:-2], where.tokens.size)
+            self._buffers[place] = _Buffer(
+                k.new_zeros(*lead, k.shape[-1]), v.new_zeros(*lead, v.shape[-1])
+            )
+        return self._buffers[place]
+
+    def _fed(self, where: AttentionCall) -> Selection:
+        return where.tokens.fed(where.part, where.block.num_text, self._ghost)
+
+    def _mine(self, where: AttentionCall, own: Selection, fed: Selection) -> Selection:
+        """Which of the fed tokens are no ghosts."""
+        key = ("mine", where.part, id(where.tokens))
+        if key not in self._visible:
+            mask = torch.isin(fed.index, own.index)
+            self._visible[key] = Selection(len(fed), mask.nonzero().squeeze(1))
+        return self._visible[key]
+
+    def _seen(self, where: AttentionCall, buffer: _Buffer) -> Selection:
+        """Keys that have been written at least once."""
+        key = ("seen", frozenset(buffer.written), id(where.tokens))
+        if key not in self._visible:
+            num_text = where.block.num_text
+            index = [where.tokens.owned(part, num_text).index for part in buffer.written]
+            self._visible[key] = Selection(where.tokens.size, torch.cat(index).sort().values)
+        return self._visible[key]
+
+    def _check(self, where: AttentionCall, buffer: _Buffer) -> None:
+        here = self._patches.index(where.part)
+        for m, patch in enumerate(self._patches):
+            step = self._step if m <= here else self._step - 1
+            expected = step if step >= 0 else None
+            assert buffer.written.get(patch) == expected, (where.block.name, here, m, self._step)

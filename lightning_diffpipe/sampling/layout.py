@@ -1,0 +1,307 @@
+"""Who owns which token: the plain data that lets any transformer run on a part of its tokens.
+
+Rows of the latents are grouped in *units*, the smallest slices that no token straddles (two rows for a patch
+size of two). Every token of every tensor that enters or leaves a block, and every position of the keys of every
+attention call, belongs to a unit or to the text, or it is no token at all:
+
+    keys of a joint attention    t0 t1 t2 | 0 0 0 | 1 1 1 | 2 2 2 | 3 3 3        4 units of 3 tokens, 3 of text
+    with 2 patches               patch 0, with the text ----| patch 1 ----|
+
+So one layout serves any number of patches. `probe.py` finds it, once for each shape, by tracing values; rank 0
+sends it to the others as it stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.links import TensorShape
+
+NOBODY = -1
+_FIRST_TEXT = -2
+
+
+def text_token(number: int | Tensor) -> int | Tensor:
+    """The owner code of a text token; units are their own codes."""
+    return _FIRST_TEXT - number
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one run of the model computes: some tokens of some samples.
+
+    Attributes:
+        units: Units of rows; None means all tokens, text included.
+        text: `(k, n)`: the k-th of n equal shares of the text tokens; None means none of them.
+        samples: `(k, n)`: the k-th of n equal shares of the samples; None means all.
+    """
+
+    units: range | None = None
+    text: tuple[int, int] | None = None
+    samples: tuple[int, int] | None = None
+
+    def samples_of(self, size: int) -> slice:
+        """The samples, among `size` of them."""
+        k, n = self.samples or (0, 1)
+        return slice(size * k // n, size * (k + 1) // n)
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Positions on an axis, in increasing order.
+
+    Attributes:
+        size: Length of the axis.
+        index: The positions; None means all.
+    """
+
+    size: int
+    index: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        runs = [] if self.index is None else _runs(self.index.tolist())
+        object.__setattr__(self, "_runs", runs)
+
+    def __len__(self) -> int:
+        return self.size if self.index is None else len(self.index)
+
+    def take(self, x: Tensor, axis: int) -> Tensor:
+        """A dense copy of these positions; the tensor itself if they are all."""
+        runs: list[tuple[int, int]] = self._runs  # type: ignore[attr-defined]
+        if self.index is None:
+            return x
+        if len(runs) == 1:
+            start, stop = runs[0]
+            piece = x.narrow(axis, start, stop - start)
+            return piece.clone(memory_format=torch.contiguous_format)
+        return x.index_select(axis, self.index.to(x.device))
+
+    def put(self, x: Tensor, axis: int, values: Tensor) -> None:
+        """Writes values to these positions."""
+        if self.index is None:
+            x.copy_(values)
+            return
+        runs: list[tuple[int, int]] = self._runs  # type: ignore[attr-defined]
+        if len(runs) > 16:
+            x.index_copy_(axis, self.index.to(x.device), values)
+            return
+        at = 0
+        for start, stop in runs:
+            x.narrow(axis, start, stop - start).copy_(values.narrow(axis, at, stop - start))
+            at += stop - start
+
+
+def _runs(index: list[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as half-open intervals."""
+    runs: list[tuple[int, int]] = []
+    for i in index:
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs
+
+
+@dataclass
+class TokenAxis:
+    """One axis of a tensor that runs over tokens.
+
+    Attributes:
+        axis: Which one.
+        owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
+    """
+
+    axis: int
+    owner: Tensor
+    _selected: dict[Any, Selection] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"axis": self.axis, "owner": self.owner, "_selected": {}}
+
+    @property
+    def size(self) -> int:
+        """Tokens on the axis."""
+        return len(self.owner)
+
+    @property
+    def num_units(self) -> int:
+        """One more than the last unit on the axis."""
+        return int(self.owner.max()) + 1
+
+    def owned(self, part: Part, num_text: int) -> Selection:
+        """The tokens of a part.
+
+        Args:
+            part: Which.
+            num_text: Text tokens of the block.
+        """
+        return self._selection((part.units, part.text, num_text), self._mask(part, num_text))
+
+    def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
+        """The tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
+        mask = self._mask(part, num_text)
+        text = self.owner <= _FIRST_TEXT
+        if mask is not None and ghost and text.any() and not (mask & text).any():
+            mask = mask | (self.owner == text_token(0))
+        return self._selection((part.units, part.text, num_text, ghost), mask)
+
+    def _mask(self, part: Part, num_text: int) -> Tensor | None:
+        if part.units is None:
+            return None
+        mask = (self.owner >= part.units.start) & (self.owner < part.units.stop)
+        if part.text is not None:
+            k, n = part.text
+            number = _FIRST_TEXT - self.owner
+            mask |= (number >= num_text * k // n) & (number < num_text * (k + 1) // n)
+        return mask
+
+    def _selection(self, key: Any, mask: Tensor | None) -> Selection:
+        if key not in self._selected:
+            index = None if mask is None else mask.nonzero().squeeze(1)
+            self._selected[key] = Selection(self.size, index)
+        return self._selected[key]
+
+
+@dataclass
+class Block:
+    """One call of one block.
+
+    Attributes:
+        name: Of the module.
+        inputs: Token axes of arguments, by position among the leaves of `(args, kwargs)`.
+        outputs: Token axes of results, by position among the leaves.
+        attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
+        num_text: Text tokens in its attention.
+        input_samples: Axes of arguments that count samples.
+        output_samples: Axes of results that count samples.
+        results: Shape of every result, or its value if it is no tensor.
+        tree: How the results are nested.
+        arguments: Shapes of its arguments.
+        flops: Cost of the call, for splitting layers over ranks.
+    """
+
+    name: str
+    results: list[TensorShape | Any]
+    tree: Any
+    arguments: tuple[Any, ...] = ()
+    inputs: dict[int, TokenAxis] = field(default_factory=dict)
+    outputs: dict[int, TokenAxis] = field(default_factory=dict)
+    attention: list[TokenAxis | None] = field(default_factory=list)
+    num_text: int = 0
+    input_samples: dict[int, int] = field(default_factory=dict)
+    output_samples: dict[int, int] = field(default_factory=dict)
+    flops: int = 0
+
+    def dummy(self, fill: float, device: torch.device) -> list[Any]:
+        """Results of the right shapes without memory."""
+        return [
+            torch.full((), fill, dtype=r.dtype, device=device).expand(r.shape)
+            if isinstance(r, TensorShape)
+            else r
+            for r in self.results
+        ]
+
+    def nested(self, leaves: list[Any]) -> Any:
+        """Results as the block would return them."""
+        return pytree.tree_unflatten(leaves, self.tree)
+
+    def shapes(self, part: Part) -> list[TensorShape]:
+        """Shapes of the tokens of a part, for each result that has tokens."""
+        shapes = []
+        for leaf, tokens in sorted(self.outputs.items()):
+            shape = list(self.results[leaf].shape)
+            shape[tokens.axis] = len(tokens.owned(part, self.num_text))
+            if leaf in self.output_samples:
+                axis = self.output_samples[leaf]
+                samples = part.samples_of(shape[axis])
+                shape[axis] = samples.stop - samples.start
+            shapes.append(TensorShape(tuple(shape), self.results[leaf].dtype))
+        return shapes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tokens it returns."""
+        return sum(shape.nbytes for shape in self.shapes(WHOLE))
+
+
+@dataclass
+class Layout:
+    """Everything there is to know about a model in order to run it in parts, for one shape of latents.
+
+    Attributes:
+        blocks: Calls of blocks in one call of `denoise`, in order.
+        axis: Of the latents, that is cut, from the end.
+        num_rows: Length of that axis.
+        rows_per_unit: Rows that belong together.
+        readers: For each call, the calls that read its result through code between blocks;
+            `len(blocks)` stands for the prediction itself.
+        ghost: Some block cannot run without text tokens, and gets one whose result is dropped.
+        cuts_samples: Blocks can run on a part of the samples.
+        constants: Linear layers whose result is the same at every step: (call or -1 between blocks, name of
+            the module, how often it was called there before).
+        glue_parameters: Parameters inside blocks that code between blocks reads.
+    """
+
+    blocks: list[Block]
+    axis: int
+    num_rows: int
+    rows_per_unit: int
+    readers: list[frozenset[int]]
+    ghost: bool = False
+    cuts_samples: bool = False
+    constants: frozenset[tuple[int, str, int]] = frozenset()
+    glue_parameters: frozenset[str] = frozenset()
+
+    @property
+    def num_units(self) -> int:
+        """Smallest slices of the latents."""
+        return self.num_rows // self.rows_per_unit
+
+    @property
+    def block_names(self) -> list[str]:
+        """Modules that are called as blocks, in order of their first call: what is split over ranks."""
+        return list(dict.fromkeys(block.name for block in self.blocks))
+
+    def split_units(self, num_parts: int, what: str = "num_patches") -> list[range]:
+        """Balanced contiguous ranges of units, longer ones first.
+
+        Args:
+            num_parts: How many.
+            what: Name of the option, for the message.
+
+        Raises:
+            ConfigurationError: There are more parts than units.
+        """
+        if not 1 <= num_parts <= self.num_units:
+            raise ConfigurationError(
+                f"{what}={num_parts}, but the latents have {self.num_rows} rows, which tokens group by "
+                f"{self.rows_per_unit}: choose {what} between 1 and {self.num_units}"
+            )
+        size, longer = divmod(self.num_units, num_parts)
+        bounds = [i * size + min(i, longer) for i in range(num_parts + 1)]
+        return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def rows(self, x: Tensor, units: range | None) -> Tensor:
+        """A view of the rows of some units of a tensor shaped like the latents; None means all."""
+        if units is None:
+            return x
+        per_unit = self.rows_per_unit
+        return x.narrow(self.axis, units.start * per_unit, len(units) * per_unit)
+
+
+def shapes_of(arguments: Any) -> tuple[Any, ...]:
+    """Shapes of tensors among the leaves of arguments; everything else by type."""
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
+        for x in pytree.tree_leaves(arguments)
+    )

@@ -1,0 +1,66 @@
+"""Layouts that have been found, so that the next request of the same shapes need not be probed.
+
+What the shapes of a request are is only known inside the user's closure: the length of a prompt, a control
+image. So a known layout is tried on, by running the closure with all blocks stubbed and comparing the shapes of
+their arguments; that costs no more than the code between blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.sampling.layout import Layout, shapes_of
+from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.request import Request
+
+_MAX_LAYOUTS = 8
+
+
+class LayoutStore:
+    """Layouts of one model, newest first.
+
+    Args:
+        axis: Of the latents, that is cut; None for the default.
+    """
+
+    def __init__(self, axis: int | None = None) -> None:
+        self._axis = axis
+        self._known: list[tuple[tuple[torch.Size, torch.dtype], Layout]] = []
+
+    def layout_for(self, request: Request) -> Layout:
+        """A layout that fits the request: a known one, or one found by probing.
+
+        Raises:
+            LayoutError: The model cannot be sampled in parts.
+        """
+        key = (request.latents.shape, request.latents.dtype)
+        for known, layout in self._known:
+            if known == key and fits(layout, request):
+                return layout
+        layout = probe(request, self._axis)
+        self._known = [(key, layout), *self._known][:_MAX_LAYOUTS]
+        return layout
+
+
+def fits(layout: Layout, request: Request) -> bool:
+    """Whether the blocks are called as the layout says, with arguments of the same shapes."""
+    calls: list[tuple[str, Any]] = []
+
+    def make(name: str, forward: Forward) -> Forward:
+        def stubbed(*args: Any, **kwargs: Any) -> Any:
+            here = len(calls)
+            calls.append((name, shapes_of((args, kwargs))))
+            block = layout.blocks[here]
+            return block.nested(block.dummy(0.0, request.latents.device))
+
+        return stubbed
+
+    try:
+        with torch.inference_mode(), forward_replaced(request.model, layout.block_names, make):
+            request.denoise(request.latents, request.timesteps[0])
+    except (IndexError, RuntimeError, ValueError):
+        return False
+    return calls == [(block.name, block.arguments) for block in layout.blocks]

@@ -1,0 +1,166 @@
+"""PipeFusion: blocks are split over ranks, patches of the latents flow through them.
+
+Each rank holds a contiguous range of blocks. The patches of one denoising step follow each other through the
+ranks, and the patches of the next step follow those: patch m of step i + 1 may start as soon as patch m of step i
+has come out, because everything else it attends to is taken from caches that are at most one step old.
+
+    rank 0 | P0 --  .  . P1 P2 P3 P4 P5 P6  .      one synchronous step, three steps of two patches;
+    rank 1 |  .  . P0 --  . P1 P2 P3 P4 P5 P6      all tokens take twice as long as a patch
+
+The last rank steps the scheduler, patch by patch, and sends the rows back to the first. Text tokens are computed
+once per step, together with one patch. What comes out depends on the number of patches and on the synchronous
+steps, never on the number of ranks: one rank alone is the emulator.
+
+Source:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.sampling.costs import measured_costs
+from lightning_diffpipe.sampling.layout import Layout, Part
+from lightning_diffpipe.sampling.layouts import LayoutStore
+from lightning_diffpipe.sampling.links import Alone, Links
+from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
+from lightning_diffpipe.sampling.stages import Stages, balanced_split
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+
+
+@dataclass(frozen=True)
+class PipeFusionSetting:
+    """Everything decided about a request before it runs; the same on all ranks.
+
+    Attributes:
+        layout: Of the model, for the request's shapes.
+        stages: Who runs which blocks.
+        patches: What each patch computes.
+        plan: Turns, bytes and messages.
+    """
+
+    layout: Layout
+    stages: Stages
+    patches: tuple[Part, ...]
+    plan: PipeFusionPlan
+
+
+class PipeFusion:
+    """Samples with blocks split over ranks and patches flowing through them.
+
+    Args:
+        model: The transformer. Weights of blocks of other ranks are never used and may be placeholders.
+        links: Between the ranks; one rank alone if None, which is the emulator of any number of ranks.
+        num_patches: M. At least as many as ranks keeps all of them busy.
+        warmup_steps: W, first steps that compute all tokens at once, as one process would.
+        split: Blocks in front of which to cut, one fewer than ranks; by measured cost if None.
+        text_with: The patch with which text tokens are computed.
+        hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
+        warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
+            there; 2 suits guidance in the batch. Without effect on models whose samples cannot be told apart.
+        axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
+        verify: Fill everything that must not be read with NaN, and check the age of all keys.
+
+    Example:
+        >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
+        >>> latents = sampler.sample(request)                                # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links | None = None,
+        *,
+        num_patches: int = 1,
+        warmup_steps: int = 1,
+        split: Sequence[int] | None = None,
+        text_with: int = 0,
+        hide_unseen: bool = True,
+        warmup_microbatches: int = 1,
+        axis: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        if not 0 <= text_with < num_patches:
+            raise ConfigurationError(
+                f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
+            )
+        self.model, self.links = model, links or Alone()
+        self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
+        self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
+        self.warmup_microbatches = warmup_microbatches
+        self.statistics = SamplingStatistics()
+        self._layouts = LayoutStore(axis)
+        self._costs: dict[tuple[int, ...], list[float]] = {}
+
+    def prepare(self, request: Request) -> PipeFusionSetting:
+        """Decides everything about a request; collective. Rank 0 probes, the others are told.
+
+        Raises:
+            ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
+            LayoutError: The model cannot be sampled in patches; on all ranks.
+        """
+        layout, positions = self.links.broadcast_object(lambda: self._decide(request))
+        return self.setting(layout, positions, request.num_steps)
+
+    def setting(
+        self, layout: Layout, positions: Sequence[int], num_steps: int
+    ) -> PipeFusionSetting:
+        """The setting of a request whose layout and split are known."""
+        stages = Stages.split(layout, positions)
+        patches = tuple(
+            Part(units, text=(0, 1) if m == self.text_with else None)
+            for m, units in enumerate(layout.split_units(self.num_patches))
+        )
+        plan = PipeFusionPlan(
+            num_steps,
+            self.warmup_steps,
+            self.num_patches,
+            self.links.num_ranks,
+            stages.num_visits,
+            self.warmup_microbatches if layout.cuts_samples else 1,
+        )
+        return PipeFusionSetting(layout, stages, patches, plan)
+
+    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+        """Runs one request; see `Sampler`.
+
+        Raises:
+            PipelineTimeoutError: Another rank stopped, or is too slow.
+        """
+        with torch.inference_mode():
+            setting = self.prepare(request)
+            before = self.links.traffic.copy()
+            self.statistics = SamplingStatistics()
+            watch = Stopwatch(self.statistics, self.links.rank)
+            try:
+                return PipeFusionRun(self, request, setting, watch).run(on_step)
+            finally:
+                watch.stop()
+                self.statistics.traffic = self.links.traffic.since(before)
+
+    def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
+        layout = self._layouts.layout_for(request)
+        layout.split_units(self.num_patches)
+        if self.num_patches > 1:
+            refuse_unless_elementwise(request, layout.axis)
+        if self.split is not None:
+            if len(self.split) != self.links.num_ranks - 1:
+                raise ConfigurationError(
+                    f"split={list(self.split)} makes {len(self.split) + 1} stages for "
+                    f"{self.links.num_ranks} ranks; give {self.links.num_ranks - 1} positions"
+                )
+            return layout, tuple(self.split)
+        if self.links.num_ranks == 1:
+            return layout, ()
+        key = tuple(block.flops for block in layout.blocks)
+        if key not in self._costs:
+            self._costs[key] = measured_costs(layout, request)
+        return layout, balanced_split(layout, self.links.num_ranks, self._costs[key])

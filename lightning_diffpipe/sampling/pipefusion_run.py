@@ -1,0 +1,241 @@
+"""One request of PipeFusion on one rank: the loop over turns, and what it sends and waits for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.planning.sampling_pipefusion import Turn
+from lightning_diffpipe.sampling.kv_cache import KvCache
+from lightning_diffpipe.sampling.layout import Part
+from lightning_diffpipe.sampling.links import Incoming, Links, MessageKind, TensorShape
+from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
+from lightning_diffpipe.sampling.statistics import Stopwatch
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
+
+_NAN = float("nan")
+
+
+class PipeFusionRun:
+    """Everything that lives as long as one request, caches included.
+
+    Args:
+        sampler: Whose options count.
+        request: What is sampled.
+        setting: What was decided about it.
+        watch: Gets spans and steps.
+    """
+
+    def __init__(
+        self, sampler: PipeFusion, request: Request, setting: PipeFusionSetting, watch: Stopwatch
+    ) -> None:
+        self._links, self._request, self._setting = sampler.links, request, setting
+        self._watch = watch
+        layout, links = setting.layout, sampler.links
+        self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
+        self._cache = KvCache(
+            setting.patches,
+            ghost=layout.ghost,
+            hide_unseen=sampler.hide_unseen,
+            verify=sampler.verify,
+        )
+        self._fill = _NAN if sampler.verify else 0.0
+        self._interception = Interception(sampler.model)
+        self._runner = PartRunner(
+            layout,
+            setting.stages.stages[links.rank],
+            self._interception,
+            self._cache,
+            request.latents.device,
+            self._fill,
+        )
+        self._scaler = InputScaler(request)
+        rows = [
+            (p.units.start * layout.rows_per_unit, len(p.units) * layout.rows_per_unit)
+            for p in setting.patches
+        ]
+        self._schedulers = PatchSchedulers(
+            request.scheduler, request.step_kwargs, rows, layout.axis
+        )
+        self._hidden = _Inbox(links, links.rank - 1, "hidden", self._hidden_shapes())
+        self._returned = _Inbox(links, links.num_ranks - 1, "latents", self._latent_shapes())
+
+    def run(self, on_step: Callable[[int], None] | None) -> Tensor:
+        """Runs all turns; returns the final latents."""
+        self._interception.install()
+        try:
+            latents = self._turns(on_step)
+        finally:
+            self._interception.uninstall()
+        latents = self._share_result(latents)
+        self._links.finish()
+        return latents
+
+    def _turns(self, on_step: Callable[[int], None] | None) -> Tensor:
+        plan, request = self._setting.plan, self._request
+        latents = request.latents.clone()
+        # Only the first rank reads latents; the last one steps them.
+        seen = latents if self._is_first else self._unread(latents)
+        earlier: list[PartRun] = []
+        for turn in plan.turns:
+            if turn.is_first:
+                is_last_synchronous = turn.step == plan.num_synchronous - 1 < plan.num_steps - 1
+                self._cache.start_step(turn.step, keep=is_last_synchronous)
+            self._take_back(turn, latents)
+            t = request.timesteps[turn.step]
+            with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
+                run = self._runner.run(
+                    lambda t=t, turn=turn: request.denoise(
+                        self._scaler.scale(seen, t, turn.step), t
+                    ),
+                    self._part(turn),
+                    self._receive,
+                    self._send,
+                    earlier if self._is_last else (),
+                    stop=turn.patch is None and not turn.is_last,
+                )
+                earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
+                if run.prediction is not None:
+                    self._schedulers.step(latents, run.prediction, t, turn.patch)
+                    self._give_back(turn, latents)
+            if turn.is_last:
+                self._watch.step_done()
+                if on_step is not None:
+                    on_step(turn.step)
+        return latents
+
+    def _part(self, turn: Turn) -> Part:
+        if turn.patch is not None:
+            return self._setting.patches[turn.patch]
+        return Part(samples=turn.microbatch if turn.microbatch[1] > 1 else None)
+
+    def _unread(self, latents: Tensor) -> Tensor:
+        return torch.full_like(latents, self._fill)
+
+    # --- hidden states, from rank to rank -------------------------------------------------------------
+
+    def _receive(self, visit: int) -> Slices:
+        with self._watch.waiting():
+            shapes, message = self._hidden.take()
+        return unpack(message, shapes)
+
+    def _send(self, visit: int, slices: Slices) -> None:
+        self._links.send(pack(slices), self._links.rank + 1, "hidden")
+
+    def _hidden_shapes(self) -> Iterator[list[TensorShape]]:
+        if self._is_first:
+            return
+        layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
+        for turn in self._setting.plan.turns:
+            part = self._part(turn)
+            for calls in stage.incoming:
+                if calls:
+                    yield [s for call in calls for s in layout.blocks[call].shapes(part)]
+
+    # --- latents, from the last rank back to the first --------------------------------------------------
+
+    def _give_back(self, turn: Turn, latents: Tensor) -> None:
+        if self._is_first or turn.step == self._setting.plan.num_steps - 1:
+            return
+        rows = self._rows(latents, turn)
+        self._links.send(rows.clone(memory_format=torch.contiguous_format), 0, "latents")
+
+    def _take_back(self, turn: Turn, latents: Tensor) -> None:
+        """Waits for the rows this turn starts from; after a synchronous step all come at once."""
+        if not self._is_first or self._is_last or turn.step == 0:
+            return
+        after_synchronous = turn.step <= self._setting.plan.num_synchronous
+        if after_synchronous and not turn.is_first:
+            return
+        with self._watch.waiting():
+            _, message = self._returned.take()
+        (latents if after_synchronous else self._rows(latents, turn)).copy_(message)
+
+    def _latent_shapes(self) -> Iterator[list[TensorShape]]:
+        if not self._is_first or self._is_last:
+            return
+        plan, latents = self._setting.plan, self._request.latents
+        for turn in plan.turns:
+            if turn.step < plan.num_steps - 1 and (turn.patch is not None or turn.is_last):
+                yield [TensorShape.of(self._rows(latents, turn))]
+
+    def _rows(self, latents: Tensor, turn: Turn) -> Tensor:
+        units = None if turn.patch is None else self._setting.patches[turn.patch].units
+        return self._setting.layout.rows(latents, units)
+
+    def _share_result(self, latents: Tensor) -> Tensor:
+        """The last rank's latents, on all ranks."""
+        links = self._links
+        last = links.num_ranks - 1
+        if not self._is_last:
+            return links.receive(TensorShape.of(latents), last, "result").wait()
+        for rank in range(last):
+            links.send(latents, rank, "result")
+        return latents
+
+
+@dataclass
+class _Inbox:
+    """Messages of one kind from one rank, in order; a receive is posted one message ahead.
+
+    Attributes:
+        links: Of this rank.
+        source: Who sends.
+        kind: What.
+        shapes: Of the tensors in each message to come.
+    """
+
+    links: Links
+    source: int
+    kind: MessageKind
+    shapes: Iterable[list[TensorShape]]
+
+    def __post_init__(self) -> None:
+        self._to_come = iter(self.shapes)
+        self._posted: deque[tuple[list[TensorShape], Incoming]] = deque()
+        self._post()
+
+    def take(self) -> tuple[list[TensorShape], Tensor]:
+        """Waits for the next message, having posted the receive of the one after it."""
+        shapes, incoming = self._posted.popleft()
+        self._post()
+        return shapes, incoming.wait()
+
+    def _post(self) -> None:
+        shapes = next(self._to_come, None)
+        if shapes is not None:
+            incoming = self.links.receive(packed_shape(shapes), self.source, self.kind)
+            self._posted.append((shapes, incoming))
+
+
+def packed_shape(shapes: list[TensorShape]) -> TensorShape:
+    """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
+    if len(shapes) == 1:
+        return shapes[0]
+    return TensorShape((sum(shape.nbytes for shape in shapes),), torch.uint8)
+
+
+def pack(tensors: Slices) -> Tensor:
+    """One message of several tensors."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in tensors])
+
+
+def unpack(message: Tensor, shapes: list[TensorShape]) -> Slices:
+    """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
+    if len(shapes) == 1:
+        return [message]
+    pieces = message.split([shape.nbytes for shape in shapes])
+    return [p.clone().view(s.dtype).view(s.shape) for p, s in zip(pieces, shapes, strict=True)]

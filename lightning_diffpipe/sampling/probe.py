@@ -1,0 +1,384 @@
+"""Finding the layout of a denoiser by running it without attention.
+
+Attention is replaced by "return the query", so that a transformer is local to a token. Then
+
+1. one row of the latents is marked: the rows of the prediction it reaches are one *unit*;
+2. units are marked by code words: each position of the keys of each attention call says which unit it belongs
+   to (none: text; no unit in the whole call: cross-attention), and the prediction must be reached by its own
+   units only. A position reached by two units, or a row reached by a foreign one, means that something besides
+   attention mixes tokens: the model is refused, and the operator named;
+3. one clean run traces the arguments of each kind of block (`blocks.py`);
+4. blocks are stubbed, and the result of one after the other is marked: who reads it through code between blocks?
+5. two runs with all latents marked find linear layers whose result never changes: keys and values of
+   cross-attention, projections of the prompt.
+
+That is about `log2(units) + 5` runs of the model. Weights do not matter, so placeholders will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.sampling.blocks import BlockTracer
+from lightning_diffpipe.sampling.layout import Block, Layout, TokenAxis, shapes_of, text_token
+from lightning_diffpipe.sampling.leaks import mixing_operator
+from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing import (
+    MIXED,
+    AttentionHandler,
+    AttentionIntercepted,
+    CodeWords,
+    all_to_all,
+    lines,
+    marked,
+    token_local,
+)
+
+_NAN = float("nan")
+_Log = list[tuple[Tensor, Tensor | None]]
+_Owners = list[TokenAxis | None]
+
+
+def probe(request: Request, axis: int | None = None) -> Layout:
+    """Finds the layout of a request's model for latents of its shape.
+
+    Args:
+        request: Nothing in it is changed.
+        axis: The axis of the latents to cut, e.g. 2 for the frames of a video; by default rows, or tokens
+            where latents are packed into (samples, tokens, channels).
+
+    Returns:
+        The layout: plain data, valid for every number of patches and ranks.
+
+    Raises:
+        LayoutError: The model mixes tokens outside attention, or hides its attention.
+    """
+    with torch.inference_mode(), _finite_placeholders(request.model):
+        return _Probe(request, axis).run()
+
+
+class _Probe:
+    def __init__(self, request: Request, axis: int | None) -> None:
+        self._model, self._denoise = request.model, request.denoise
+        self._latents = request.latents
+        # Two timesteps, so that what depends on time can be told from what does not.
+        self._t, self._other_t = request.timesteps[0], request.timesteps[-1]
+        ndim = self._latents.ndim
+        default = 1 if ndim == 3 else -2
+        self._axis = (default if axis is None else axis) % ndim - ndim
+        self._names = _block_candidates(self._model)
+        self._flops: dict[str, int] = {}
+
+    def run(self) -> Layout:
+        num_rows = self._latents.shape[self._axis]
+        per_unit = self._rows_per_unit(num_rows)
+        owners = self._owners(num_rows, per_unit)
+        used = {name for name, calls in owners if any(calls)}
+        if not used:
+            raise LayoutError(
+                "no block of the model sends image tokens through scaled_dot_product_attention; "
+                "set an attention processor that uses it, and keep blocks in an nn.ModuleList"
+            )
+        self._names = [name for name in self._names if name in used]
+        blocks, ghost, cuts_samples = self._blocks([c for name, c in owners if name in used])
+        readers, glue_parameters = self._readers(blocks)
+        constants = self._constants()
+        return Layout(
+            blocks, self._axis, num_rows, per_unit, readers, ghost, cuts_samples, constants,
+            glue_parameters,
+        )  # fmt: skip
+
+    # --- 1, 2: units, and who owns which key --------------------------------------------------------
+
+    def _rows_per_unit(self, num_rows: int) -> int:
+        first = torch.arange(num_rows) == 0
+        out = self._denoise_marked(first, lambda name, log: None)
+        if out.shape[self._axis] != num_rows:
+            raise LayoutError(
+                f"denoise returned {tuple(out.shape)} for latents {tuple(self._latents.shape)}; "
+                "it must return a prediction of the latents' shape"
+            )
+        reached = lines(out, self._axis)
+        size = int(reached.sum())
+        if size == 0 or num_rows % size or not reached[:size].all():
+            raise self._mixes(first, f"row 0 reaches rows {reached.nonzero().flatten().tolist()}")
+        return size
+
+    def _owners(self, num_rows: int, per_unit: int) -> list[tuple[str, _Owners]]:
+        """For each call of a candidate, its name and the owners of the keys of its attention calls."""
+        words = CodeWords(num_rows // per_unit)
+        names: list[str] = []
+        keys: list[list[list[Tensor]]] = []  # per bit, per call: lines of each attention call
+
+        for marks in words.marks:
+            names, seen = [], []
+
+            def look(name: str, log: _Log, names: list[str] = names, seen: Any = seen) -> None:
+                names.append(name)
+                seen.append([lines(key, -2) for key, _ in log])
+
+            rows = marks.repeat_interleave(per_unit)
+            out = self._denoise_marked(rows, look)
+            if not torch.equal(lines(out, self._axis), rows):
+                raise self._mixes(rows, "rows reach others")
+            keys.append(seen)
+        calls = []
+        for call, name in enumerate(names):
+            per_bit = [seen[call] for seen in keys]
+            calls.append(
+                (name, [self._owner(words, name, runs) for runs in zip(*per_bit, strict=True)])
+            )
+        return calls
+
+    def _owner(self, words: CodeWords, name: str, runs: tuple[Tensor, ...]) -> TokenAxis | None:
+        units = words.decode(runs)
+        if (units == MIXED).any():
+            raise LayoutError(
+                f"{name}: keys depend on several rows of the latents; tokens are mixed on the way "
+                "to attention, so that the model cannot be sampled in patches"
+            )
+        if (units < 0).all():
+            return None
+        text = units < 0
+        units[text] = text_token(torch.arange(int(text.sum())))
+        return TokenAxis(-2, units)
+
+    def _denoise_marked(self, rows: Tensor, look: Callable[[str, _Log], None]) -> Tensor:
+        def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            log: _Log = []
+            with AttentionIntercepted(token_local(log, strict=True)):
+                out = forward(*args, **kwargs)
+            look(name, log)
+            return out
+
+        return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
+
+    def _mixes(self, rows: Tensor, what: str) -> LayoutError:
+        latents = marked(self._latents, self._axis, rows)
+        operator = mixing_operator(self._model, self._denoise, latents, self._t)
+        return LayoutError(
+            f"the model mixes rows of the latents outside scaled_dot_product_attention: {what}; the "
+            f"first operator that does is {operator}. Sample it with DistriFusion, or in one process"
+        )
+
+    # --- 3: axes of arguments and results -----------------------------------------------------------
+
+    def _blocks(self, owners: list[_Owners]) -> tuple[list[Block], bool, bool]:
+        known: dict[str, tuple[Block, bool, bool]] = {}
+        blocks: list[Block] = []
+        kinds: list[tuple[Block, bool, bool]] = []
+
+        def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            attention = owners[len(blocks)]
+            kind = _kind(self._model.get_submodule(name), args, kwargs, attention)
+            flops = _Flops()
+            with AttentionIntercepted(flops.attention), flops:
+                out = forward(*args, **kwargs)
+            if kind not in known:
+                block = _new_block(name, out, attention, flops.total)
+                tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
+                tracer.trace()
+                ghost = bool(block.num_text) and not tracer.runs_without_text()
+                known[kind] = (block, ghost, tracer.cuts_samples())
+            first = known[kind][0]
+            kinds.append(known[kind])
+            own = {"name": name, "flops": flops.total, "arguments": shapes_of((args, kwargs))}
+            blocks.append(Block(**(vars(first) | own)))
+            return out
+
+        self._run(self._latents, self._t, wrap)
+        return blocks, any(k[1] for k in kinds), all(k[2] for k in kinds)
+
+    # --- 4: who reads what between blocks -----------------------------------------------------------
+
+    def _readers(self, blocks: list[Block]) -> tuple[list[frozenset[int]], frozenset[str]]:
+        inside = {
+            id(p): f"{name}.{key}"
+            for name in self._names
+            for key, p in self._model.get_submodule(name).named_parameters()
+        }
+        touched = _Touched(inside)
+        readers = []
+        for source in range(len(blocks)):
+            position, reading = 0, set[int]()
+
+            def wrap(
+                name: str, forward: Any, args: Any, kwargs: Any, source: int = source, reading: set[int] = reading
+            ) -> Any:  # fmt: skip
+                nonlocal position
+                here, position = position, position + 1
+                if any(_has_nan(x) for x in pytree.tree_leaves((args, kwargs))):
+                    reading.add(here)
+                fill = _NAN if here == source else 0.0
+                return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
+
+            with touched if source == 0 else contextlib.nullcontext():
+                out = self._run(self._latents, self._t, wrap)
+            if out.isnan().any():
+                reading.add(len(blocks))
+            readers.append(frozenset(reading))
+        return readers, frozenset(touched.names)
+
+    # --- 5: what never changes ----------------------------------------------------------------------
+
+    def _constants(self) -> frozenset[tuple[int, str, int]]:
+        if torch.equal(self._t, self._other_t):
+            return frozenset()
+        first, second = self._linear_results(self._t), self._linear_results(self._other_t)
+        return frozenset(
+            key for key, x in first.items() if key in second and torch.equal(x, second[key])
+        )
+
+    def _linear_results(self, t: Tensor) -> dict[tuple[int, str, int], Tensor]:
+        """Results of linear layers that do not depend on the latents."""
+        found: dict[tuple[int, str, int], Tensor] = {}
+        turns: Counter[tuple[int, str]] = Counter()
+        position, inside = -1, False
+
+        def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            nonlocal position, inside
+            position, inside = position + 1, True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                inside = False
+
+        def linear(name: str, forward: Forward) -> Forward:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
+                out = forward(*args, **kwargs)
+                where = (position if inside else -1, name)
+                if not out.isnan().any():
+                    found[(*where, turns[where])] = out
+                turns[where] += 1
+                return out
+
+            return recorded
+
+        latents = torch.full_like(self._latents, _NAN)
+        names = [n for n, m in self._model.named_modules() if isinstance(m, nn.Linear)]
+        with forward_replaced(self._model, names, linear):
+            self._run(latents, t, wrap, all_to_all)
+        return found
+
+    def _run(
+        self,
+        latents: Tensor,
+        t: Tensor,
+        wrap: Callable[[str, Forward, Any, Any], Any],
+        attention: AttentionHandler | None = None,
+    ) -> Tensor:
+        """Runs `denoise`; `wrap` answers the outermost calls of candidates."""
+        inside = False
+
+        def make(name: str, forward: Forward) -> Forward:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                if inside:
+                    return forward(*args, **kwargs)
+                inside = True
+                try:
+                    return wrap(name, forward, args, kwargs)
+                finally:
+                    inside = False
+
+            return wrapped
+
+        with (
+            forward_replaced(self._model, self._names, make),
+            AttentionIntercepted(attention or token_local([])),
+        ):
+            return self._denoise(latents, t)
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the cost of a block, attention included although it is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += operator_cost(func, args, kwargs or {}, out)
+        return out
+
+    def attention(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.total += 2 * q.numel() * k.shape[-2] * 2
+        return q
+
+
+class _Touched(TorchFunctionMode):
+    """Notes which of some parameters are arguments of a function of torch."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._known = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in (*args, *(kwargs or {}).values()):
+            if id(x) in self._known:
+                self.names.add(self._known[id(x)])
+        return func(*args, **(kwargs or {}))
+
+
+def _new_block(name: str, out: Any, attention: _Owners, flops: int) -> Block:
+    leaves, tree = pytree.tree_flatten(out)
+    results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
+    num_text = max((int((a.owner < -1).sum()) for a in attention if a is not None), default=0)
+    return Block(name, results, tree, attention=attention, num_text=num_text, flops=flops)
+
+
+def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
+    """Calls of one kind have the same axes."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    return str(
+        (
+            type(module),
+            [(name, tuple(p.shape)) for name, p in module.named_parameters()],
+            spec,
+            [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in flat],
+            [None if a is None else a.owner.tolist() for a in attention],
+        )
+    )
+
+
+def _has_nan(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(x.isnan().any())
+
+
+def _block_candidates(model: nn.Module) -> list[str]:
+    """Members of the outermost `ModuleList`s: what transformers keep their blocks in."""
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    outer = [a for a in lists if not any(a.startswith(b + ".") for b in lists)]
+    return [f"{name}.{i}" for name in outer for i in range(len(model.get_submodule(name)))]
+
+
+@contextlib.contextmanager
+def _finite_placeholders(model: nn.Module) -> Iterator[None]:
+    """Gives placeholders, which are NaN, a small number for some time."""
+    scalars = [
+        p.data.as_strided((), ())
+        for p in model.parameters()
+        if is_placeholder(p) and p.is_floating_point()
+    ]
+    for scalar in scalars:
+        scalar.fill_(0.01)
+    try:
+        yield
+    finally:
+        for scalar in scalars:
+            scalar.fill_(_NAN)

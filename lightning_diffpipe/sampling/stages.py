@@ -1,0 +1,181 @@
+"""Who runs which call of a block, and what crosses between ranks.
+
+Blocks are split into contiguous ranges, one for each rank. A call of the model visits the ranks in order; with
+guidance by two calls per step, every step visits them twice:
+
+    calls        0  1  2  3 | 4  5  6  7       two calls of a model of four blocks
+    rank 0       x  x       | x  x
+    rank 1             x  x |       x  x
+    messages         1           5             rank 0 to rank 1, one in each visit
+
+A message holds the results of all calls on earlier ranks which a later rank reads, long skips included: they
+travel from rank to rank along the chain.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import LayoutError, PartitionError
+from lightning_diffpipe.graph.cut import balanced_positions
+from lightning_diffpipe.sampling.layout import Layout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank does in one call of `denoise`.
+
+    Attributes:
+        own: Calls it runs.
+        incoming: For each visit, the calls whose results it receives.
+        outgoing: For each visit, the calls whose results it sends on.
+        ends: The last own call of each visit.
+        visit_of: For each call of any rank, the visit it belongs to.
+        is_last: Whether the prediction is made here.
+    """
+
+    own: frozenset[int]
+    incoming: tuple[tuple[int, ...], ...]
+    outgoing: tuple[tuple[int, ...], ...]
+    ends: tuple[int, ...]
+    visit_of: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All ranks' stages.
+
+    Attributes:
+        blocks: Names of the blocks of each rank.
+        stages: One for each rank.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def split(cls, layout: Layout, positions: Sequence[int]) -> Stages:
+        """Cuts the blocks in front of some positions.
+
+        Args:
+            layout: Of the model.
+            positions: Increasing; rank r starts at block `positions[r - 1]`.
+
+        Raises:
+            PartitionError: A rank would have no block.
+            LayoutError: A result would have to travel backwards.
+        """
+        names = layout.block_names
+        bounds = [0, *positions, len(names)]
+        if any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise PartitionError(
+                f"cannot cut {len(names)} blocks at {list(positions)}: every rank needs at least one; "
+                f"choose increasing positions between 1 and {len(names) - 1}, or fewer ranks"
+            )
+        owners = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(bounds))
+        rank_of_name = {name: rank for rank, names in enumerate(owners) for name in names}
+        rank_of = [rank_of_name[block.name] for block in layout.blocks]
+        visit_of = _visits(layout, rank_of, len(owners))
+        crossing = [_crossing(layout, rank_of, visit_of, rank) for rank in range(-1, len(owners))]
+        stages = tuple(
+            _stage(rank, len(owners), rank_of, visit_of, crossing[rank], crossing[rank + 1])
+            for rank in range(len(owners))
+        )
+        return cls(owners, stages)
+
+    @property
+    def num_visits(self) -> int:
+        """How often one call of `denoise` passes through the ranks."""
+        return len(self.stages[0].ends)
+
+    def cut_bytes(self, layout: Layout) -> tuple[int, ...]:
+        """Bytes that cross each boundary between two ranks in one step, all tokens together."""
+        return tuple(
+            sum(layout.blocks[call].output_bytes for visit in stage.outgoing for call in visit)
+            for stage in self.stages[:-1]
+        )
+
+    def messages_per_call(self) -> tuple[int, ...]:
+        """Messages across each boundary in one call of `denoise`."""
+        return tuple(sum(map(bool, stage.outgoing)) for stage in self.stages[:-1])
+
+
+def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
+    """Positions that make the slowest rank as fast as possible.
+
+    Args:
+        layout: Of the model.
+        num_ranks: Ranks.
+        costs: Of each block, in the order of `layout.block_names`.
+
+    Raises:
+        PartitionError: There are fewer blocks than ranks.
+    """
+    num_blocks = len(layout.block_names)
+    if num_ranks > num_blocks:
+        raise PartitionError(
+            f"cannot spread {num_blocks} blocks over {num_ranks} ranks; use at most {num_blocks} "
+            "ranks for the pipeline, and the others for guidance or for more prompts"
+        )
+    return balanced_positions(costs, num_ranks)
+
+
+def flops_of_blocks(layout: Layout) -> list[float]:
+    """Cost of each block, over all its calls."""
+    total = dict.fromkeys(layout.block_names, 0.0)
+    for block in layout.blocks:
+        total[block.name] += block.flops
+    return list(total.values())
+
+
+def _visits(layout: Layout, rank_of: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    visit, visits, seen = 0, [], [set[int]()]
+    for call, rank in enumerate(rank_of):
+        if call and rank < rank_of[call - 1]:
+            visit += 1
+            seen.append(set())
+        visits.append(visit)
+        seen[visit].add(rank)
+    for ranks in seen:
+        if len(ranks) < num_ranks:
+            raise PartitionError(
+                f"one call of the model uses blocks of ranks {sorted(ranks)} only, of {num_ranks}; "
+                f"its blocks are called as {[block.name for block in layout.blocks]}. Choose a split "
+                "in which every call of the model passes through all ranks"
+            )
+    return tuple(visits)
+
+
+def _crossing(
+    layout: Layout, rank_of: Sequence[int], visit_of: Sequence[int], rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """Calls whose results cross from `rank` to the rank after it, in each visit."""
+    end = len(layout.blocks)
+    visits: list[list[int]] = [[] for _ in range(max(visit_of) + 1)]
+    for call, readers in enumerate(layout.readers):
+        ranks = [max(rank_of) if reader == end else rank_of[reader] for reader in readers]
+        if any(reader < rank_of[call] for reader in ranks):
+            raise LayoutError(
+                f"the result of {layout.blocks[call].name} is read by a block of an earlier rank; "
+                "choose another split, or one rank"
+            )
+        if rank_of[call] <= rank < max(ranks, default=-1):
+            visits[visit_of[call]].append(call)
+    return tuple(map(tuple, visits))
+
+
+def _stage(
+    rank: int,
+    num_ranks: int,
+    rank_of: Sequence[int],
+    visit_of: tuple[int, ...],
+    incoming: tuple[tuple[int, ...], ...],
+    outgoing: tuple[tuple[int, ...], ...],
+) -> Stage:
+    own = [call for call, owner in enumerate(rank_of) if owner == rank]
+    ends = tuple(max(c for c in own if visit_of[c] == v) for v in range(max(visit_of) + 1))
+    last = rank == num_ranks - 1
+    return Stage(frozenset(own), incoming, outgoing, ends, visit_of, last)

@@ -1,0 +1,143 @@
+"""Following values through a model without knowing it: NaN is the ink.
+
+NaN survives every arithmetic operation, so what is NaN behind a function has been reached by what was NaN in
+front of it. To read a whole map from indices to indices in few runs, each index gets a code word and run `b`
+marks the indices whose word has bit `b`. All words have the same number of ones, so that a place reached by two
+indices shows too many marks and can never be mistaken for a third:
+
+    index       0     1     2     3     4     5
+    code word  1100  1010  1001  0110  0101  0011        8 runs read a map of 70 indices
+
+Booleans cannot be NaN; they are flipped and compared with an unmarked run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations, islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Attend = Callable[..., Tensor]
+"""`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
+
+AttentionHandler = Callable[..., Tensor]
+"""`handler(attend, query, key, value, **options)` answers a call of attention."""
+
+UNREACHED, MIXED = -1, -2
+_NAN = float("nan")
+
+
+class AttentionIntercepted(TorchFunctionMode):
+    """Lets a handler answer every `scaled_dot_product_attention` of this thread."""
+
+    def __init__(self, handler: AttentionHandler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls the handler for attention, everything else as it is."""
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = (options.pop(name) for name in names[:3])
+        return self._handler(func, query, key, value, **options)
+
+
+class CodeWords:
+    """Code words of equal weight for `n` indices.
+
+    Example:
+        >>> words = CodeWords(6)
+        >>> words.num_bits, words.weight
+        (4, 2)
+        >>> words.decode([torch.tensor([b, False]) for b in (True, False, True, False)]).tolist()
+        [1, -1]
+    """
+
+    def __init__(self, n: int) -> None:
+        self.num_bits = next(b for b in range(1, 64) if math.comb(b, b // 2) >= n)
+        self.weight = max(self.num_bits // 2, 1)
+        words = list(islice(combinations(range(self.num_bits), self.weight), n))
+        self.marks = torch.zeros(self.num_bits, n, dtype=torch.bool)
+        for index, bits in enumerate(words):
+            self.marks[list(bits), index] = True
+        self._index = {sum(1 << bit for bit in bits): index for index, bits in enumerate(words)}
+
+    def decode(self, lines: Sequence[Tensor]) -> Tensor:
+        """Which index reached each place.
+
+        Args:
+            lines: For every bit, which places were marked.
+
+        Returns:
+            For each place the index, `UNREACHED`, or `MIXED` if it was reached by several.
+        """
+        words = sum(line.long() << bit for bit, line in enumerate(lines)).tolist()
+        known = self._index | {0: UNREACHED}
+        return torch.tensor([known.get(word, MIXED) for word in words], dtype=torch.long)
+
+
+def lines(x: Tensor, axis: int, base: Tensor | None = None) -> Tensor:
+    """Which indices of `axis` hold a NaN anywhere; for booleans, which differ from `base`."""
+    changed = x ^ base if x.dtype == torch.bool else x.isnan()
+    return changed.movedim(axis, 0).flatten(1).any(1).cpu()
+
+
+def marked(x: Tensor, axis: int, mask: Tensor) -> Tensor:
+    """A copy with NaN, or flipped booleans, at the marked indices of `axis`."""
+    y = x.clone(memory_format=torch.contiguous_format)
+    at = (*[slice(None)] * (axis % x.ndim), mask.to(x.device))
+    if y.dtype == torch.bool:
+        y[at] = ~y[at]
+    else:
+        y[at] = complex(_NAN, _NAN) if y.is_complex() else _NAN
+    return y
+
+
+def can_be_marked(x: Any) -> bool:
+    """Whether NaN, or a flip, can be written into it."""
+    return isinstance(x, Tensor) and (
+        x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+    )
+
+
+def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
+    """Stands in for attention: returns the query, so that a token reaches nothing but itself.
+
+    Args:
+        log: Gets key and mask of every call.
+        strict: What is NaN in a key or value also reaches the output of its position, so that tokens
+            mixed on the way there are seen.
+    """
+
+    def handler(
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        log.append((k, attn_mask))
+        if strict and q.shape[-2] == k.shape[-2]:
+            reached = k.isnan().any(-1, keepdim=True) | v.isnan().any(-1, keepdim=True)
+            q = q.masked_fill(reached.any(1, keepdim=True), _NAN)
+        return q
+
+    return handler
+
+
+def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Stands in for attention: one NaN in a key or value reaches every output."""
+    reached = k.isnan().any() | v.isnan().any()
+    return q.masked_fill(reached, _NAN)

@@ -1,0 +1,304 @@
+"""Tiny denoisers with the closures their pipelines would use: name -> model, denoise, latents, axis to cut.
+
+Weights are random and nowhere zero, so that nothing hides behind a gate that is not yet open. Everything is
+float64: what differs by more than rounding is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.sampling.request import Request
+
+B = 2  # prompts
+STEPS = 4
+
+
+class Tiny(NamedTuple):
+    """One tiny denoiser."""
+
+    model: nn.Module
+    denoise: Callable[[nn.Module], Callable[[Tensor, Tensor], Tensor]]
+    latents: Tensor
+    axis: int | None = None
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def guided(call):
+    """Guidance in the batch, as most pipelines do: [without prompt, with prompt]."""
+
+    def denoise(x, t):
+        out = call(torch.cat([x, x]), t.expand(2 * len(x)))[:, : x.shape[1]]
+        without, with_prompt = out.chunk(2)
+        return without + 3.0 * (with_prompt - without)
+
+    return denoise
+
+
+def plain(call):
+    return lambda x, t: call(x, t.expand(len(x)))[:, : x.shape[1]]
+
+
+def pixart(**options):
+    config = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 4} | options
+    model = diffusers.PixArtTransformer2DModel(
+        in_channels=4, out_channels=8, cross_attention_dim=16, caption_channels=8,
+        sample_size=16, patch_size=2, norm_num_groups=4, **config,
+    )  # fmt: skip
+    text = normal(2 * B, 7, 8, seed=2)
+    mask = torch.tensor([[1] * 4 + [0] * 3] * B + [[1] * 6 + [0]] * B)
+    conditions = {"resolution": None, "aspect_ratio": None}
+
+    def denoise(m):
+        return guided(
+            lambda x, t: m(
+                x, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=t,
+                added_cond_kwargs=conditions, return_dict=False,
+            )[0]
+        )  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 4, 32, 12))
+
+
+def pixart_two_calls():
+    """Guidance by two calls per step, with prompts of different lengths."""
+    model = pixart().model
+    texts = [normal(B, 5, 8, seed=2), normal(B, 7, 8, seed=3)]
+
+    def denoise(m):
+        def call(x, t):
+            without, with_prompt = (
+                m(
+                    x, encoder_hidden_states=text, timestep=t.expand(B),
+                    added_cond_kwargs={"resolution": None, "aspect_ratio": None}, return_dict=False,
+                )[0][:, :4]
+                for text in texts
+            )  # fmt: skip
+            return without + 3.0 * (with_prompt - without)
+
+        return call
+
+    return Tiny(model, denoise, normal(B, 4, 32, 12))
+
+
+def dit():
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=4,
+        sample_size=16, patch_size=2, norm_num_groups=4, num_embeds_ada_norm=1000,
+    ).eval()  # fmt: skip
+    labels = torch.tensor([1000] * B + [3, 400])
+
+    def denoise(m):
+        return guided(
+            lambda x, t: m(x, timestep=t.long(), class_labels=labels, return_dict=False)[0]
+        )
+
+    return Tiny(model, denoise, normal(B, 4, 16, 16))
+
+
+def sd3(dual=()):
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=32, patch_size=2, in_channels=4, num_layers=4, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=12, caption_projection_dim=16,
+        pooled_projection_dim=10, out_channels=4, pos_embed_max_size=24,
+        dual_attention_layers=dual, qk_norm="rms_norm" if dual else None,
+    )  # fmt: skip
+    text, pooled = normal(2 * B, 7, 12, seed=2), normal(2 * B, 10, seed=3)
+
+    def denoise(m):
+        return guided(
+            lambda x, t: m(
+                x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t,
+                return_dict=False,
+            )[0]
+        )  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 4, 32, 12))
+
+
+def flux():
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=2, num_single_layers=3, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    text, pooled = normal(B, 7, 12, seed=2), normal(B, 10, seed=3)
+    ids = torch.stack([torch.zeros(96), torch.arange(96) // 6, torch.arange(96) % 6], 1)
+
+    def denoise(m):
+        return lambda x, t: m(
+            x, encoder_hidden_states=text, pooled_projections=pooled,
+            timestep=t.expand(len(x)) / 1000, img_ids=ids, txt_ids=torch.zeros(7, 3),
+            return_dict=False,
+        )[0]  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 96, 4))
+
+
+def wan(axis=None):
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
+        out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=4, cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    )  # fmt: skip
+    text = normal(B, 7, 16, seed=2)
+
+    def denoise(m):
+        return plain(
+            lambda x, t: m(x, encoder_hidden_states=text, timestep=t, return_dict=False)[0]
+        )
+
+    frames = 8 if axis == 2 else 3
+    return Tiny(model, denoise, normal(B, 4, frames, 16, 12), axis)
+
+
+def lumina2():
+    model = diffusers.Lumina2Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=4, hidden_size=24, num_layers=3,
+        num_refiner_layers=1, num_attention_heads=3, num_kv_heads=1, multiple_of=16,
+        axes_dim_rope=(4, 2, 2), axes_lens=(128, 128, 128), cap_feat_dim=8,
+    )  # fmt: skip
+    text, mask = normal(B, 7, 8, seed=2), torch.ones(B, 7).long()
+
+    def denoise(m):
+        return plain(
+            lambda x, t: m(
+                x, timestep=t / 1000, encoder_hidden_states=text, encoder_attention_mask=mask,
+                return_dict=False,
+            )[0]
+        )  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 4, 16, 12))
+
+
+def qwen():
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=4, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=12, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    text, mask = normal(B, 7, 12, seed=2), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
+
+    def denoise(m):
+        return lambda x, t: m(
+            x, encoder_hidden_states=text, encoder_hidden_states_mask=mask,
+            timestep=t.expand(len(x)) / 1000, img_shapes=[[(1, 16, 6)]] * B, return_dict=False,
+        )[0]  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 96, 16))
+
+
+def cogvideox():
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
+        time_embed_dim=8, text_embed_dim=8, num_layers=4, sample_width=12, sample_height=16,
+        sample_frames=9, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=7,
+        use_rotary_positional_embeddings=True,
+    )  # fmt: skip
+    text, rope = normal(B, 7, 8, seed=2), (normal(144, 16, seed=4), normal(144, 16, seed=5))
+
+    def denoise(m):
+        return lambda x, t: m(
+            x, encoder_hidden_states=text, timestep=t.expand(len(x)), image_rotary_emb=rope,
+            return_dict=False,
+        )[0]  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 3, 4, 16, 12))
+
+
+def hunyuandit():
+    model = diffusers.HunyuanDiT2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, patch_size=2, num_layers=4,
+        sample_size=16, cross_attention_dim=8, cross_attention_dim_t5=8, pooled_projection_dim=4,
+        hidden_size=16, text_len=4, text_len_t5=4, activation_fn="gelu-approximate",
+    )  # fmt: skip
+    clip, t5 = normal(B, 4, 8, seed=2), normal(B, 4, 8, seed=3)
+    rope, ones = (normal(64, 8, seed=4), normal(64, 8, seed=5)), torch.ones(B, 4).long()
+
+    def denoise(m):
+        return plain(
+            lambda x, t: m(
+                x, t.double(), encoder_hidden_states=clip, text_embedding_mask=ones,
+                encoder_hidden_states_t5=t5, text_embedding_mask_t5=ones,
+                image_meta_size=torch.ones(B, 6).double(), style=torch.zeros(B).long(),
+                image_rotary_emb=rope, return_dict=False,
+            )[0]
+        )  # fmt: skip
+
+    return Tiny(model, denoise, normal(B, 4, 16, 16))
+
+
+MODELS = {
+    "pixart": pixart,
+    "pixart, two calls": pixart_two_calls,
+    "dit": dit,
+    "sd3": sd3,
+    "sd3.5": lambda: sd3((0, 1)),
+    "flux": flux,
+    "wan": wan,
+    "wan, frames": lambda: wan(2),
+    "lumina2": lumina2,
+    "qwen": qwen,
+    "cogvideox": cogvideox,
+    "hunyuandit": hunyuandit,
+}
+MAIN = ("pixart", "pixart, two calls", "dit", "sd3", "flux", "wan")
+"""What the fast tests run; the others run in slow ones."""
+
+_SCHEDULERS = {
+    "pixart": "DPMSolverMultistepScheduler",
+    "dit": "DDIMScheduler",
+    "hunyuandit": "DPMSolverMultistepScheduler",
+    "cogvideox": "DDIMScheduler",
+}
+
+
+def scheduler_for(name: str, num_steps: int = STEPS):
+    """The scheduler that the family's pipeline has."""
+    scheduler = getattr(diffusers, _SCHEDULERS.get(name, "FlowMatchEulerDiscreteScheduler"))()
+    scheduler.set_timesteps(num_steps)
+    return scheduler
+
+
+def build(name: str) -> Tiny:
+    torch.manual_seed(0)
+    tiny = MODELS[name]()
+    for p in tiny.model.parameters():
+        if p.ndim and not p.any():
+            nn.init.normal_(p, std=0.1)
+    return tiny._replace(model=tiny.model.double().eval().requires_grad_(False))
+
+
+def request_for(
+    name: str, scheduler=None, num_steps: int = STEPS, tiny: Tiny | None = None, **step_kwargs
+) -> Request:
+    """A fresh request; its model is the tiny one's itself."""
+    tiny = tiny or build(name)
+    scheduler = scheduler or scheduler_for(name, num_steps)
+    return Request(
+        tiny.model, tiny.denoise(tiny.model), scheduler, scheduler.timesteps, tiny.latents,
+        step_kwargs=step_kwargs,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def sample_plainly(request: Request) -> Tensor:
+    """The loop of any diffusers pipeline."""
+    scheduler, x = copy.deepcopy(request.scheduler), request.latents
+    for t in request.timesteps:
+        scaled = scheduler.scale_model_input(x, t) if _scales(scheduler) else x
+        prediction = request.denoise(scaled, t)
+        x = scheduler.step(prediction, t, x, **request.step_kwargs).prev_sample
+    return x
+
+
+def _scales(scheduler) -> bool:
+    return hasattr(scheduler, "scale_model_input")
