@@ -158,14 +158,18 @@ def _denoiser_name(parts: Any, origin: str) -> str:
     for name in _DENOISERS:
         if name in parts:
             return name
-    raise CheckpointError(f"{origin} has neither a unet nor a transformer, so nothing can be sampled")
+    raise CheckpointError(
+        f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
+    )
 
 
-def _settle(module: LatentDiffusion, denoiser: str, device: torch.device, dtype: torch.dtype) -> None:
+def _settle(
+    module: LatentDiffusion, denoiser: str, device: torch.device, dtype: torch.dtype
+) -> None:
     """Moves all parts but the denoiser, whose placeholders must not be moved."""
     for name, part in module.parts.items():
         if isinstance(part, nn.Module) and name != denoiser:
-            part.to(device, dtype)
+            nn.Module.to(part, device, dtype)  # past diffusers' own, which warns
     module.eval()
     # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
     module._device = device

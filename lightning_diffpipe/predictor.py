@@ -34,6 +34,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
+from lightning_diffpipe.sampling.links import Alone
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
 from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
 from lightning_diffpipe.sampling.report import SamplingReport, merge
@@ -92,6 +93,7 @@ class Predictor:
         dtype: torch.dtype = torch.float32,
         timeout_s: float = 120.0,
         ema: bool = True,
+        alone: bool = False,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -110,6 +112,7 @@ class Predictor:
             dtype: Of all weights.
             timeout_s: Longest wait for a message, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
+            alone: Sample in this process only, whatever process groups there are.
             further: Options of the method, such as `group_norm` of DistriFusion.
 
         Raises:
@@ -120,7 +123,7 @@ class Predictor:
             method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
         )
         where = _device(device)
-        world = join_world(where, timeout_s)
+        world = World(Alone(where), "gloo") if alone else join_world(where, timeout_s)
         source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
         return cls(source, options, world, where, timeout_s)
 
@@ -278,5 +281,3 @@ def _raise(error: Exception) -> Any:
 
 def _not_here() -> Any:
     raise AssertionError("rank 0 makes requests")
-
-

@@ -1,5 +1,6 @@
 """Every file of `conf/` composes, and every part of it can be built."""
 
+import inspect
 from pathlib import Path
 
 import hydra
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.modules.built_in import built_in
+from lightning_diffpipe.predictor import Predictor
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -17,8 +19,9 @@ WRITES = ("train", "sample", "demo", "profile")  # into a folder of their own
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("experiment", "cluster")
+    if path.parent.name not in ("experiment", "cluster", "sampler")
 )
+SAMPLERS = sorted(path.stem for path in CONF.glob("sampler/*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
 # What a user has to say, or hardware that not every machine has.
 NEEDED = {
@@ -94,3 +97,11 @@ def test_every_option_says_what_it_is():
 def test_config_folders_are_packages():
     for path in CONF.rglob("*.yaml"):
         assert (path.parent / "__init__.py").exists(), path.parent
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_has_only_options_the_predictor_takes(sampler):
+    known = inspect.signature(Predictor.from_pretrained).parameters
+    config = composed("sample", f"sampler={sampler}").sampler
+    assert config.method == sampler
+    assert set(config) <= set(known)

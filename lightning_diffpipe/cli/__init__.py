@@ -2,7 +2,9 @@
 
     registry   verbs and how they are registered
     session    what holds for a process: offline, threads, seed, log; config to plain values
-    training   train, sample, demo
+    training   train, demo
+    sampling   sample
+    launch     several processes for one verb
     plans      profile, plan, show, diff
     main       finds the verb, lets Hydra compose its config, tells errors in a line
 
@@ -10,7 +12,7 @@ A verb is a function of one composed config, `conf/<verb>.yaml`, found as a pack
 This is the only place that imports Hydra. The library sees plain values.
 """
 
-from lightning_diffpipe.cli import plans, training  # noqa: F401  registers the verbs
+from lightning_diffpipe.cli import plans, sampling, training  # noqa: F401  registers the verbs
 from lightning_diffpipe.cli.main import main
 from lightning_diffpipe.cli.registry import VERBS
 

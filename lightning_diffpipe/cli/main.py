@@ -122,5 +122,8 @@ def main() -> None:
     try:
         _run(name, arguments)
     except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
-        print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
+        # Mistakes of the user are found by all ranks alike; rank 0 tells them for all.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not isinstance(error, ValueError):
+            print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)

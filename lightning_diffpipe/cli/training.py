@@ -1,4 +1,4 @@
-"""`diffpipe train`, `sample` and `demo`."""
+"""`diffpipe train` and `demo`."""
 
 from __future__ import annotations
 
@@ -65,33 +65,6 @@ def _export(config: DictConfig, module_class: type) -> None:
     module = module_class.from_checkpoint(config.callbacks.final_checkpoint.path)
     module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
     print(f"wrote {config.save_to}")
-
-
-@verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
-def sample(config: DictConfig) -> Any:
-    """Draws `prompts` with the model at `path`, in one process, into `output_dir`."""
-    prepare(config)
-    import torch
-
-    from lightning_diffpipe.callbacks.samples import picture_grid
-    from lightning_diffpipe.modules import LatentDiffusion
-
-    is_checkpoint = str(config.path).endswith(".ckpt")
-    load = LatentDiffusion.from_checkpoint if is_checkpoint else LatentDiffusion.from_pretrained
-    model = load(config.path).to(config.device).eval()
-    images = model.sample(
-        list(config.prompts),
-        num_inference_steps=config.num_inference_steps,
-        guidance_scale=config.guidance_scale,
-        generator=torch.Generator().manual_seed(config.seed),
-    )
-    folder = Path(config.output_dir)
-    for number, (prompt, image) in enumerate(zip(config.prompts, images, strict=True)):
-        picture_grid(image[None], columns=1).save(folder / f"{number:03d}.png")
-        print(f"{folder / f'{number:03d}.png'}  {prompt}")
-    picture_grid(images, columns=min(8, len(images))).save(folder / "grid.png")
-    print(f"{folder / 'grid.png'}  all of them")
-    return images
 
 
 @verb("train the built-in model as a pipeline for a few minutes, and show what it draws")

@@ -308,4 +308,3 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the parts of a checkpoint."""
     return tuple(checkpoint[_FILES_KEY])
-

@@ -1,9 +1,9 @@
 """What a request took: seconds, bytes, the timelines, and how far the pictures are from one process.
 
-    pipefusion, num_patches=4, warmup_steps=1, on parallel=2
-    20 steps      0.41 s each, 9.1 s with encoding and decoding
-    bytes sent    hidden 1.2 MiB, latents 38.0 KiB, result 2.0 KiB
-    weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB of 14.2 MiB
+pipefusion, num_patches=4, warmup_steps=1, on parallel=2
+20 steps      0.41 s each, 9.1 s with encoding and decoding
+bytes sent    hidden 1.2 MiB, latents 38.0 KiB, result 2.0 KiB
+weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB of 14.2 MiB
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 
@@ -142,7 +146,32 @@ def merge(reports: Sequence[RankReport], total_s: float) -> SamplingReport:
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
+        planned=_planned(options, num_steps, spans, patches),
     )
+
+
+def _planned(
+    options: MethodOptions, num_steps: int, spans: Sequence[Span], patches: int | None
+) -> Timeline | None:
+    """What the formulas make of the median times of a turn, for one pipeline without guidance halves."""
+    assert options.mesh is not None
+    if patches is None or options.mesh.num_ranks != options.mesh.parallel or not spans:
+        return None
+    plan = PipeFusionPlan(num_steps, int(options.warmup_steps or 0), patches, options.mesh.parallel)
+    turns = plan.turns
+    times: dict[tuple[int, bool], list[float]] = {}
+    for span in spans:
+        instruction = span.instruction
+        if not isinstance(instruction, ForwardNoGrad) or instruction.microbatch >= len(turns):
+            return None
+        whole = turns[instruction.microbatch].patch is None
+        times.setdefault((span.rank, whole), []).append(span.duration_s)
+
+    def median(rank: int, whole: bool) -> float:
+        return statistics.median(times.get((rank, whole)) or [0.0])
+
+    ranks = range(plan.num_ranks)
+    return plan.timeline([median(r, True) for r in ranks], [median(r, False) for r in ranks])
 
 
 def _size(num_bytes: int) -> str:
@@ -179,13 +208,8 @@ def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
 def lpips_distance(picture: Any, reference: Any) -> float | None:
     """LPIPS (AlexNet) of two pictures, or None where the `lpips` package or its weights are not there."""
     try:
-        import lpips
-        import torch
-    except ImportError:
-        return None
-    try:
-        measure = lpips.LPIPS(net="alex", verbose=False)
-    except Exception:  # its weights are a download
+        measure = import_module("lpips").LPIPS(net="alex", verbose=False)
+    except Exception:  # not installed, or its weights would have to be downloaded
         return None
     with torch.inference_mode():
         a, b = (

@@ -25,7 +25,10 @@ def by_diffusers(path, name, seed=0, **settings):
     generator = torch.Generator().manual_seed(seed)
     return as_array(
         pipeline(
-            **{option: prompts_of(name)}, **options_of(name), **SETTINGS | settings, generator=generator
+            **{option: prompts_of(name)},
+            **options_of(name),
+            **SETTINGS | settings,
+            generator=generator,
         ).images
     )
 

@@ -17,7 +17,9 @@ def settings_of(name, steps=3):
 
 def alone(path, name, steps=3):
     predictor = Predictor.from_pretrained(path, method="single")
-    return np.stack([np.asarray(p) for p in predictor(prompts_of(name), **settings_of(name, steps))])
+    return np.stack(
+        [np.asarray(p) for p in predictor(prompts_of(name), **settings_of(name, steps))]
+    )
 
 
 def close(found, expected):

@@ -118,9 +118,7 @@ class StateDict:
 def _parameters_without_memory() -> Iterator[None]:
     register = nn.Module.register_parameter
 
-    def register_without_memory(
-        self: nn.Module, name: str, parameter: nn.Parameter | None
-    ) -> None:
+    def register_without_memory(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(self, name, parameter)

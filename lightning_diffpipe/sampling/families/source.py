@@ -108,9 +108,7 @@ class DiffusersFolder:
         CheckpointError: Weights are missing.
     """
 
-    def __init__(
-        self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype) -> None:
         index = diffusers.DiffusionPipeline.load_config(str(path))
         self.family = family_of(index["_class_name"])
         folder = path / self.family.denoiser
@@ -142,9 +140,7 @@ def _load_others(
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
     try:
-        pipeline = cls.from_pretrained(
-            str(path), torch_dtype=dtype, **{family.denoiser: denoiser}
-        )
+        pipeline = cls.from_pretrained(str(path), torch_dtype=dtype, **{family.denoiser: denoiser})
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for name, part in pipeline.components.items():

@@ -1,0 +1,107 @@
+"""Several processes for one verb, started by the first of them.
+
+The first process starts the others with its own command line, and waits for them at the end. If any ends with an
+error, or is killed, the others find out by a broken connection or a timeout and end, too; what is left is
+killed. Under `torchrun` the processes are there already.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+
+_GRACE_S = 15.0
+
+
+def is_child() -> bool:
+    """Whether another process started this one."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0"
+
+
+def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
+    """Calls a function on `num_ranks` processes of this machine.
+
+    Args:
+        num_ranks: Processes, this one included.
+        function: Runs in each of them; finds its place in the environment, as under `torchrun`.
+
+    Returns:
+        What it returned here.
+
+    Raises:
+        ConfigurationError: A launcher made another number of processes.
+        DiffPipeError: Another process failed, and this one did not.
+    """
+    there = os.environ.get("WORLD_SIZE")
+    if there is not None:
+        if int(there) != num_ranks:
+            raise ConfigurationError(
+                f"trainer.devices={num_ranks}, but the launcher started {there} processes"
+            )
+        return function()
+    if num_ranks == 1:
+        return function()
+    children = _start_others(num_ranks)
+    try:
+        result = function()
+        _wait_for(children, _GRACE_S)
+    finally:
+        _end(children)
+    for rank, child in enumerate(children, 1):
+        if child.returncode:
+            raise DiffPipeError(f"rank {rank} ended with exit code {child.returncode}")
+    return result
+
+
+def _start_others(num_ranks: int) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
+    # They write nothing, so they need no folder of their own.
+    folder = HydraConfig.get().runtime.output_dir
+    quiet = [f"hydra.run.dir={_quoted(folder)}", "hydra.output_subdir=null"]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", *sys.argv[1:], *quiet]
+    return [
+        subprocess.Popen(command, env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(1, num_ranks)
+    ]
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("'", r"\'")
+    return f"'{escaped}'"
+
+
+def _wait_for(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    for child in children:
+        try:
+            child.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            return
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kills what has not ended by itself; a rank that has something to say gets a second for it."""
+    _wait_for(children, 1.0)
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.wait()

@@ -1,0 +1,177 @@
+"""`diffpipe sample`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_diffpipe.cli.launch import on_ranks
+from lightning_diffpipe.cli.registry import verb
+from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.errors import ConfigurationError
+
+_MAX_COLUMNS = 8
+
+
+@verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
+def sample(config: DictConfig) -> Any:
+    """Draws `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
+    values = plain(config)
+    num_ranks = values["trainer"]["devices"]
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ConfigurationError(f"trainer.devices must be a number of processes; got {num_ranks}")
+    _share_cores(values, num_ranks)
+    prepare(config)
+    return on_ranks(num_ranks, lambda: _sample(values))
+
+
+def _share_cores(values: dict[str, Any], num_ranks: int) -> None:
+    """Lets processes on one machine not fight for its cores."""
+    if values["num_threads"] is None and num_ranks > 1:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+
+
+def _sample(values: dict[str, Any]) -> Any:
+    from lightning_diffpipe.predictor import Predictor
+
+    rank = int(os.environ.get("RANK", "0"))
+    common = _common(values, rank)
+    with Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor:
+        bar = _bar(values["progress"] and rank == 0)
+        pictures = predictor(**_request(values), on_step=bar)
+        bar(None, None)
+        report = predictor.report
+    if rank:
+        return None
+    assert pictures is not None
+    assert report is not None
+    folder = Path(values["output"])
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_pictures(pictures, values["prompts"], folder)
+    print(f"\n{report}")
+    numbers = report.to_dict()
+    if values["report"]:
+        numbers |= _compare(pictures, values, folder)
+        print(_timelines(report))
+    (folder / "report.json").write_text(json.dumps(numbers, indent=2, default=str) + "\n")
+    return pictures
+
+
+def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
+    import torch
+
+    dtype = getattr(torch, str(values["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
+    accelerator = values["trainer"]["accelerator"]
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
+    device = "cpu"
+    if accelerator != "cpu":
+        present = torch.cuda.device_count()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if local_rank >= present:
+            raise ConfigurationError(
+                f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
+                "take fewer, or trainer.accelerator=cpu"
+            )
+        device = f"cuda:{local_rank}"
+        torch.cuda.set_device(local_rank)
+    return {"device": device, "dtype": dtype, "timeout_s": float(values["timeout_s"])}
+
+
+def _request(values: dict[str, Any]) -> dict[str, Any]:
+    names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
+    return {name: values[name] for name in names} | dict(values["options"])
+
+
+def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
+    """A bar over the denoising steps; called with None it ends."""
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    def advance(done: int | None, total: int | None) -> None:
+        if not shown:
+            return
+        if done is None:
+            for bar in bars:
+                bar.close()
+            return
+        if not bars:
+            bars.append(tqdm(total=total, unit="step", desc="denoising"))
+        bars[0].update(done - bars[0].n)
+
+    return advance
+
+
+def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
+    for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+        path = folder / f"{number:03d}.png"
+        picture.save(path)
+        print(f"{path}  {prompt}")
+    _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / "grid.png")
+    print(f"{folder / 'grid.png'}  all of them")
+
+
+def _rows(rows: list[list[Any]], columns: int) -> Any:
+    """Lays pictures out like a page, each list on lines of its own."""
+    from PIL import Image
+
+    width, height = rows[0][0].size
+    lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
+    page = Image.new("RGB", (width * columns, height * len(lines)))
+    for y, line in enumerate(lines):
+        for x, picture in enumerate(line):
+            page.paste(picture, (x * width, y * height))
+    return page
+
+
+def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Draws the same in this process alone, and says how far the pictures are from that."""
+    from PIL import Image
+
+    from lightning_diffpipe.predictor import Predictor
+    from lightning_diffpipe.sampling.report import difference, lpips_distance, psnr
+
+    alone = Predictor.from_pretrained(
+        values["path"], "single", alone=True, **_common(values, rank=0)
+    )
+    reference = alone(**_request(values))
+    assert reference is not None
+    assert alone.report is not None
+    pairs = list(zip(pictures, reference, strict=True))
+    differences = [Image.fromarray(difference(a, b)) for a, b in pairs]
+    page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))
+    page.save(folder / "difference.png")
+    decibels = [psnr(a, b) for a, b in pairs]
+    distances = [lpips_distance(a, b) for a, b in pairs]
+    mean = sum(decibels) / len(decibels)
+    told = "equal to" if mean == float("inf") else f"PSNR {mean:.2f} dB against"
+    seconds = f"{alone.report.step_s:.3g} s a step"
+    print(f"{'one process':13} {told} the pictures of one process, which takes {seconds}")
+    found: dict[str, Any] = {"psnr_db": decibels, "one_process_step_s": alone.report.step_s}
+    if None not in distances:
+        found["lpips"] = distances
+        print(f"{'LPIPS':13} {sum(distances) / len(distances):.4f}")
+    else:
+        print(f"{'LPIPS':13} not measured: the lpips package or its weights are not installed")
+    print(f"{folder / 'difference.png'}  this, one process, their difference times 8")
+    return found
+
+
+def _timelines(report: Any) -> str:
+    from lightning_diffpipe.viewing.ascii import render, side_by_side
+
+    if not report.measured.spans:
+        return ""
+    if report.planned is not None:
+        return f"\n{side_by_side(report.planned, report.measured)}"
+    return f"\nmeasured\n{render(report.measured)}"
