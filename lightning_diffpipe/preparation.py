@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
-from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
@@ -31,6 +31,7 @@ from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.runtime.engine import Step
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
@@ -84,7 +85,8 @@ def prepare(
     small = split(batch, [probed, size - probed])[0]
     graph = probe(module, step, small, seed=seed)
     _require_equal(graph.digest, world)
-    plan = _plan_of_rank_0(module, step, batch, graph, options, process, world)
+    subject = Subject(module, step, batch, graph, device=process.device)
+    plan = _plan_of_rank_0(subject, options, process, world)
     _close(world)
     return assemble(
         module,
@@ -101,22 +103,23 @@ def prepare(
 
 
 def _plan_of_rank_0(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
+    subject: Subject,
     options: PipelineOptions,
     process: Process,
     world: dist.ProcessGroup | None,
 ) -> PipelinePlan:
-    """Rank 0's plan, or its reason why there is none, on every rank."""
+    """Rank 0's plan, or its reason why there is none, on every rank.
+
+    All ranks time the layers at once, as they will run at once: cores share caches and memory.
+    """
     cluster = _cluster(options, process)
     answer: str | DiffPipeError = ""
-    if process.rank == 0:
-        try:
-            answer = _make_plan(module, step, batch, graph, options, cluster, process).to_json()
-        except DiffPipeError as error:
-            answer = error
+    try:
+        profile = None if options.plan is not None else _profile(subject, options.profile, world)
+        if process.rank == 0:
+            answer = _make_plan(subject, profile, options, cluster, process).to_json()
+    except DiffPipeError as error:
+        answer = error
     answer = _agree(answer, world)
     if isinstance(answer, DiffPipeError):
         raise answer
@@ -124,10 +127,8 @@ def _plan_of_rank_0(
 
 
 def _make_plan(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
+    subject: Subject,
+    profile: ModelProfile | None,
     options: PipelineOptions,
     cluster: Cluster,
     process: Process,
@@ -135,10 +136,10 @@ def _make_plan(
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
         return _given_plan(options.plan, process.world_size)
-    profile = _profile(module, step, batch, graph, options.profile, process.device)
+    assert profile is not None
     data_parallel = _data_parallel(options, process.world_size)
     wishes = PlanOptions(
-        global_batch_size=num_samples(batch) * data_parallel,
+        global_batch_size=num_samples(subject.batch) * data_parallel,
         data_parallel=data_parallel,
         num_stages=options.num_stages,
         num_microbatches=options.num_microbatches,
@@ -211,20 +212,13 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePla
     return plan
 
 
-def _profile(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
-    source: Any,
-    device: torch.device,
-) -> ModelProfile:
+def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> ModelProfile:
     if isinstance(source, ModelProfile):
         return source
     if source == "flops":
-        return estimate_profile(module, graph)
+        return estimate_profile(subject.module, subject.graph)
     if source == "measure":
-        return cached_profile(module, step, batch, graph, device=device)
+        return cached_profile(subject, agree=partial(_agree, group=world))
     path = Path(source)
     if not path.is_file():
         raise ConfigurationError(

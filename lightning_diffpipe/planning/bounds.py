@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts
+from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of
 from lightning_diffpipe.planning.partition import Cut
 
 
@@ -55,16 +55,23 @@ class Bounds:
         if not self.model.profile.encoders or not self.frozen_first:
             return 0.0
         busy = [0.0] * self.num_ranks
-        for part in encode_parts(self.sizes, self.num_ranks, self.frozen_splittable):
-            busy[part.rank] += self.model.encode_s(part.num_samples)
+        group = self.group_size
+        for part in encode_parts(self.sizes, self.num_ranks, self.frozen_splittable, group or 1):
+            busy[part.rank] += self.model.encode_s(part.num_samples, group)
         return max(busy)
+
+    @property
+    def group_size(self) -> int | None:
+        """Samples on which frozen layers run at a time."""
+        return group_size_of(self.sizes, self.num_ranks) if self.frozen_splittable else None
 
     @cached_property
     def all_work_s(self) -> float:
         """All work divided by all ranks: with filling, what full bubbles would give."""
         work_s = self._work_s(1)[-1]
         if self.model.profile.encoders and not self.frozen_first:
-            work_s += self.num_ranks * self.model.encode_s(sum(self.sizes) / self.num_ranks)
+            share = sum(self.sizes) / self.num_ranks
+            work_s += self.num_ranks * self.model.encode_s(share, self.group_size)
         return work_s / self.num_ranks
 
     @cached_property

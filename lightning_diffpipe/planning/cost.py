@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.frozen_parts import grouped_s
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
 
 
@@ -47,7 +48,9 @@ class CostModel:
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
-    _encode_s: dict[float, float] = field(default_factory=dict, repr=False, compare=False)
+    _encode_s: dict[tuple[float, int | None], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -116,12 +119,15 @@ class CostModel:
         encoders = self.profile.encoders
         return sum(encoder.layers[-1].output_bytes_per_sample for encoder in encoders)
 
-    def encode_s(self, samples: float) -> float:
-        """All frozen encoders for that many samples, on one rank."""
-        if samples not in self._encode_s:
+    def encode_s(self, samples: float, group_size: int | None = None) -> float:
+        """All frozen encoders for that many samples, on one rank, a group at a time."""
+        key = samples, group_size
+        if key not in self._encode_s:
             layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
-            self._encode_s[samples] = sum(layer.forward_s.at(samples) for layer in layers)
-        return self._encode_s[samples]
+            self._encode_s[key] = sum(
+                grouped_s(layer.forward_s.at, samples, group_size) for layer in layers
+            )
+        return self._encode_s[key]
 
     def resident_bytes(self, run: LayerRun) -> float:
         """Weights, gradients and optimizer state of a stage."""

@@ -11,7 +11,7 @@ from lightning_diffpipe.planning.execution import Execution, execution_of
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
 from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
 from lightning_diffpipe.planning.filling_shares import fill_by_shares
-from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
+from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, group_size_of
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
@@ -76,7 +76,14 @@ class Evaluator:
         """The frozen parts in front of the pipeline."""
         if not self.model.profile.encoders:
             return ()
-        return encode_parts(shape.sizes, shape.num_ranks, self.options.frozen_splittable)
+        group = self.group_size(shape)
+        splittable = self.options.frozen_splittable
+        return encode_parts(shape.sizes, shape.num_ranks, splittable, group or 1)
+
+    def group_size(self, shape: Shape) -> int | None:
+        """Samples on which frozen layers run at a time; None if they cannot be split."""
+        splittable = self.options.frozen_splittable
+        return group_size_of(shape.sizes, shape.num_ranks) if splittable else None
 
     def frame(self, proposal: Proposal) -> Frame:
         """What does not depend on where a proposal cuts."""
@@ -98,7 +105,8 @@ class Evaluator:
         """What the simulator needs."""
         frame = self.frame(proposal)
         sizes = proposal.shape.sizes
-        return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts)
+        group = self.group_size(proposal.shape)
+        return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts, group)
 
     def step_s(self, proposal: Proposal) -> float:
         """The simulated time of a step; with filling, as if bubbles were filled without a loss."""
@@ -107,7 +115,8 @@ class Evaluator:
             step_s = makespan(self.frame(proposal).execution, costs)
             if self.fills:
                 samples = sum(proposal.shape.sizes)
-                frozen_s = num_ranks * self.model.encode_s(samples / num_ranks)
+                group = self.group_size(proposal.shape)
+                frozen_s = num_ranks * self.model.encode_s(samples / num_ranks, group)
                 busy_s = sum(map(sum, costs.forward_s)) + sum(map(sum, costs.backward_s))
                 step_s = max(step_s, (busy_s + frozen_s) / num_ranks)
             self._steps[proposal] = step_s
@@ -171,6 +180,7 @@ class Evaluator:
             timeline,
             self.model.profile.encoders,
             sum(proposal.shape.sizes),
+            self.group_size(proposal.shape),
         )
         costs = replace(costs, encode_s=filled.piece_s)
         timeline = simulate(lower(filled.schedule), costs)
@@ -230,10 +240,11 @@ def fill(
     timeline: Timeline,
     encoders: Sequence[EncoderProfile],
     num_samples: int,
+    group_size: int | None = None,
 ) -> Filled:
     """Fills the bubbles of a pipeline by the policy of that name."""
     if policy == "diffusionpipe":
         placed = fill_like_diffusionpipe(timeline, encoders, num_samples)
     else:
-        placed = fill_by_shares(timeline, frozen_layers(encoders), num_samples)
+        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), num_samples)
     return weave(schedule, timeline, placed)

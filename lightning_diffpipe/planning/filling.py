@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from lightning_diffpipe.planning.frozen_parts import grouped_s
 from lightning_diffpipe.planning.instruction import (
     Encode,
     ExchangeFrozen,
@@ -94,8 +96,15 @@ class Filled:
     leftover_s: float
 
 
-def frozen_layers(encoders: Sequence[EncoderProfile]) -> tuple[FrozenLayer, ...]:
-    """All frozen layers in an order in which they can run: encoders after those they need."""
+def frozen_layers(
+    encoders: Sequence[EncoderProfile], group_size: int | None = None
+) -> tuple[FrozenLayer, ...]:
+    """All frozen layers in an order in which they can run: encoders after those they need.
+
+    Args:
+        encoders: The frozen encoders.
+        group_size: Samples on which a layer runs at a time; None for all at once.
+    """
     order: list[int] = []
     names = {encoder.name: index for index, encoder in enumerate(encoders)}
     while len(order) < len(encoders):
@@ -105,7 +114,7 @@ def frozen_layers(encoders: Sequence[EncoderProfile]) -> tuple[FrozenLayer, ...]
             if index not in order and all(names[need] in order for need in encoder.needs)
         ]
     return tuple(
-        FrozenLayer(index, number, layer.forward_s.at)
+        FrozenLayer(index, number, partial(grouped_s, layer.forward_s.at, group_size=group_size))
         for index in order
         for number, layer in enumerate(encoders[index].layers)
     )

@@ -148,6 +148,7 @@ def pipeline_costs(
     runs: Sequence[LayerRun],
     sizes: Sequence[int],
     parts: Sequence[EncodePart] = (),
+    group_size: int | None = None,
 ) -> PipelineCosts:
     """Tables for one of several equal pipelines.
 
@@ -157,6 +158,7 @@ def pipeline_costs(
         runs: The layers of each stage.
         sizes: Samples of each microbatch.
         parts: Frozen parts, by index.
+        group_size: Samples on which frozen layers run at a time; None for all of a part.
     """
     placement = links.placement
     distinct = set(sizes)
@@ -193,7 +195,7 @@ def pipeline_costs(
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
         feedback_s=row(lambda size: slowest_s(links.feedback, size * fed_back)),
-        encode_s=tuple(model.encode_s(part.num_samples) for part in parts),
+        encode_s=tuple(model.encode_s(part.num_samples, group_size) for part in parts),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))
             for rank in range(placement.num_ranks)

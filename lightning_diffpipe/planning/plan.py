@@ -25,7 +25,12 @@ from functools import cached_property
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.costs_json import costs_from_node, costs_to_json
 from lightning_diffpipe.planning.filling import FrozenPiece
-from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, split_evenly
+from lightning_diffpipe.planning.frozen_parts import (
+    EncodePart,
+    encode_parts,
+    group_size_of,
+    split_evenly,
+)
 from lightning_diffpipe.planning.instruction import (
     Encode,
     ForwardNoGrad,
@@ -155,8 +160,9 @@ class PipelinePlan:
             isinstance(i, Encode) for program in self.programs for i in program
         ):
             return ()
+        sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         splittable = self.options.frozen_splittable
-        return encode_parts(self.microbatch_sizes, self.ranks_per_pipeline, splittable)
+        return encode_parts(sizes, ranks, splittable, group_size_of(sizes, ranks))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -198,6 +198,13 @@ class ModelProfile:
         if finished != known:
             raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
 
+    def step_s(self, samples: float) -> float:
+        """Seconds of one forward and backward on one rank, frozen work included."""
+        layers = (layer for backbone in self.backbones for layer in backbone.layers)
+        frozen = (layer for encoder in self.encoders for layer in encoder.layers)
+        trained_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
+        return trained_s + sum(layer.forward_s.at(samples) for layer in frozen)
+
     def to_json(self) -> str:
         """Writes `diffpipe-profile/1`, one layer a line."""
         return _write(self)

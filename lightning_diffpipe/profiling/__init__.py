@@ -5,7 +5,7 @@ layers), `measure` (many runs, medians), `assembly` (into a profile); `cache` ke
 `profiler` is the public function. `estimate` and `modelled` answer without running anything.
 """
 
-from lightning_diffpipe.profiling.measure import measure_profile
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.profiler import profile
 
-__all__ = ["measure_profile", "profile"]
+__all__ = ["Subject", "measure_profile", "profile"]

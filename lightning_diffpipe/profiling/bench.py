@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
-from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
@@ -86,14 +86,15 @@ class Bench:
             GraphError: It calls other layers than in its probe.
         """
         limit_s = None if fixed else budget_s
-        if self._fits():
+        if self.fits():
             try:
                 return self._in_place(counts, repeats, budget_s, limit_s)
             except torch.OutOfMemoryError:
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
         return self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s)
 
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
+        """Whether the whole module and its gradients leave enough of the device's memory."""
         if self._device.type != "cuda":
             return True
         trained = self._graph.trained

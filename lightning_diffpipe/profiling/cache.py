@@ -4,7 +4,8 @@ The name of a file is a digest of all that: layers, parameters, shapes and types
 layer's outputs (and thereby the precision), device, threads, versions of torch and of this package. Files are plain
 `diffpipe-profile/1` JSON, fit for `diffpipe plan profile=...`. They are written aside and then renamed,
 so that a reader never sees half of one. A file that cannot be read, or describes another model, is named in a
-warning and measured anew.
+warning and measured anew. One that is read is first compared with a few runs of the step: a profile taken
+while something else ran on the machine would spoil every plan from then on.
 
     ~/.cache/lightning_diffpipe/profiles/LatentDiffusion-3f0c2a9b11d04e52.json
 """
@@ -14,28 +15,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import ProfileError
+from lightning_diffpipe.errors import DiffPipeError, ProfileError
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.probe import Step
-from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
-from lightning_diffpipe.profiling.measure import Progress, default_counts, measure_profile
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 
 CACHE_VARIABLE = "DIFFPIPE_CACHE"
 """Environment variable that names the folder of the cache."""
+
+TOLERANCE = 0.15
+"""A kept profile holds if the step takes as long as it says, give or take this share."""
+
+_LOOKS, _QUICK_S = 3, 0.2
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -46,47 +52,63 @@ def cache_folder() -> Path:
 
 
 def cached_profile(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
-    *,
-    device: torch.device | str = "cpu",
-    sample_counts: Sequence[int] | None = None,
-    repeats: int | None = None,
-    budget_s: float = 10.0,
-    name: str | None = None,
-    progress: Progress | None = None,
+    subject: Subject,
     folder: Path | None = None,
+    agree: Callable[[bool], bool] = lambda is_true: is_true,
 ) -> ModelProfile:
-    """The profile from the cache, else measured and kept there.
+    """The profile from the cache if it still holds, else measured and kept there.
 
-    Arguments are those of `measure_profile`, and `folder`: where profiles are kept, `cache_folder()` if
-    not given. A cache that cannot be written costs a warning, not the profile.
+    A cache that cannot be written costs a warning, not the profile.
+
+    Args:
+        subject: What is measured.
+        folder: Where profiles are kept; `cache_folder()` if not given.
+        agree: Where several ranks measure at once: gives all of them the first one's verdict on
+            whether the kept profile holds.
+
+    Raises:
+        ProfileError: See `measure_profile`.
+        GraphError: See `measure_profile`.
     """
-    counts = tuple(sample_counts or default_counts(count_samples(batch)))
-    name = name or type(module).__name__
-    path = profile_path(module, graph, torch.device(device), counts, name, folder)
-    known = read_cached(path, graph)
-    if known is not None:
-        return known
-    profile = measure_profile(
-        module,
-        step,
-        batch,
-        graph,
-        device=device,
-        sample_counts=sample_counts,
-        repeats=repeats,
-        budget_s=budget_s,
-        name=name,
-        progress=progress,
+    device = torch.device(subject.device)
+    path = profile_path(
+        subject.module, subject.graph, device, subject.counts, subject.title, folder
     )
+    known = read_cached(path, subject.graph)
+    holds = agree(known is not None and still_holds(known, subject, str(path)))
+    if known is not None and holds:
+        return known
+    profile = measure_profile(subject)
     try:
         write_atomically(path, profile.to_json())
     except OSError as error:
         warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=2)
     return profile
+
+
+def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
+    """Runs the step a few times and compares; says so in a line if the profile does not hold.
+
+    Times change without anything that names the file: another process on the cores, now or then, a
+    warmer chip, other libraries.
+    """
+    if not subject.bench().fits():
+        return True  # Layer by layer, a look would take as long as a profile.
+    counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
+    quick = [count for count in counts if known.step_s(count) <= _QUICK_S] or counts[:1]
+    look = replace(subject, sample_counts=quick[-1:], repeats=_LOOKS, progress=None)
+    try:
+        now_s = measure_profile(look).step_s(quick[-1])
+    except DiffPipeError:
+        return False
+    then_s = known.step_s(quick[-1])
+    holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
+    if not holds:
+        _log.warning(
+            "the kept profile %s has %.3g ms for %d samples, and now they take %.3g ms; "
+            "measuring anew", source, 1e3 * then_s, quick[-1], 1e3 * now_s,
+        )  # fmt: skip
+    return holds
 
 
 def profile_path(

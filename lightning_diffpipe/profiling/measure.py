@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +27,11 @@ from lightning_diffpipe.profiling.state import undisturbed
 _MAX_COUNTS = 5
 
 
-def measure_profile(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
-    *,
-    device: torch.device | str = "cpu",
-    sample_counts: Sequence[int] | None = None,
-    repeats: int | None = None,
-    budget_s: float = 10.0,
-    name: str | None = None,
-    progress: Progress | None = None,
-) -> ModelProfile:
-    """Times all layers of a step, forward, backward and its weight-gradient part.
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and with how much effort.
 
-    Threads are used as this process is set to. The module is left bit-identical: gradients, buffers,
-    training flags, random number generators. It is moved to the device meanwhile if it lives elsewhere.
-
-    Args:
+    Attributes:
         module: The whole module.
         step: Module and batch to loss.
         batch: A batch at least as large as the largest sample count.
@@ -56,24 +43,57 @@ def measure_profile(
         budget_s: Seconds to spend, about. A slow step may take longer: it runs four times at least.
         name: Name of the profile; the module's class if not given.
         progress: Is told how far it is.
+    """
+
+    module: nn.Module
+    step: Step
+    batch: Any
+    graph: LayerGraph
+    device: torch.device | str = "cpu"
+    sample_counts: Sequence[int] | None = None
+    repeats: int | None = None
+    budget_s: float = 10.0
+    name: str | None = None
+    progress: Progress | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Sample counts to time at."""
+        return tuple(self.sample_counts or default_counts(count_samples(self.batch)))
+
+    @property
+    def title(self) -> str:
+        """Name of the profile."""
+        return self.name or type(self.module).__name__
+
+    def bench(self) -> Bench:
+        """What times it."""
+        device = torch.device(self.device)
+        return Bench(self.module, self.step, self.batch, self.graph, device, self.progress)
+
+
+def measure_profile(subject: Subject) -> ModelProfile:
+    """Times all layers of a step, forward, backward and its weight-gradient part.
+
+    Threads are used as this process is set to. The module is left bit-identical: gradients, buffers,
+    training flags, random number generators. It is moved to the device meanwhile if it lives elsewhere.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.
         GraphError: The step calls other layers than in its probe.
     """
-    device = torch.device(device)
-    total = count_samples(batch)
-    counts = tuple(sample_counts) if sample_counts else default_counts(total)
+    total, counts = count_samples(subject.batch), subject.counts
     if total is not None and max(counts) > total:
         raise ProfileError(
             f"cannot time {max(counts)} samples with a batch of {total}; "
             "give a larger batch, or smaller sample_counts"
         )
-    bench = Bench(module, step, batch, graph, device, progress)
-    with undisturbed(module):
-        rounds, saved = bench.run(counts, repeats, budget_s, fixed=sample_counts is not None)
+    fixed = subject.sample_counts is not None
+    with undisturbed(subject.module):
+        rounds, saved = subject.bench().run(counts, subject.repeats, subject.budget_s, fixed=fixed)
+    graph = subject.graph
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(name or type(module).__name__, module, graph, costs, repeated)
+    return assemble(subject.title, subject.module, graph, costs, repeated)
 
 
 def default_counts(num_samples: int | None) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun

@@ -15,7 +15,7 @@ from lightning_diffpipe.graph.probe import Step, probe
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.cache import cached_profile
-from lightning_diffpipe.profiling.measure import Progress, measure_profile
+from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
 
 _NUM_PROBED_SAMPLES = 2
@@ -72,9 +72,8 @@ def profile(
     graph = probe(module, step, small, max_share=max_share)
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    measure = cached_profile if cache else measure_profile
     with _bar(progress) as report:
-        return measure(
+        subject = Subject(
             module,
             step,
             batch,
@@ -86,6 +85,7 @@ def profile(
             name=name,
             progress=report,
         )
+        return cached_profile(subject) if cache else measure_profile(subject)
 
 
 def default_step(module: nn.Module) -> Step:

@@ -23,12 +23,12 @@ import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor
 
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference
 from lightning_diffpipe.graph.probe import loss_of
-from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.profiling.glue import StepTimes
 
 Backward = Literal["whole", "inputs"]

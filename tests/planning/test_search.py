@@ -12,7 +12,7 @@ from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of, split_evenly
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
@@ -77,9 +77,12 @@ def step_and_memory(model, options, way):
 
 def simulated(model, options, pipelines, sizes, runs, schedule):
     placement = schedule.placement
-    parts = encode_parts(sizes, placement.num_ranks) if model.profile.encoders else ()
+    group = group_size_of(sizes, placement.num_ranks)
+    parts = ()
+    if model.profile.encoders:
+        parts = encode_parts(sizes, placement.num_ranks, group_size=group)
     links = PipelineLinks(model.cluster, placement, pipelines)
-    costs = pipeline_costs(model, links, runs, sizes, parts)
+    costs = pipeline_costs(model, links, runs, sizes, parts, group)
     step_s = simulate(lower(schedule, parts), costs).iteration_s
     return step_s, max(peak_memory_bytes(model, peak_samples(schedule, sizes), runs))
 

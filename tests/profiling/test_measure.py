@@ -12,7 +12,7 @@ from lightning_diffpipe.errors import GraphError, ProfileError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import bench
-from lightning_diffpipe.profiling.measure import default_counts, measure_profile
+from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, toy
 
@@ -20,6 +20,10 @@ from tests.profiling.toys import CpuClock, Toy, toy
 @pytest.fixture(autouse=True)
 def cpu_clock(monkeypatch):
     monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
+
+
+def measured(*subject, **options):
+    return measure_profile(Subject(*subject, **options))
 
 
 def everything(module):
@@ -54,7 +58,7 @@ def test_leaves_the_module_bit_identical():
     module.head.weight.grad = torch.ones_like(module.head.weight)
     gradient, buffers = module.head.weight.grad, dict(module.named_buffers())
     before = everything(module)
-    measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    measured(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
     assert equal(before, everything(module))
     assert module.head.weight.grad is gradient
     assert all(value is buffers[name] for name, value in module.named_buffers())
@@ -69,13 +73,13 @@ def test_leaves_it_bit_identical_also_when_the_step_fails():
         raise KeyError("text")
 
     with pytest.raises(KeyError):
-        measure_profile(module, fails, batch, graph, sample_counts=(2,), repeats=1)
+        measured(module, fails, batch, graph, sample_counts=(2,), repeats=1)
     assert equal(before, everything(module))
 
 
 def test_has_every_layer_once_with_its_bytes():
     module, step, batch, graph = toy()
-    profile = measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
     layers = profile.backbones[0].layers
     assert [layer.name for layer in layers] == [graph.layers[i].name for i in graph.path]
     assert [encoder.name for encoder in profile.encoders] == ["frozen encoder"]
@@ -92,7 +96,7 @@ def test_has_every_layer_once_with_its_bytes():
 def test_counts_what_autograd_keeps_once():
     """Inputs of both matrix products and the mask of the relu, which is its output."""
     module, step, batch, graph = toy(width=64)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(4,), repeats=1)
+    profile = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
     saved = sum(layer.activation_bytes_per_sample for layer in profile.backbones[0].layers)
     per_block = 64 + 4 * 64  # its input, and the activation that relu and `outer` share
     head = 64 + 64  # its input, and the difference of which the square is taken
@@ -101,7 +105,7 @@ def test_counts_what_autograd_keeps_once():
 
 def test_layers_add_up_to_the_step():
     module, step, batch, graph = toy(num_samples=64, width=128)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(64,), repeats=9)
+    profile = measured(module, step, batch, graph, sample_counts=(64,), repeats=9)
     layers = profile.backbones[0].layers
     planned_s = sum(layer.forward_s.at(64) + layer.backward_s.at(64) for layer in layers)
     planned_s += sum(x.forward_s.at(64) for encoder in profile.encoders for x in encoder.layers)
@@ -118,7 +122,7 @@ def test_finds_dear_layers_and_their_weight_gradients():
     module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8), nn.Linear(8, 8)).train()
     batch, step = torch.randn(512, 512), lambda module, batch: module(batch).mean()
     graph = probe(module, step, batch[:2], max_share=0.01)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(512,), repeats=9)
+    profile = measured(module, step, batch, graph, sample_counts=(512,), repeats=9)
     dear, middle, cheap = profile.backbones[0].layers
     assert dear.forward_s.at(512) > 4 * cheap.forward_s.at(512)
     # Nothing in front of the first layer wants a gradient: its backward is weight gradients only.
@@ -131,7 +135,7 @@ def test_frozen_layers_within_the_gradient_path_have_no_weight_gradient():
     module, step, batch, _ = toy()
     module.head.requires_grad_(False)
     graph = probe(module, step, take_samples(batch, 8, 2), max_share=0.1)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(4,), repeats=2)
+    profile = measured(module, step, batch, graph, sample_counts=(4,), repeats=2)
     head = profile.backbones[0].layers[-1]
     assert head.name == "head"
     assert head.gradient_bytes == 0
@@ -152,7 +156,7 @@ def test_recomputation_counts_as_backward_of_its_layer(reentrant):
     module = Checkpointed(num_blocks=3, width=256).train()
     batch, step = {"x": torch.randn(64, 256)}, lambda module, batch: module.training_step(batch, 0)
     graph = probe(module, step, {"x": batch["x"][:2]}, max_share=0.5)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(64,), repeats=7)
+    profile = measured(module, step, batch, graph, sample_counts=(64,), repeats=7)
     blocks = [x for x in profile.backbones[0].layers if x.name.startswith("blocks")]
     assert len(blocks) == 3
     for block in blocks:  # forward again, then twice as much
@@ -161,36 +165,36 @@ def test_recomputation_counts_as_backward_of_its_layer(reentrant):
 
 def test_stops_at_counts_that_would_take_too_long():
     module, step, batch, graph = toy(num_samples=64)
-    profile = measure_profile(module, step, batch, graph, budget_s=1e-6)
+    profile = measured(module, step, batch, graph, budget_s=1e-6)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
 
 
 def test_leaves_out_counts_the_step_cannot_run(caplog):
     module, step, batch, graph = toy()  # batch norm needs two samples
-    profile = measure_profile(module, step, batch, graph, sample_counts=(1, 2), repeats=1)
+    profile = measured(module, step, batch, graph, sample_counts=(1, 2), repeats=1)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
     assert "cannot time 1 samples" in caplog.text
     with pytest.raises(ProfileError, match=r"none of \[1\] samples"):
-        measure_profile(module, step, batch, graph, sample_counts=(1,), repeats=1)
+        measured(module, step, batch, graph, sample_counts=(1,), repeats=1)
 
 
 def test_refuses_more_samples_than_there_are():
     module, step, batch, graph = toy(num_samples=4)
     with pytest.raises(ProfileError, match="cannot time 8 samples with a batch of 4"):
-        measure_profile(module, step, batch, graph, sample_counts=(8,))
+        measured(module, step, batch, graph, sample_counts=(8,))
 
 
 def test_refuses_a_step_that_changed_since_its_probe():
     module, _, batch, graph = toy()
     other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
     with pytest.raises(GraphError, match=r"call 1 is head, expected blocks\.0"):
-        measure_profile(module, other, batch, graph, sample_counts=(4,), repeats=1)
+        measured(module, other, batch, graph, sample_counts=(4,), repeats=1)
 
 
 def test_reports_progress():
     module, step, batch, graph = toy()
     seen = []
-    measure_profile(
+    measured(
         module, step, batch, graph, sample_counts=(2,), repeats=3,
         progress=lambda what, share: seen.append(share),
     )  # fmt: skip
@@ -221,22 +225,22 @@ def test_take_samples_cuts_what_counts_samples():
 @pytest.fixture
 def too_large(monkeypatch):
     """Nothing fits on the device as a whole."""
-    monkeypatch.setattr(bench.Bench, "_fits", lambda self: False)
+    monkeypatch.setattr(bench.Bench, "fits", lambda self: False)
 
 
 def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
     module, step, batch, graph = toy()
     before = everything(module)
-    measure_profile(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
+    measured(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
     assert equal(before, everything(module))
 
 
 def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     module, step, batch, graph = toy(num_samples=64, width=256)
     options = {"sample_counts": (64,), "repeats": 7}
-    whole = measure_profile(module, step, batch, graph, **options).backbones[0].layers
-    monkeypatch.setattr(bench.Bench, "_fits", lambda self: False)
-    alone = measure_profile(module, step, batch, graph, **options).backbones[0].layers
+    whole = measured(module, step, batch, graph, **options).backbones[0].layers
+    monkeypatch.setattr(bench.Bench, "fits", lambda self: False)
+    alone = measured(module, step, batch, graph, **options).backbones[0].layers
     assert [layer.name for layer in alone] == [layer.name for layer in whole]
     for a, b in zip(alone, whole, strict=True):
         assert a.gradient_bytes == b.gradient_bytes
@@ -252,7 +256,7 @@ def test_a_step_that_runs_out_of_memory_is_timed_layer_by_layer(monkeypatch, cap
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
     monkeypatch.setattr(bench.StepRun, "measure", full)
-    profile = measure_profile(module, step, batch, graph, sample_counts=(2,), repeats=2)
+    profile = measured(module, step, batch, graph, sample_counts=(2,), repeats=2)
     assert len(profile.backbones[0].layers) == len(graph.path)
     assert "tried to allocate" in caplog.text
 
@@ -261,7 +265,7 @@ def test_layer_by_layer_refuses_a_step_that_changed(too_large):
     module, _, batch, graph = toy()
     other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
     with pytest.raises(GraphError, match="call 1 is head"):
-        measure_profile(module, other, batch, graph, sample_counts=(4,), repeats=1)
+        measured(module, other, batch, graph, sample_counts=(4,), repeats=1)
 
 
 @pytest.mark.gpu
@@ -269,12 +273,10 @@ def test_layer_by_layer_refuses_a_step_that_changed(too_large):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(bench.Bench, "_fits", lambda self: fits)
+    monkeypatch.setattr(bench.Bench, "fits", lambda self: fits)
     module, step, batch, graph = toy(num_samples=64, width=512)
     before = everything(module)
-    profile = measure_profile(
-        module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3
-    )
+    profile = measured(module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3)
     assert equal(before, everything(module))
     assert all(p.device.type == "cpu" for p in module.parameters())
     assert all(layer.forward_s.at(64) > 0 for layer in profile.backbones[0].layers)
