@@ -88,6 +88,10 @@ class PipeFusion:
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
+        if num_patches < 1:
+            raise ConfigurationError(
+                f"num_patches={num_patches}; choose at least one, at best one per rank"
+            )
         if not 0 <= text_with < num_patches:
             raise ConfigurationError(
                 f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
@@ -97,6 +101,7 @@ class PipeFusion:
         self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
         self.warmup_microbatches = warmup_microbatches
         self.statistics = SamplingStatistics()
+        self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self._layouts = LayoutStore(axis)
         self._costs: dict[tuple[int, ...], list[float]] = {}
 
@@ -107,8 +112,8 @@ class PipeFusion:
             ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
             LayoutError: The model cannot be sampled in patches; on all ranks.
         """
-        layout, positions = self.links.broadcast_object(lambda: self._decide(request))
-        return self.setting(layout, positions, request.num_steps)
+        layout, self.positions = self.links.broadcast_object(lambda: self._decide(request))
+        return self.setting(layout, self.positions, request.num_steps)
 
     def setting(
         self, layout: Layout, positions: Sequence[int], num_steps: int

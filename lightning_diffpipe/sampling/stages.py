@@ -18,6 +18,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from lightning_diffpipe.errors import LayoutError, PartitionError
 from lightning_diffpipe.graph.cut import balanced_positions
 from lightning_diffpipe.sampling.layout import Layout
@@ -101,6 +103,27 @@ class Stages:
     def messages_per_call(self) -> tuple[int, ...]:
         """Messages across each boundary in one call of `denoise`."""
         return tuple(sum(map(bool, stage.outgoing)) for stage in self.stages[:-1])
+
+
+def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: int) -> set[str]:
+    """Names of the parameters a rank reads: of its blocks, and of everything that is no block.
+
+    All others may be placeholders.
+
+    Args:
+        model: Whose parameters are named.
+        layout: Of the model.
+        stages: Who runs which blocks.
+        rank: The position.
+    """
+    foreign = tuple(
+        f"{name}." for owner, names in enumerate(stages.blocks) for name in names if owner != rank
+    )
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(foreign) or name in layout.glue_parameters
+    }
 
 
 def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:

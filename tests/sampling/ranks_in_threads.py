@@ -1,0 +1,41 @@
+"""Several ranks as threads of one process, each with a copy of the model of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.sampling.links import LoopbackNetwork
+from lightning_diffpipe.sampling.stages import resident_parameters
+from tests.sampling.models import Tiny, request_for
+
+
+def sample_together(
+    name: str,
+    tiny: Tiny,
+    num_ranks: int,
+    make: Callable[[nn.Module, object], object],
+    free_foreign: bool = False,
+    **options,
+) -> tuple[list[Tensor], list[object]]:
+    """Runs one request on all ranks; returns their latents and their samplers.
+
+    With `free_foreign`, weights of blocks of other ranks are gone before sampling.
+    """
+    network = LoopbackNetwork(num_ranks, timeout_s=20)
+    models = [copy.deepcopy(tiny.model) for _ in range(num_ranks)]
+    samplers = [make(model, links) for model, links in zip(models, network.links, strict=True)]
+
+    def rank(links):
+        model, sampler = models[links.rank], samplers[links.rank]
+        request = request_for(name, tiny=tiny._replace(model=model), **options)
+        if free_foreign:
+            setting = sampler.prepare(request)
+            own = resident_parameters(model, setting.layout, setting.stages, links.rank)
+            assert place_parameters(model, own, "cpu"), "nothing was freed"
+        return sampler.sample(request)
+
+    return network.run(rank), samplers

@@ -1,0 +1,283 @@
+"""PipeFusion equals one process where it should, its emulator always, and costs what the formulas say."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+from lightning_diffpipe.errors import ConfigurationError, LayoutError, PartitionError
+from lightning_diffpipe.graph.calltree import forward_replaced
+from lightning_diffpipe.sampling.layout import Part
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.tracing import AttentionIntercepted
+from tests.sampling.models import (
+    MAIN,
+    MODELS,
+    STEPS,
+    Tiny,
+    build,
+    request_for,
+    sample_plainly,
+)
+from tests.sampling.ranks_in_threads import sample_together
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow if name not in MAIN else ()) for name in MODELS]
+FEW = ["pixart", "sd3"]
+
+
+@pytest.fixture(scope="module")
+def tiny_models():
+    known: dict[str, Tiny] = {}
+    return lambda name: known.setdefault(name, build(name))
+
+
+def emulate(name: str, tiny: Tiny, num_patches: int, warmup_steps: int, **options):
+    sampler = PipeFusion(
+        tiny.model, num_patches=num_patches, warmup_steps=warmup_steps, axis=tiny.axis,
+        verify=True, **options,
+    )  # fmt: skip
+    return sampler.sample(request_for(name, tiny=tiny))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_patch_is_one_process(name, tiny_models):
+    tiny = tiny_models(name)
+    assert torch.equal(emulate(name, tiny, 1, 0), sample_plainly(request_for(name, tiny=tiny)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_synchronous_steps_are_one_process(name, tiny_models):
+    tiny = tiny_models(name)
+    expected = sample_plainly(request_for(name, tiny=tiny))
+    assert torch.equal(emulate(name, tiny, 4, STEPS), expected)
+    assert torch.equal(emulate(name, tiny, 4, STEPS + 3), expected)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
+    tiny = tiny_models(name)
+    expected = emulate(name, tiny, 4, 1)
+    for num_ranks in (2, 4):
+        results, samplers = sample_together(
+            name, tiny, num_ranks,
+            lambda m, links: PipeFusion(
+                m, links, num_patches=4, warmup_steps=1, axis=tiny.axis, verify=True
+            ),
+            free_foreign=True,
+        )  # fmt: skip
+        assert all(torch.equal(result, expected) for result in results)
+        assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", ["sd3", "pixart, two calls"])
+def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tiny_models):
+    tiny = tiny_models(name)
+    options = {"warmup_microbatches": microbatches}
+    expected = emulate(name, tiny, 2, warmup_steps, **options)
+    results, samplers = sample_together(
+        name, tiny, 2,
+        lambda m, links: PipeFusion(
+            m, links, num_patches=2, warmup_steps=warmup_steps, verify=True, **options
+        ),
+    )  # fmt: skip
+    assert all(torch.equal(result, expected) for result in results)
+    assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
+    # One sample after the other multiplies matrices of other heights: the last bits may differ.
+    torch.testing.assert_close(expected, emulate(name, tiny, 2, warmup_steps), rtol=0, atol=1e-9)
+
+
+def assert_traffic_is_as_planned(samplers, request):
+    """Bytes and messages, of all ranks together, as integers."""
+    num_bytes, num_messages = Counter(), Counter()
+    for sampler in samplers:
+        num_bytes += sampler.statistics.traffic.bytes_sent
+        num_messages += sampler.statistics.traffic.messages_sent
+    sampler = samplers[0]
+    layout = sampler._layouts.layout_for(request)
+    setting = sampler.setting(layout, sampler.positions, request.num_steps)
+    latent_bytes = request.latents.numel() * request.latents.element_size()
+    cut_bytes = setting.stages.cut_bytes(layout)
+    assert dict(num_bytes) == setting.plan.bytes_sent(cut_bytes, latent_bytes)
+    assert dict(num_messages) == setting.plan.messages_sent(setting.stages.messages_per_call())
+
+
+@pytest.mark.parametrize("name", ["pixart", "sd3"])
+def test_what_crosses_a_cut(name, tiny_models):
+    """Tokens of the image, and with joint attention of the text: e B (p + T) h, however many patches."""
+    tiny = tiny_models(name)
+    sampler = PipeFusion(tiny.model, num_patches=2)
+    layout = sampler.prepare(request_for(name, tiny=tiny)).layout
+    tokens = 16 * 6 + (7 if name == "sd3" else 0)
+    assert layout.blocks[0].output_bytes == 8 * 4 * tokens * 16
+
+
+def test_long_skips_travel_along_the_chain(tiny_models):
+    """HunyuanDiT reads the first block's result again in the last one, on the other side of every cut."""
+    tiny = tiny_models("hunyuandit")
+    sampler = PipeFusion(tiny.model, num_patches=2)
+    layout = sampler.prepare(request_for("hunyuandit", tiny=tiny)).layout
+    stages = sampler.setting(layout, (1, 2, 3), STEPS).stages
+    assert [stage.outgoing for stage in stages.stages] == [((0,),), ((0, 1),), ((0, 2),), ((),)]
+
+
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_the_emulator_is_what_the_paper_says(name, warmup_steps, tiny_models):
+    """Against the definition: all tokens are computed for every patch, only keys and values are swapped."""
+    tiny = tiny_models(name)
+    expected = by_definition(name, tiny, 2, warmup_steps)
+    result = emulate(name, tiny, 2, warmup_steps, hide_unseen=False)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+@torch.inference_mode()
+def by_definition(name: str, tiny: Tiny, num_patches: int, warmup_steps: int):
+    """The whole model runs for every patch; each attention call sees the newest keys and values there are."""
+    request = request_for(name, tiny=tiny)
+    sampler = PipeFusion(tiny.model, num_patches=num_patches, axis=tiny.axis)
+    setting = sampler.prepare(request)
+    layout, patches = setting.layout, setting.patches
+    x, newest = request.latents.clone(), {}
+    schedulers = [copy.deepcopy(request.scheduler) for _ in patches]
+    for i, t in enumerate(request.timesteps):
+        for m in (None,) if i < warmup_steps else range(num_patches):
+            part = Part() if m is None else patches[m]
+            with _keys_swapped(tiny.model, layout, part, newest):
+                out = request.denoise(x, t)
+            for j in range(num_patches) if m is None else (m,):
+                rows = layout.rows(x, patches[j].units)
+                stepped = schedulers[j].step(layout.rows(out, patches[j].units), t, rows.clone())
+                rows.copy_(stepped.prev_sample)
+    return x
+
+
+@contextlib.contextmanager
+def _keys_swapped(model, layout, part, newest):
+    calls = iter(range(len(layout.blocks)))
+
+    def make(name, forward):
+        def wrapped(*args, **kwargs):
+            call = next(calls)
+            block, numbers = layout.blocks[call], iter(range(9))
+
+            def handler(attend, q, k, v, **options):
+                number = next(numbers)
+                tokens = block.attention[number]
+                if tokens is None:
+                    return attend(q, k, v, **options)
+                before = newest.get((call, number), (torch.zeros_like(k), torch.zeros_like(v)))
+                own = torch.zeros(tokens.size, dtype=torch.bool)
+                index = tokens.owned(part, block.num_text).index
+                own[slice(None) if index is None else index] = True
+                k, v = (
+                    torch.where(own[:, None], a, b) for a, b in zip((k, v), before, strict=True)
+                )
+                newest[call, number] = k, v
+                return attend(q, k, v, **options)
+
+            with AttentionIntercepted(handler):
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    with forward_replaced(model, layout.block_names, make):
+        yield
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_two_requests_in_a_row_are_two_fresh_ones(name, tiny_models):
+    """Caches of peers survive a request, so that the second picture depends on the first."""
+    tiny = tiny_models(name)
+    sampler = PipeFusion(tiny.model, num_patches=2, warmup_steps=0)
+    first = sampler.sample(request_for(name, tiny=tiny))
+    other = tiny._replace(latents=tiny.latents.flip(0) * 0.5)
+    second = sampler.sample(request_for(name, tiny=other))
+    assert torch.equal(sampler.sample(request_for(name, tiny=tiny)), first)
+    fresh = PipeFusion(tiny.model, num_patches=2, warmup_steps=0)
+    assert torch.equal(fresh.sample(request_for(name, tiny=other)), second)
+    assert first.is_inference()
+
+
+def test_other_shapes_get_a_layout_of_their_own(tiny_models):
+    tiny = tiny_models("pixart")
+    sampler = PipeFusion(tiny.model, num_patches=2)
+    sampler.sample(request_for("pixart", tiny=tiny))
+    larger = tiny._replace(latents=torch.cat([tiny.latents, tiny.latents], -1))
+    result = sampler.sample(request_for("pixart", tiny=larger))
+    assert result.shape == larger.latents.shape
+
+
+def test_nothing_is_left_on_the_model(tiny_models):
+    tiny = tiny_models("pixart")
+    before = {name: set(m.__dict__) for name, m in tiny.model.named_modules()}
+    emulate("pixart", tiny, 2, 1)
+    assert {name: set(m.__dict__) for name, m in tiny.model.named_modules()} == before
+
+
+def test_hidden_keys_are_better_than_zeros(tiny_models):
+    """Without a synchronous step, nothing is known of later patches: attending to zeros is worse."""
+    tiny = tiny_models("sd3")
+    exact = sample_plainly(request_for("sd3", tiny=tiny))
+    hidden = emulate("sd3", tiny, 4, 0, hide_unseen=True)
+    zeros = emulate("sd3", tiny, 4, 0, hide_unseen=False)
+    assert not torch.equal(hidden, zeros)
+    assert (hidden - exact).square().mean() < (zeros - exact).square().mean()
+
+
+def test_steps_and_spans_are_reported(tiny_models):
+    tiny = tiny_models("pixart")
+    sampler, seen = PipeFusion(tiny.model, num_patches=2), []
+    sampler.sample(request_for("pixart", tiny=tiny), seen.append)
+    assert seen == list(range(STEPS))
+    statistics = sampler.statistics
+    assert len(statistics.step_s) == STEPS
+    assert len(statistics.spans) == 1 + 2 * (STEPS - 1)
+    assert statistics.total_s >= sum(statistics.step_s)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"num_patches": 17}, ConfigurationError, "between 1 and 16"),
+        ({"num_patches": 0}, ConfigurationError, "at least one"),
+        ({"num_patches": 2, "text_with": 2}, ConfigurationError, "choose 0 .. 1"),
+        ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
+    ],
+)
+def test_settings_that_cannot_be(options, error, words, tiny_models):
+    tiny = tiny_models("pixart")
+    with pytest.raises(error, match=words):
+        PipeFusion(tiny.model, **options).sample(request_for("pixart", tiny=tiny))
+
+
+def test_more_ranks_than_blocks(tiny_models):
+    tiny = tiny_models("pixart")
+    with pytest.raises(PartitionError, match="4 blocks over 5 ranks"):
+        sample_together("pixart", tiny, 5, lambda m, links: PipeFusion(m, links, num_patches=2))
+
+
+def test_a_split_that_leaves_a_rank_without_blocks(tiny_models):
+    tiny = tiny_models("pixart")
+    with pytest.raises(PartitionError, match="every rank needs at least one"):
+        sample_together(
+            "pixart", tiny, 2, lambda m, links: PipeFusion(m, links, num_patches=2, split=(4,))
+        )
+
+
+def test_a_request_that_changes_its_mind_is_noticed(tiny_models):
+    """A closure that calls the model once in one step and twice in the next has no layout."""
+    tiny = tiny_models("sd3")
+    request = request_for("sd3", tiny=tiny)
+    inner, last = request.denoise, request.timesteps[-1]
+    request.denoise = lambda x, t: inner(x, t) + (inner(x, t) if t == last else 0)
+    with pytest.raises(LayoutError, match="another sequence of calls"):
+        PipeFusion(tiny.model, num_patches=2).sample(request)
