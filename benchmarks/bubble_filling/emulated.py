@@ -1,0 +1,160 @@
+"""Sleeping ranks: layers that take their time without using a core, so that eight ranks fit on two.
+
+Bubbles are measured from the stamps of all ranks (one clock: all ranks are on one host) and compared with
+the plan's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.harness import on_ranks
+from benchmarks.planned_vs_measured.sleepers import Sleeper
+from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    EncoderLayerProfile,
+    EncoderProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
+from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.runtime.engine import Filling
+from lightning_diffpipe.viewing.measured import measured_timeline
+
+NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 24, 0.0015
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """One row."""
+
+    num_ranks: int
+    num_microbatches: int
+    x: float
+
+    @property
+    def batch_size(self) -> int:
+        """Four samples a microbatch, and a whole number of samples for each rank."""
+        return 4 * self.num_microbatches
+
+
+CASES = [Emulated(s, m, x) for s, m in ((2, 2), (3, 3), (4, 3), (4, 4), (8, 4), (8, 8))
+         for x in (0.43, 0.8944)]  # fmt: skip
+
+
+class SleepingModel(nn.Module):
+    """Frozen layers and trained ones, all alike among themselves."""
+
+    def __init__(self, frozen_s: float) -> None:
+        super().__init__()
+        forward, backward = Seconds.per_sample(FORWARD_S), Seconds.per_sample(2 * FORWARD_S)
+        frozen = Seconds.per_sample(frozen_s)
+        self.encoder = nn.Sequential(*[Sleeper(frozen, None) for _ in range(NUM_FROZEN)])
+        self.layers = nn.ModuleList([Sleeper(forward, backward) for _ in range(NUM_LAYERS)])
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.encoder(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def model_and_profile(x: float) -> tuple[SleepingModel, ModelProfile]:
+    """The model, and what it costs."""
+    frozen_s = x * NUM_LAYERS * 3 * FORWARD_S / NUM_FROZEN
+    forward, backward = Seconds.per_sample(FORWARD_S), Seconds.per_sample(2 * FORWARD_S)
+    layers = tuple(LayerProfile(f"layers.{i}", forward, backward) for i in range(NUM_LAYERS))
+    encoder = EncoderProfile(
+        "encoder",
+        tuple(
+            EncoderLayerProfile(f"encoder.{i}", Seconds.per_sample(frozen_s))
+            for i in range(NUM_FROZEN)
+        ),
+    )
+    profile = ModelProfile("sleeping", (BackboneProfile("backbone", layers),), (encoder,))
+    return SleepingModel(frozen_s), profile
+
+
+def pipeline_of(rank: int, case: Emulated, filling: str) -> Pipeline:
+    """A pipeline of sleeping layers."""
+    torch.manual_seed(0)
+    model, profile = model_and_profile(case.x)
+    return prepare(
+        model,
+        lambda module, part, *arguments: module.training_step(part),
+        torch.zeros(case.batch_size, 4),
+        PipelineOptions(
+            num_stages=case.num_ranks, num_microbatches=case.num_microbatches, filling=filling,
+            profile=profile, cluster=Cluster(case.num_ranks),
+        ),
+        Process(rank, case.num_ranks, torch.device("cpu"), "gloo", timeout_s=60.0),
+    )  # fmt: skip
+
+
+def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
+    """Iteration times and bubble ratios, unfilled and filled."""
+    batch = torch.zeros(case.batch_size, 4)
+    found: dict[str, Any] = {}
+    for filling in ("none", "shares"):
+        pipeline = pipeline_of(rank, case, filling)
+        engine, upcoming = pipeline.engine, None
+        if filling == "shares":
+            engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
+            upcoming = (batch, ())
+        steps, ratios = [], []
+        for index in range(rounds + 4):
+            dist.barrier()
+            started_s = time.perf_counter()
+            result = engine.run_step(batch, index, upcoming=upcoming)
+            dist.barrier()
+            took_s = time.perf_counter() - started_s
+            spans: list[Any] = [None] * case.num_ranks
+            dist.all_gather_object(spans, list(result.recording.spans))
+            timeline = measured_timeline(spans, [0.0] * case.num_ranks, pipeline.plan.placement)
+            if index >= 4:
+                steps.append(took_s)
+                ratios.append(timeline.bubble_ratio)
+        planned = pipeline.plan.planned
+        found[filling] = {
+            "step_s": statistics.median(steps),
+            "ratio": statistics.median(ratios),
+            "planned_s": planned.iteration_s,
+            "planned_ratio": planned.bubble_ratio,
+        }
+    return found
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each number of ranks, microbatches and share of frozen work."""
+    rows = []
+    for case in CASES:
+        found = on_ranks(case.num_ranks, measure, case, arguments.rounds)
+        unfilled, filled = found["none"], found["shares"]
+        rows.append(
+            {
+                "ranks": case.num_ranks,
+                "M": case.num_microbatches,
+                "x": f"{case.x:g}",
+                "unfilled, ms": 1e3 * unfilled["step_s"],
+                "filled, ms": 1e3 * filled["step_s"],
+                "speed-up": unfilled["step_s"] / filled["step_s"],
+                "planned speed-up": unfilled["planned_s"] / filled["planned_s"],
+                "bubbles unfilled": f"{100 * unfilled['ratio']:.1f}%",
+                "planned unfilled": f"{100 * unfilled['planned_ratio']:.1f}%",
+                "bubbles filled": f"{100 * filled['ratio']:.1f}%",
+                "planned filled": f"{100 * filled['planned_ratio']:.1f}%",
+            }
+        )
+    return rows
