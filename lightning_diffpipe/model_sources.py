@@ -30,6 +30,7 @@ from lightning_diffpipe.sampling.families.skeleton import (
     SafetensorsFolder,
     StateDict,
     Weights,
+    check_weights,
     skeleton,
 )
 from lightning_diffpipe.sampling.families.source import DiffusersFolder, Settings, Source
@@ -132,6 +133,7 @@ def _latent_diffusion_folder(
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
+    check_weights(denoiser, weights)
     module = None
     if leads:
         module = LatentDiffusion.from_pretrained(folder, **{name: denoiser})
@@ -147,6 +149,7 @@ def _checkpoint(
     cls, config = checkpoint_part(checkpoint, name)
     weights = StateDict(checkpoint_weights(checkpoint, ema), f"{name}.", str(path))
     denoiser = skeleton(cls, config, device, dtype)
+    check_weights(denoiser, weights)
     module = None
     if leads:
         module = LatentDiffusion.from_checkpoint(path, ema, **{name: denoiser})

@@ -32,6 +32,8 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.model_sources import open_source, source_of_module
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.sampling.auto import choose, mesh_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.links import Alone
@@ -232,20 +234,27 @@ class Predictor:
     def _worker_for(self, call: Call) -> Worker:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
-            chosen = self._world.links.broadcast_object(lambda: self._choose(call))
+            link = self._world.measured_link() if self.options.method == "auto" else None
+            chosen = self._world.links.broadcast_object(lambda: self._choose(call, link))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 
-    def _choose(self, call: Call) -> MethodOptions:
+    def _choose(self, call: Call, link: Link | None) -> MethodOptions:
         options = self.options
         if options.method not in (*METHODS, "auto"):
             raise ConfigurationError(
                 f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
             )
-        if options.method == "auto":
-            from lightning_diffpipe.sampling.auto import choose
-
-            return choose(options, call, self.source, self._world.num_ranks)
+        if link is not None:
+            choice = choose(call, self.source.denoiser, link, self._world.num_ranks)
+            return replace(
+                options,
+                method=choice.method,
+                mesh=mesh_of(choice),
+                num_patches=choice.num_patches,
+                warmup_steps=choice.warmup_steps,
+                reason=choice.reason,
+            )
         mesh = fit_mesh(
             self._world.num_ranks,
             options.method,

@@ -18,6 +18,7 @@ Neighbours along an inner axis are near each other, since inner axes send more.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.sampling.links import (
     Alone,
     Links,
@@ -197,6 +200,13 @@ class World:
                 raise error or raised_there
         return value
 
+    def measured_link(self) -> Link:
+        """How fast messages travel between ranks, measured; collective, the same on all ranks."""
+        if not isinstance(self.links, ProcessLinks):
+            return Link()
+        cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
+        return cluster.p2p
+
     def disconnect(self) -> None:
         """Destroys the groups made for these links; the default group stays."""
         if isinstance(self.links, ProcessLinks):
@@ -266,7 +276,7 @@ class Place:
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
         """Which samples each position of the data axis draws, as (start, stop); even, in order."""
         edges = [num_samples * i // self.mesh.data for i in range(self.mesh.data + 1)]
-        return list(zip(edges, edges[1:], strict=False))
+        return list(itertools.pairwise(edges))
 
     def disconnect(self) -> None:
         """Destroys the groups made for this place."""

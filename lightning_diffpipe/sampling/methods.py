@@ -29,6 +29,7 @@ from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, World
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.report import RankReport
 from lightning_diffpipe.sampling.request import Sampler
+from lightning_diffpipe.sampling.stages import resident_parameters
 
 METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
 
@@ -102,24 +103,6 @@ def make_sampler(model: nn.Module, links: Links, options: MethodOptions) -> Samp
         raise ConfigurationError(f"method={options.method}: {error}") from error
 
 
-def resident_parameters(model: nn.Module, setting: Any, rank: int) -> set[str]:
-    """Names of the parameters that a rank of a PipeFusion pipeline needs: all but other ranks' blocks.
-
-    Args:
-        model: The denoiser.
-        setting: A `PipeFusionSetting`.
-        rank: Position in the pipeline.
-    """
-    foreign = tuple(
-        f"{block}."
-        for other, blocks in enumerate(setting.stages.blocks)
-        for block in blocks
-        if other != rank
-    )
-    names = {name for name, _ in model.named_parameters() if not name.startswith(foreign)}
-    return names | set(setting.layout.glue_parameters)
-
-
 class Worker:
     """One rank's part in all requests of a predictor.
 
@@ -181,8 +164,9 @@ class Worker:
         names = None
         if self.options.method == "pipefusion" and self.place.links.num_ranks > 1:
             # Without the other branch of guidance: probing must not wait for it.
-            setting = self._sampler.prepare(call.request(self._model))
-            names = resident_parameters(self._model, setting, self.place.links.rank)
+            found = self._sampler.prepare(call.request(self._model))
+            rank = self.place.links.rank
+            names = resident_parameters(self._model, found.layout, found.stages, rank)
         load_weights(self._model, self._weights, names)
         self._weights = None
 

@@ -4,7 +4,6 @@ import os
 import signal
 
 import numpy as np
-import torch
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.predictor import Predictor
@@ -28,15 +27,11 @@ def failure(rank, path, prompts, settings, options):
     return "no error"
 
 
-def killed(rank, path, prompts, settings, options, victim):
-    """One rank is killed in mid-sample; what the error says on the others."""
+def killed(rank, path, prompts, settings, options, victim, told):
+    """One rank is killed in mid-sample; the others write what their error says to `told`."""
 
     def on_step(done, steps):
         if rank == victim and done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
-        draw(rank, path, prompts, settings | {"on_step": on_step}, options)
-    except DiffPipeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    told.write_text(failure(rank, path, prompts, settings | {"on_step": on_step}, options))

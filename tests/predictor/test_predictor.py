@@ -1,13 +1,29 @@
 """The Predictor in one process: against diffusers' own pipelines, and what it refuses."""
 
+import json
+import shutil
+
+import diffusers
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
-from tests.predictor.tiny_pipelines import PIPELINES, build, options_of, prompts_of
+from lightning_diffpipe.sampling.families.skeleton import SafetensorsFolder, load_weights, skeleton
+from tests.modules.tiny_parts import (
+    SCHEDULERS,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_transformer,
+    tiny_vae,
+)
+from tests.predictor.tiny_pipelines import PIPELINES, options_of, prompts_of
+from tests.zoo.case import perturb
 
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
@@ -17,8 +33,6 @@ def as_array(pictures):
 
 
 def by_diffusers(path, name, seed=0, **settings):
-    import diffusers
-
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
     pipeline.set_progress_bar_config(disable=True)
     option = "class_labels" if name == "dit" else "prompt"
@@ -40,3 +54,121 @@ def test_one_process_equals_the_pipeline_bit_for_bit(name, folder_of):
     found = predictor(prompts_of(name), **SETTINGS, **options_of(name))
     assert (as_array(found) == expected).all()
     assert expected.std() > 5
+
+
+def test_options_of_the_pipeline_are_passed_on(folder_of):
+    path, settings = folder_of("stable_diffusion"), options_of("stable_diffusion")
+    options = {"negative_prompt": ["bad", "ugly"], "guidance_rescale": 0.5}
+    expected = by_diffusers(path, "stable_diffusion", seed=7, **options)
+    predictor = Predictor.from_pretrained(path, method="single")
+    found = predictor(prompts_of("stable_diffusion"), seed=7, **SETTINGS, **settings, **options)
+    assert (as_array(found) == expected).all()
+
+
+def test_guidance_by_two_calls_a_step(folder_of):
+    options = {"negative_prompt": ["bad", "ugly"], "true_cfg_scale": 3.0}
+    expected = by_diffusers(folder_of("flux"), "flux", **options)
+    predictor = Predictor.from_pretrained(folder_of("flux"), method="pipefusion", num_patches=1)
+    found = predictor(prompts_of("flux"), **SETTINGS, **options_of("flux"), **options)
+    assert (as_array(found) == expected).all()
+
+
+def test_a_second_request_does_not_know_of_the_first(folder_of):
+    path, settings = folder_of("pixart"), SETTINGS | options_of("pixart")
+    options = {"method": "pipefusion", "num_patches": 2, "warmup_steps": 0}
+    used = Predictor.from_pretrained(path, **options)
+    used(["x", "y"], seed=9, **settings)
+    fresh = Predictor.from_pretrained(path, **options)
+    again, once = (p(prompts_of("pixart"), **settings) for p in (used, fresh))
+    assert (as_array(again) == as_array(once)).all()
+
+
+def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
+    module = LatentDiffusion(
+        vae=tiny_vae(),
+        text_encoder=tiny_text_encoder(),
+        tokenizer=tiny_tokenizer(),
+        scheduler=SCHEDULERS["flow"](),
+        transformer=tiny_transformer(),
+    )
+    perturb(module.transformer, torch.Generator().manual_seed(0))
+    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
+    checkpoint = {
+        "state_dict": module.state_dict(),
+        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
+        "hyper_parameters": dict(module.hparams),
+    }
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    for ema in (True, False):
+        whole = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt", ema=ema)
+        generator = torch.Generator().manual_seed(3)
+        expected = pictures(whole.sample(["a", "b"], 3, 4.0, generator))
+        predictor = Predictor.from_pretrained(tmp_path / "last.ckpt", "single", ema=ema)
+        found = predictor(["a", "b"], num_inference_steps=3, guidance_scale=4.0, seed=3)
+        assert (as_array(found) == as_array(expected)).all()
+    from_memory = Predictor.from_module(whole, "single")(["a", "b"], 3, 4.0, seed=3)
+    assert (as_array(from_memory) == as_array(expected)).all()
+
+
+BAD = [
+    ("stable_diffusion", {}, {"prompts": "a cat"}, "prompts must be a list with at least one"),
+    ("stable_diffusion", {}, {"num_inference_steps": 0}, "num_inference_steps must be at least 1"),
+    ("stable_diffusion", {}, {"negativ_prompt": ["x"]}, "did you mean 'negative_prompt'"),
+    ("stable_diffusion", {}, {"output_type": "np"}, "output_type cannot be given"),
+    ("stable_diffusion", {"method": "pipelinefusion"}, {}, "choose pipefusion, distrifusion, seq"),
+    ("stable_diffusion", {"num_patches": 0}, {}, "num_patches must be at least 1; got 0"),
+    ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
+    ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
+    ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
+    ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
+    ("pixart", {"method": "single"}, {"num_inference_steps": 1}, "take 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "changes", "message"), BAD)
+def test_bad_input_is_told_with_its_remedy(name, options, changes, message, folder_of):
+    settings = {"prompts": prompts_of(name)} | SETTINGS | options_of(name) | changes
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(folder_of(name), **options)(**settings)
+
+
+def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):
+    path = shutil.copytree(folder_of("pixart"), tmp_path / "thresholding")
+    scheduler = diffusers.DDIMScheduler(thresholding=True, steps_offset=1, clip_sample=False)
+    scheduler.save_pretrained(path / "scheduler")
+    index = json.loads((path / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "DDIMScheduler"]
+    (path / "model_index.json").write_text(json.dumps(index))
+    predictor = Predictor.from_pretrained(path, num_patches=2)
+    with pytest.raises(ConfigurationError, match="DDIMScheduler"):
+        predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
+
+
+def test_missing_weights_are_named(folder_of, tmp_path):
+    path = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
+    file = path / "transformer" / "diffusion_pytorch_model.safetensors"
+    kept = dict(list(load_file(file).items())[3:])
+    save_file(kept, file)
+    with pytest.raises(
+        CheckpointError, match=r"lacks 3 of \d+ tensors of PixArtTransformer2DModel"
+    ):
+        Predictor.from_pretrained(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="has neither diffusion_pytorch_model"):
+        Predictor.from_pretrained(path)
+
+
+def test_a_skeleton_takes_no_memory_and_reads_by_name(folder_of):
+    folder = folder_of("pixart") / "transformer"
+    cls = diffusers.PixArtTransformer2DModel
+    model = skeleton(cls, cls.load_config(folder), torch.device("cpu"), torch.float32)
+    assert all(map(is_placeholder, model.parameters()))
+    name = "transformer_blocks.1.attn1.to_q.weight"
+    load_weights(model, SafetensorsFolder(folder), {name})
+    whole = cls.from_pretrained(folder)
+    there = {n for n, p in model.named_parameters() if not is_placeholder(p)}
+    assert there == {name}
+    assert model.get_parameter(name).equal(whole.get_parameter(name))
+    for key, buffer in whole.named_buffers():
+        assert model.get_buffer(key).equal(buffer), key

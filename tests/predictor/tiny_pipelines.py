@@ -58,16 +58,16 @@ def vae(latent_channels=4, **config):
 
 def unet(**config):
     return diffusers.UNet2DConditionModel(
-        **dict(
-            sample_size=16,
-            block_out_channels=(8, 16),
-            down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-            layers_per_block=1,
-            cross_attention_dim=16,
-            attention_head_dim=4,
-            norm_num_groups=4,
-        )
+        **{
+            "sample_size": 16,
+            "block_out_channels": (8, 16),
+            "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+            "layers_per_block": 1,
+            "cross_attention_dim": 16,
+            "attention_head_dim": 4,
+            "norm_num_groups": 4,
+        }
         | config,
     )
 

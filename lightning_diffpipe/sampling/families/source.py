@@ -15,12 +15,18 @@ from typing import Any, Protocol
 
 import diffusers
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.family import Family, family_of
 from lightning_diffpipe.sampling.families.interception import Sample, intercepted
-from lightning_diffpipe.sampling.families.skeleton import SafetensorsFolder, Weights, skeleton
+from lightning_diffpipe.sampling.families.skeleton import (
+    SafetensorsFolder,
+    Weights,
+    check_weights,
+    skeleton,
+)
 
 _OURS = {
     "generator": "seed",
@@ -118,8 +124,10 @@ class DiffusersFolder:
                 f"{path}: the {self.family.denoiser} is a {library}.{class_name}, not a model of diffusers"
             )
         cls = getattr(diffusers, class_name)
-        self.weights: Weights | None = SafetensorsFolder(folder)
+        weights = SafetensorsFolder(folder)
         self.denoiser = skeleton(cls, cls.load_config(str(folder)), device, dtype)
+        check_weights(self.denoiser, weights)
+        self.weights: Weights | None = weights
         self._pipeline = None
         if leads:
             self._pipeline = _load_others(path, index, self.family, self.denoiser, device, dtype)
@@ -171,14 +179,24 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         "rescale": float(used.get("guidance_rescale") or 0.0),
         "true_scale": float(used.get("true_cfg_scale") or 1.0),
     }
-    denoiser = getattr(pipeline, family.denoiser)
-    with intercepted(family, denoiser, pipeline.scheduler, guidance, sample):
-        return pipeline(
-            **{family.option: list(settings.prompts)},
-            **arguments,
-            generator=settings.generator(),
-            output_type="pil",
-        ).images
+    denoiser, begun = getattr(pipeline, family.denoiser), []
+
+    def sample_once(call: Call) -> Tensor:
+        begun.append(True)
+        return sample(call)
+
+    try:
+        with intercepted(family, denoiser, pipeline.scheduler, guidance, sample_once):
+            return pipeline(
+                **{family.option: list(settings.prompts)},
+                **arguments,
+                generator=settings.generator(),
+                output_type="pil",
+            ).images
+    except ValueError as error:  # what the pipeline's own checks raise
+        if begun or isinstance(error, DiffPipeError):
+            raise
+        raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
 
 
 def _check_option(name: str, known: Mapping[str, Any], pipeline: str) -> None:

@@ -1,0 +1,169 @@
+"""`method="auto"`: measures a denoising step and the links, and lets the planner choose.
+
+On rank 0, with the first request: one step is timed, attention and convolutions in it are counted, and the model
+is probed for whether patches can flow through it. Weights are not needed for any of that. The choice itself is
+pure arithmetic, `planning/sampling_choice.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.sampling_choice import (
+    DenoiserProfile,
+    SamplingChoice,
+    choose_sampling,
+)
+from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.layout import Layout
+from lightning_diffpipe.sampling.mesh import SamplingMesh
+from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.request import Request
+
+_REPEATS = 3
+
+
+def choose(call: Call, model: Any, link: Link, num_ranks: int) -> SamplingChoice:
+    """Measures a request on this rank and chooses how to run it.
+
+    Args:
+        call: The request.
+        model: The denoiser, perhaps a skeleton.
+        link: Between any two ranks.
+        num_ranks: Ranks there are.
+    """
+    request = call.request(model)
+    profile = profile_request(request, call.num_samples, call.branches)
+    return choose_sampling(profile, link, num_ranks, request.num_steps)
+
+
+def mesh_of(choice: SamplingChoice) -> SamplingMesh:
+    """The mesh of a choice."""
+    own = {"sequence": "sequence"}.get(choice.method, "parallel")
+    return SamplingMesh(data=choice.data, guidance=choice.guidance, **{own: choice.ranks})
+
+
+@torch.inference_mode()
+def profile_request(request: Request, num_samples: int, branches: int) -> DenoiserProfile:
+    """Times one denoising step of a request and counts what the methods would have to send.
+
+    Args:
+        request: Nothing in it is changed.
+        num_samples: Pictures it draws.
+        branches: Branches of guidance that can be divided.
+    """
+    latents, timestep = request.latents, request.timesteps[0]
+    with _Counted() as counted:
+        request.denoise(latents, timestep)
+    step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
+    try:
+        layout, refusal = probe(request), ""
+    except DiffPipeError as error:
+        layout, refusal = None, str(error).partition(";")[0].partition("\n")[0]
+    return DenoiserProfile(
+        step_s=step_s,
+        glue_s=0.0 if layout is None else min(_glue_s(request, layout), step_s),
+        num_samples=num_samples,
+        branches=branches,
+        num_blocks=0 if layout is None else len(layout.block_names),
+        num_units=latents.shape[-2] if layout is None else layout.num_units,
+        cut_bytes=0 if layout is None else max(block.output_bytes for block in layout.blocks),
+        latent_bytes=latents.numel() * latents.element_size(),
+        key_value_bytes=counted.key_value_bytes,
+        sequence_bytes=counted.sequence_bytes,
+        num_attention=counted.num_attention,
+        halo_bytes=counted.halo_bytes,
+        num_norms=counted.num_norms,
+        refusal=refusal,
+    )
+
+
+def _glue_s(request: Request, layout: Layout) -> float:
+    """Seconds of a step with all blocks answering at once."""
+    device, calls = request.latents.device, iter(())
+
+    def make(name: str, forward: Forward) -> Forward:
+        def stubbed(*args: Any, **kwargs: Any) -> Any:
+            block = next(calls)
+            return block.nested(block.dummy(0.0, device))
+
+        return stubbed
+
+    def run() -> Tensor:
+        nonlocal calls
+        calls = iter(layout.blocks)
+        return request.denoise(request.latents, request.timesteps[0])
+
+    with forward_replaced(request.model, layout.block_names, make):
+        return _seconds(run, device)
+
+
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        _wait(device)
+        start_s = time.perf_counter()
+        function()
+        _wait(device)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class _Counts:
+    key_value_bytes: int = 0
+    sequence_bytes: int = 0
+    num_attention: int = 0
+    halo_bytes: int = 0
+    num_norms: int = 0
+
+
+class _Counted(TorchFunctionMode, _Counts):
+    """Counts what looks beyond a row while a model runs."""
+
+    def __init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+        _Counts.__init__(self)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self._attention(*args[:3])
+        elif func in (F.conv2d, torch.conv2d):
+            self._convolution(args[0], args[1])
+        elif func in (F.group_norm, torch.group_norm):
+            self.num_norms += 1
+        return out
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.shape[-2] != key.shape[-2]:
+            return  # cross-attention: nothing to send
+        size = query.element_size()
+        self.num_attention += 1
+        self.key_value_bytes += (key.numel() + value.numel()) * size
+        self.sequence_bytes += (2 * query.numel() + key.numel() + value.numel()) * size
+
+    def _convolution(self, x: Tensor, weight: Tensor) -> None:
+        border = weight.shape[-2] // 2
+        if border and x.dim() == 4:
+            batch, channels, _, width = x.shape
+            self.halo_bytes += batch * channels * border * width * x.element_size()
