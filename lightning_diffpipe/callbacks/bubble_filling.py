@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.engine import Filling
@@ -87,6 +88,8 @@ class BubbleFilling(L.Callback):
         upcoming = loader.take()
         if upcoming is None or _is_last(trainer, strategy):
             return
+        # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
+        upcoming = pytree.tree_map_only(torch.Tensor, torch.clone, upcoming)
         upcoming = trainer.precision_plugin.convert_input(upcoming)
         upcoming = pl_module._on_before_batch_transfer(upcoming, dataloader_idx=0)
         strategy.upcoming = strategy.batch_to_device(upcoming, dataloader_idx=0)

@@ -1,0 +1,232 @@
+"""Filled bubbles change when frozen layers run, and nothing else: not one bit of a loss or a weight.
+
+Every test trains twice on the same layout, with `filling="none"` and with filled bubbles, on data and a
+module that draw random numbers wherever users do: in the data set, in a batch hook, in the VAE's
+posterior, in dropout. That both also equal one process is what `test_parity.py` shows, whose
+pipelines fill too.
+"""
+
+import random
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_diffpipe import BubbleFilling, DiffPipeStrategy
+from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import Settings, build, quiet_trainer
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Augmented(TinyDiffusion):
+    """Flips images at random on the device, after they were transferred."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if self.trainer.training:
+            flip = torch.rand(len(batch["image"])) < 0.5
+            batch["image"][flip] = batch["image"][flip].flip(-1)
+        return batch
+
+
+class MixesSamples(TinyDiffusion):
+    """Its frozen encoder normalizes over the samples of a microbatch, so that none can be split off."""
+
+    def loss(self, batch):
+        image = batch["image"]
+        return super().loss({**batch, "image": self.over_samples(image)})
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.over_samples = OverSamples()
+
+
+class OverSamples(torch.nn.Module):
+    """Subtracts the mean over samples; a frozen layer by its buffer."""
+
+    def forward(self, image):
+        return image - image.mean(0, keepdim=True)
+
+
+class WithCaptionDropout(Samples):
+    """Drops captions with the global generator of `random`, as data sets do."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if random.random() < 0.3:
+            sample["text"] = torch.zeros_like(sample["text"])
+        return sample
+
+
+class DropoutData(Data):
+    """`Data` with caption dropout, shuffled."""
+
+    def loader(self, size):
+        return torch.utils.data.DataLoader(
+            WithCaptionDropout(size, self.dtype), self.batch_size, shuffle=True
+        )
+
+
+class Watch(L.Callback):
+    """Notes losses, and how much frozen work ran where."""
+
+    def __init__(self):
+        self.losses, self.up_front, self.ahead = [], [], []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        recording = trainer.strategy.last_step.recording
+        self.losses.append(float(outputs["loss"]))
+        self.up_front.append(recording.up_front_s > 0)
+        self.ahead.append(recording.filled_s + recording.leftover_s > 0)
+
+
+def train(rank, settings, world_size, callbacks=()):
+    """One run of one rank."""
+    torch.manual_seed(99)
+    module, watch = build(settings), Watch()
+    strategy = DiffPipeStrategy(
+        **{"seed": 5, "profile": "flops", "timeout_s": 20, **settings.strategy}
+    )
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, callbacks=[watch, *callbacks], **settings.trainer
+    )
+    trainer.fit(module, datamodule=DropoutData(**settings.data))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return watch.losses, weights, watch.up_front, watch.ahead
+
+
+def compare(world_size, callbacks=(), module_class=Augmented, **settings):
+    """Both runs; returns where frozen work ran in the filled one, by rank and step."""
+    strategy = settings.pop("strategy")
+    runs = {}
+    for filling in ("none", "shares"):
+        chosen = Settings(
+            module={"dropout": 0.1, **settings.get("module", {})},
+            data=settings.get("data", {}),
+            trainer=settings.get("trainer", {}),
+            strategy={**strategy, "filling": filling},
+            module_class=module_class,
+        )
+        added = callbacks if filling == "shares" else ()
+        runs[filling] = run_ranks(train, world_size, chosen, world_size, added)
+    for unfilled, filled in zip(runs["none"], runs["shares"], strict=True):
+        assert unfilled[0] == filled[0], "a loss differs"
+        assert all(torch.equal(unfilled[1][name], filled[1][name]) for name in unfilled[1])
+        assert all(unfilled[2]) or not any(unfilled[2]), (
+            "without filling every step encodes up front"
+        )
+        assert not any(unfilled[3])
+    ahead = [any(at_step) for at_step in zip(*(run[3] for run in runs["shares"]), strict=True)]
+    up_front = [any(at_step) for at_step in zip(*(run[2] for run in runs["shares"]), strict=True)]
+    return up_front, ahead
+
+
+def test_epochs_validation_and_accumulation():
+    """The first batch of an epoch encodes up front, the last one fills nothing."""
+    up_front, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2},
+        data={"size": 22, "batch_size": 6},
+    )
+    assert up_front == [True, False, False, False] * 2
+    assert ahead == [True, True, True, False] * 2
+
+
+def test_limits_on_batches_and_steps():
+    up_front, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 3, "schedule": "zero_bubble"},
+        trainer={"max_steps": 5, "max_epochs": -1, "limit_train_batches": 3},
+    )
+    assert up_front == [True, False, False, True, False]
+    assert ahead == [True, True, False, True, False]
+
+
+def test_planned_mode_with_replicas():
+    """Layers in front of waits, counted from measured times, instead of until the message is there."""
+    up_front, ahead = compare(
+        3,
+        strategy={"num_stages": 2, "num_replicas": (1, 2), "num_microbatches": 4},
+        trainer={"max_steps": 4, "max_epochs": -1},
+        data={"size": 32, "batch_size": 8},
+        callbacks=(BubbleFilling(mode="planned", deterministic=True),),
+    )
+    assert up_front == [True, False, False, False]
+    assert ahead == [True, True, True, False]
+
+
+def test_two_pipelines_with_interleaved_stages():
+    compare(
+        4,
+        strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2,
+                  "num_microbatches": 2},
+        trainer={"max_steps": 3, "max_epochs": -1},
+        data={"batch_size": 4},
+    )  # fmt: skip
+
+
+def test_layers_that_mix_samples_are_not_split():
+    up_front, _ = compare(
+        2,
+        module_class=MixesSamples,
+        strategy={"num_stages": 2, "num_microbatches": 3},
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+    assert up_front == [True, False, False]
+
+
+def changing(rank, settings, world_size):
+    """A callback that changes batches in place, after their frozen layers have run."""
+
+    class Changing(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            batch["image"] += 1
+
+    with pytest.raises(ConfigurationError, match=r"batch 1 is not the one .* compared values"):
+        train(rank, settings, world_size, [Changing()])
+    return True
+
+
+def test_a_changed_batch_is_noticed():
+    settings = Settings(
+        trainer={"max_steps": 3, "max_epochs": -1},
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        module_class=Augmented,
+    )
+    assert run_ranks(changing, 2, settings, 2) == [True, True]
+
+
+class Fails(TinyDiffusion):
+    """Fails in the third batch, while a frozen run of the fourth is paused on the other rank."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.strategy.global_rank == 0:
+            self.blocks[0].register_forward_pre_hook(_fail)
+        return super().training_step(batch, batch_idx)
+
+
+def _fail(module, args):
+    raise RuntimeError("out of luck")
+
+
+def failing(rank, settings, world_size):
+    """What each rank raises."""
+    try:
+        train(rank, settings, world_size)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_failure_ends_all_ranks():
+    settings = Settings(
+        trainer={"max_steps": 6, "max_epochs": -1},
+        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 5},
+        module_class=Fails,
+    )
+    first, second = run_ranks(failing, 2, settings, 2)
+    assert "out of luck" in first
+    assert "PipelineTimeoutError" in second
