@@ -8,19 +8,23 @@ that first estimates the moments of each band can give a negative variance:
 What a displaced step knows: its own band now, and every band one and two steps ago. The rules differ in what
 they make of the other bands j, seen from band i; d is a change from one step to the next:
 
-    synchronous   wait for their moments of now                          exact
-    stale         as they were one step ago
+    synchronous   wait for their moments of now                        exact
+    stale         as they were one step ago                            moments_j(t-1)
     separate      ignore them: the picture is this band
     corrected     the whole picture changed as much as this band       moments(t-1) + d_i(t)
-    predicted     they go on changing as they did, at the pace at      moments_j(t-1) + g d_j(t-1)
-                  which this band goes on                              g = <d_i(t), d_i(t-1)> / |d_i(t-1)|^2
+    predicted     they go on as they did, at this band's pace g,       moments_j(t-1) + g d_j(t-1)
+                  and share l_j of what surprised this band              + l_j (d_i(t) - g d_i(t-1))
 
-"Corrected" adds the change of one band to the moments of all: with many bands the error of a wrong guess grows, and
-its variance, a difference, can be negative (it is then replaced by the band's own, as in the original). "Predicted"
-needs no guess across bands: along the path of a sampler statistics move smoothly in time. Means are predicted,
-and logarithms of variances, so that these stay positive; g is one number for each sample and layer, pooled over
-groups, so that a group that hardly moved decides nothing, and within [0, 1.5]; variances change by no more
-than a factor of two. Without two steps of history "predicted" is "stale".
+                  g   = <d_i(t), d_i(t-1)> / |d_i(t-1)|^2     within [0, 1.5]
+                  l_j = <d_j(t-1), d_i(t-1)> / |d_i(t-1)|^2   within [0, 1]
+
+"Corrected" is right about changes that all bands share, as those that come with the time step; two bands share
+most. With eight small bands each has changes of its own, the guess adds noise, and its variance, a difference,
+can be negative (the band's own is then taken, as in the original). "Predicted" measures both: how steadily
+statistics move along the path of the sampler, and how much of a change bands have in common. Means are predicted,
+and logarithms of variances, so that these stay positive; g and l_j are one number for each sample and layer,
+from all groups, so that a group that hardly moved decides nothing; a variance changes by at most a factor of
+two. Without two steps of history "predicted" is "stale".
 
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481, section 4.3: the corrected rule
@@ -127,7 +131,7 @@ def corrected(
 def predicted(
     before: Moments, earlier: Moments | None, now: Moments, band: int, shares: Sequence[float]
 ) -> Moments:
-    """Other bands go on changing, at the pace at which this band goes on.
+    """Other bands go on as they did, and share what surprised this band; see the module docstring.
 
     Args:
         before: Of all bands, one step ago.
@@ -141,19 +145,20 @@ def predicted(
     """
     if earlier is None:
         return stale(before, now, band, shares)
-    mean = before.mean + _continued(now.mean, before.mean, earlier.mean, band)
+    mean = before.mean + _next_change(now.mean, before.mean, earlier.mean, band)
     logs = [(m.variance + _TINY).log() for m in (now, before, earlier)]
-    change = _continued(*logs, band).clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
+    change = _next_change(*logs, band).clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
     return stale(Moments(before.variance * change.exp(), mean), now, band, shares)
 
 
-def _continued(now: Tensor, before: Tensor, earlier: Tensor, band: int) -> Tensor:
-    """Next change of all bands: their last one, times the pace of this band."""
+def _next_change(now: Tensor, before: Tensor, earlier: Tensor, band: int) -> Tensor:
+    """Of all bands, `(bands, samples, groups)`, from their last one and the two last ones of this band."""
     last = before - earlier
     own, own_last = now - before[band], last[band]
-    pace = (own * own_last).sum(-1, keepdim=True)
-    pace = pace / own_last.square().sum(-1, keepdim=True).clamp_min(_TINY)
-    return pace.clamp(0.0, _LARGEST_PACE) * last
+    size = own_last.square().sum(-1, keepdim=True).clamp_min(_TINY)
+    pace = ((own * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
+    shared = ((last * own_last).sum(-1, keepdim=True) / size).clamp(0.0, 1.0)
+    return pace * last + shared * (own - pace * own_last)
 
 
 def normalised(

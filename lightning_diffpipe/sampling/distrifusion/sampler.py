@@ -136,7 +136,7 @@ class _Loop:
             self._sampler.num_synchronous += self._step.synchronous
             with self._stopwatch.working(ForwardNoGrad(rank, index)):
                 inputs = latents
-                if request.scale_input:
+                if request.scale_input and hasattr(scheduler, "scale_model_input"):
                     inputs = scheduler.scale_model_input(latents, timestep)
                 prediction = self._denoise(inputs, timestep)
                 stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
@@ -185,7 +185,13 @@ class _Loop:
         if site.name != MODEL or self._links.num_ranks == 1:
             return forward(*args, **kwargs)
         track = self._tracks.get(
-            self._num_calls, self._interception, forward, args, kwargs, self._request.latents
+            self._num_calls,
+            self._step.index,
+            self._interception,
+            forward,
+            args,
+            kwargs,
+            self._request.latents,
         )
         self._num_calls += 1
         band_call = BandCall(track, self._step)

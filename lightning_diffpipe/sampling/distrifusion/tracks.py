@@ -62,13 +62,14 @@ class Tracks:
     def get(
         self,
         index: int,
+        step: int,
         interception: Interception,
         forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         latents: Tensor,
     ) -> Track:
-        """The track of the `index`-th call of a step.
+        """The track of the `index`-th call of a step; the first step opens tracks.
 
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
@@ -82,6 +83,8 @@ class Tracks:
                     "keep what was sent from step to step, and need the same shapes in every step"
                 )
             return track
+        if step > 0:
+            self.check_number_of_calls(index + 1, step)
         if kind not in self._facts:
             self._learn(kind, interception, forward, args, kwargs, latents)
         track = self._new_track(self._facts[kind], latents)
@@ -92,7 +95,7 @@ class Tracks:
         """Every step must call the model as often as the first."""
         if num_calls != len(self._tracks):
             raise GraphError(
-                f"step {step} called the model {num_calls} times, the first step {len(self._tracks)} times; "
+                f"step {step} called the model {num_calls} times, the first step {len(self._tracks)} times: "
                 "bands keep what was sent from step to step, and need the same calls in every step"
             )
 

@@ -1,0 +1,186 @@
+"""What is found out about models, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.sampling.distrifusion import emulate
+from lightning_diffpipe.sampling.distrifusion.bands import Bands
+from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys, find_facts
+from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
+from tests.sampling.distrifusion.models import (
+    Inside,
+    build,
+    last_prediction,
+    normal,
+    request_for,
+)
+
+
+def facts_of(name: str) -> Facts:
+    """Of the first call of the model in the first step."""
+    tiny, found = build(name), []
+
+    class Look:
+        checkpointing = checkpointed = False
+
+        def call(self, site, args, kwargs):
+            forward = site.diffpipe_original
+            if not found and site.name == MODEL:
+                found.append(find_facts(interception, forward, args, kwargs, tiny.latents))
+            return forward(*args, **kwargs)
+
+    with torch.inference_mode(), intercepted(tiny.model) as interception, interception.running(Look()):
+        tiny.denoise(tiny.model)(tiny.latents, torch.tensor(500))
+    return found[0]
+
+
+def test_a_unet_has_image_keys_text_keys_and_texts_that_stay():
+    facts = facts_of("sd")
+    assert facts.unit == 4
+    assert set(map(str, facts.keys)) == {"None", str(JointKeys(0, 0))}
+    assert len(facts.constant) == 2 * facts.keys.count(None)
+    assert not facts.sliced
+    assert not facts.embedders, "a convolution has no positions"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "embedders", "num_sliced", "unit"),
+    [
+        ("sd3", {JointKeys(0, 7)}, {"model.pos_embed"}, 0, 2),
+        ("flux", {JointKeys(7, 0)}, set(), 1, 1),
+        ("pixart", {JointKeys(0, 0), None}, {"model.pos_embed"}, 0, 2),
+        ("hunyuandit", {JointKeys(0, 0), None}, {"model.pos_embed"}, 2, 2),
+    ],
+)
+def test_order_of_text_positions_and_sliced_arguments_are_found(
+    name, keys, embedders, num_sliced, unit
+):
+    """These were declared by hand once: which text comes first, and which arguments grow with the rows."""
+    facts = facts_of(name)
+    assert set(facts.keys) == keys
+    assert set(facts.embedders) == embedders
+    assert len(facts.sliced) == num_sliced
+    assert facts.unit == unit
+
+
+def test_residuals_of_every_resolution_are_sliced():
+    assert len(facts_of("controlled").sliced) == 7
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x * x.mean((-2, -1), keepdim=True).sigmoid()
+
+
+class Coordinates(nn.Module):
+    """Adds the row's number, made of the shape: no value crosses rows, and only numbers can tell."""
+
+    def forward(self, x):
+        rows = torch.arange(x.shape[-2], dtype=x.dtype)[:, None]
+        return torch.tanh(x + rows)
+
+
+class Plainly(nn.Module):
+    """Attention without torch's function for it."""
+
+    def __init__(self):
+        super().__init__()
+        from diffusers.models.attention_processor import Attention
+
+        self.attention = Attention(3, heads=1, dim_head=4, processor=AttnProcessor())
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+REFUSALS = {
+    "squeeze and excite": (SqueezeExcite, r"mean\(\) mixes rows"),
+    "coordinates": (Coordinates, r"relative error .* \(first seen behind arange\(\)\)"),
+    "attention by hand": (Plainly, r"softmax\(\) mixes rows"),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), "mixes rows"),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1), "conv_transpose2d mixes rows"),
+    "volume": (lambda: _Volume(), "conv3d mixes rows"),
+    "reflecting": (lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(3, 3, 3)), "mixes rows"),
+    "batch norm": (lambda: nn.BatchNorm2d(3).eval(), "batch_norm mixes rows"),
+    "roll": (lambda: _Roll(), "roll mixes rows"),
+}
+
+
+class _Roll(nn.Module):
+    def forward(self, x):
+        return torch.roll(x, 1, -2)
+
+
+class _Volume(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(3, 3, 1)
+
+    def forward(self, x):
+        return self.conv(x[:, :, None])[:, :, 0]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_operators_without_a_rule_are_refused_by_name(name):
+    make, message = REFUSALS[name]
+    with pytest.raises(GraphError, match=message):
+        last_prediction(Inside(make().double()), [normal(1, 3, 16, 8)], 2)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_numbers():
+    tiny = build("sd")
+    with pytest.raises(ConfigurationError, match="30 rows"):
+        emulate(request_for("sd", tiny._replace(latents=normal(2, 4, 30, 8))), 2)
+    with pytest.raises(ConfigurationError, match="use at most 8 ranks, or at least 36 rows"):
+        emulate(request_for("sd", tiny), 9)
+    with pytest.raises(GraphError, match="reads 5 rows beyond its band, which has 4 rows"):
+        wide = nn.Conv2d(3, 3, 11, padding=5).double()
+        last_prediction(Inside(wide), [normal(1, 3, 8, 8)], 2)
+    with pytest.raises(ConfigurationError, match="choose a height of 8 or 12 rows"):
+        Bands.split(10, 2, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "sync"}, "choose one of displaced, synchronous, naive"),
+        ({"group_norm": "best"}, "choose one of predicted, corrected"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"calls_per_message": 0}, "calls_per_message=0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        last_prediction(SqueezeExcite(), [normal(1, 3, 16, 8)], 2, **options)
+
+
+def test_steps_must_take_the_same_course():
+    """What was sent in one step is read in the next, so both must make the same calls of the same shapes."""
+    model = nn.Conv2d(3, 3, 3, padding=1).double()
+    latents = [normal(1, 3, 16, 8), normal(1, 3, 16, 8), normal(1, 3, 16, 8) + 100]
+
+    def more_calls(x, t):
+        return model(model(x)) if x.mean() > 50 else model(x)
+
+    with pytest.raises(GraphError, match="step 2 called the model 2 times, the first step 1 times"):
+        last_prediction(model, latents, 2, more_calls, warmup_steps=1)
+
+    class OtherCourse(nn.Module):
+        def forward(self, x):
+            return (
+                F.group_norm(x, 1) if x.mean() > 50 else F.conv2d(x * 1.0, model.weight, padding=1)
+            )
+
+    with pytest.raises(GraphError, match=r"was halo of .* but is statistics"):
+        last_prediction(OtherCourse(), latents, 2, warmup_steps=1, verify=False)

@@ -1,0 +1,150 @@
+"""Whole models on bands: equal to one process where they should be, and to the laws of displacement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.links import Alone, LoopbackNetwork
+from lightning_diffpipe.sampling.one_process import OneProcess
+from tests.sampling.distrifusion.models import (
+    TRANSFORMERS,
+    UNETS,
+    build,
+    last_prediction,
+    request_for,
+)
+
+FAST = ("unet2d", "sd", "pixart", "sd3", "flux")
+EVERY = [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+    for name in (*UNETS, *TRANSFORMERS)
+]
+FEW = ("sd", "sd3")
+
+
+@pytest.fixture(scope="module")
+def tiny_models():
+    known = {}
+    return lambda name: known.setdefault(name, build(name))
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_synchronous_bands_compute_what_one_process_computes(name, tiny_models):
+    request = request_for(name, tiny_models(name), num_steps=2)
+    wanted = OneProcess().sample(request)
+    for num_bands in (2, 3):  # of 32 rows in units of 4 or 2, three bands are uneven
+        found, _ = emulate(request, num_bands, mode="synchronous", verify=False)
+        assert relative(found, wanted) < 1e-12
+    naive, _ = emulate(request, 2, mode="naive", warmup_steps=0, verify=False)
+    assert relative(naive, wanted) > 1e-6, "the bands would not have needed each other"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
+    request = request_for(name, tiny_models(name))
+    wanted, _ = emulate(request, 2, mode="synchronous")
+    for mode in ("displaced", "naive"):
+        found, _ = emulate(request, 2, mode=mode, warmup_steps=4)
+        assert torch.equal(found, wanted)
+        assert not torch.equal(emulate(request, 2, mode=mode, warmup_steps=1)[0], wanted)
+
+
+@pytest.mark.parametrize("group_norm", ["predicted", "corrected", "stale"])
+@pytest.mark.parametrize("name", FEW)
+def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
+    tiny = tiny_models(name)
+    call, x = tiny.denoise(tiny.model), tiny.latents
+    with torch.inference_mode():
+        wanted = call(x, torch.tensor(500))
+    found = last_prediction(
+        tiny.model, [x] * 4, 2, call, warmup_steps=1, group_norm=group_norm, verify=False
+    )
+    assert relative(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_requests_leave_nothing_behind(name, tiny_models):
+    tiny = tiny_models(name)
+    first, other = request_for(name, tiny), request_for(name, tiny._replace(latents=-tiny.latents))
+
+    def sample(links):
+        sampler = DistriFusion(tiny.model, links, warmup_steps=1)
+        return [sampler.sample(request) for request in (first, other, first)]
+
+    network = LoopbackNetwork(2, timeout_s=20)
+    one, two, three = network.run(sample)[0]
+    assert torch.equal(one, three)
+    assert torch.equal(one, emulate(first, 2, warmup_steps=1)[0])
+    assert torch.equal(two, emulate(other, 2, warmup_steps=1)[0])
+    assert not network._mail, "the last step sent something that nobody reads"
+    assert "forward" not in tiny.model.__dict__, "the model is still intercepted"
+
+
+def test_guidance_by_two_calls_has_buffers_for_each(tiny_models):
+    """One set of buffers for both calls would let the prompt read what the empty prompt left."""
+    in_batch, _ = emulate(request_for("sd", tiny_models("sd")), 2, warmup_steps=1)
+    by_calls, _ = emulate(
+        request_for("sd, two calls", tiny_models("sd, two calls")), 2, warmup_steps=1
+    )
+    assert relative(by_calls, in_batch) < 1e-12
+    assert relative(in_batch, OneProcess().sample(request_for("sd", tiny_models("sd")))) > 1e-4
+
+
+def test_one_rank_is_the_plain_loop(tiny_models):
+    request = request_for("sd", tiny_models("sd"))
+    assert torch.equal(
+        DistriFusion(request.model, Alone()).sample(request), OneProcess().sample(request)
+    )
+
+
+def test_texts_may_change_in_the_middle(tiny_models):
+    """Keys and values of texts are remembered only for as long as the text stays the same."""
+    tiny = tiny_models("sd")
+
+    def denoise(x, t):
+        text = torch.full((2, 7, 12), 1.0 if t > 400 else -1.0, dtype=torch.float64)
+        return tiny.model(x, t.expand(2), encoder_hidden_states=text)[0]
+
+    request = request_for("sd", tiny)
+    request.denoise = denoise
+    found, _ = emulate(request, 2, mode="synchronous")
+    assert relative(found, OneProcess().sample(request)) < 1e-12
+
+
+@pytest.mark.parametrize(("settled", "num_synchronous"), [(1e9, 2), (0.0, 3)])
+def test_automatic_warmup_ends_when_predictions_settle(settled, num_synchronous, tiny_models):
+    request = request_for("sd", tiny_models("sd"), num_steps=3)
+    found, samplers = emulate(request, 2, warmup_steps="auto", settled=settled)
+    assert {sampler.num_synchronous for sampler in samplers} == {num_synchronous}
+    assert torch.equal(found, emulate(request, 2, warmup_steps=num_synchronous)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
+    exact = tiny_models("sd")
+    with torch.inference_mode():
+        wanted = exact.denoise(exact.model)(exact.latents, torch.tensor(500))
+        tiny = build("sd")
+        call, x = tiny.denoise(_Casting(tiny.model.to(dtype), dtype)), tiny.latents.to(dtype)
+        plain = call(x, torch.tensor(500))
+    found = last_prediction(tiny.model, [x], 2, call, verify=False)
+    assert relative(found.double(), wanted) < 2 * relative(plain.double(), wanted)
+
+
+class _Casting:
+    """Casts conditions to the model's precision."""
+
+    def __init__(self, model, dtype):
+        self.model, self.dtype = model, dtype
+
+    def __call__(self, *args, **kwargs):
+        def cast(x):
+            return x.to(self.dtype) if torch.is_tensor(x) and x.is_floating_point() else x
+
+        return self.model(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})

@@ -1,0 +1,102 @@
+"""Combining moments of bands: pure arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_diffpipe.sampling.distrifusion.moments import (
+    Moments,
+    corrected,
+    normalised,
+    predicted,
+    stale,
+)
+
+ROWS = (2, 5, 1)
+SHARES = [rows / 8 for rows in ROWS]
+
+
+def picture(seed: int, offset: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return offset + torch.randn(2, 6, 8, 3, generator=generator, dtype=torch.float64)
+
+
+def of_bands(x: torch.Tensor) -> Moments:
+    each = [Moments.of(part, 3) for part in x.split(ROWS, -2)]
+    return Moments(torch.stack([m.variance for m in each]), torch.stack([m.mean for m in each]))
+
+
+@given(st.integers(0, 1000), st.floats(-1e6, 1e6))
+@settings(max_examples=30, deadline=None)
+def test_moments_of_bands_combine_to_those_of_the_picture(seed, offset):
+    """Even where E[x^2] - E[x]^2 would have lost every digit."""
+    x = picture(seed, offset)
+    whole, combined = Moments.of(x, 3), of_bands(x).combined(SHARES)
+    assert torch.allclose(combined.variance, whole.variance, rtol=1e-8)
+    assert torch.allclose(combined.mean, whole.mean, rtol=1e-12)
+
+
+def test_normalised_is_group_norm():
+    x = picture(0)
+    weight, bias = torch.randn(6).double(), torch.randn(6).double()
+    found = normalised(x, 3, Moments.of(x, 3), weight, bias, 1e-5)
+    assert torch.allclose(found, F.group_norm(x, 3, weight, bias, 1e-5), atol=1e-12)
+
+
+def test_half_precision_is_computed_in_float32():
+    x = picture(0, offset=100.0).half()
+    assert torch.allclose(Moments.of(x, 3).variance, Moments.of(x.double(), 3).variance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("band", [0, 1, 2])
+def test_rules_agree_when_nothing_moves(band):
+    x = of_bands(picture(0))
+    whole = x.combined(SHARES)
+    for found in (
+        stale(x, x.band(band), band, SHARES),
+        corrected(x, x.band(band), band, SHARES)[0],
+        predicted(x, x, x.band(band), band, SHARES),
+    ):
+        assert torch.allclose(found.variance, whole.variance)
+        assert torch.allclose(found.mean, whole.mean)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.floats(0.001, 1000))
+@settings(max_examples=50, deadline=None)
+def test_predicted_variances_are_positive_and_finite(seeds, scale):
+    earlier, before, now = (of_bands(picture(seed)) for seed in seeds)
+    now = Moments(now.variance * scale, now.mean * scale)
+    found = predicted(before, earlier, now.band(0), 0, SHARES)
+    assert bool((found.variance > 0).all())
+    assert bool(found.mean.isfinite().all())
+
+
+def test_predicted_follows_a_change_that_all_bands_share():
+    """Where "corrected" is right, "predicted" is right as well: one shift of all bands, then a larger one."""
+    earlier = of_bands(picture(0))
+    before = Moments(earlier.variance, earlier.mean + 0.5)
+    now = Moments(earlier.variance, earlier.mean + 3.0)
+    found = predicted(before, earlier, now.band(1), 1, SHARES)
+    assert torch.allclose(found.mean, now.combined(SHARES).mean)
+
+
+def test_predicted_follows_bands_that_move_apart_steadily():
+    """Where "corrected" is wrong, because bands have changes of their own."""
+    earlier = of_bands(picture(0))
+    change = torch.tensor([1.0, -2.0, 0.5]).double()[:, None, None]
+    before = Moments(earlier.variance, earlier.mean + change)
+    now = Moments(earlier.variance, earlier.mean + 2 * change)
+    wanted = now.combined(SHARES).mean
+    assert torch.allclose(predicted(before, earlier, now.band(1), 1, SHARES).mean, wanted)
+    assert (corrected(before, now.band(1), 1, SHARES)[0].mean - wanted).abs().min() > 1
+
+
+def test_predicted_without_history_is_stale():
+    before, now = of_bands(picture(0)), of_bands(picture(1)).band(0)
+    assert torch.equal(
+        predicted(before, None, now, 0, SHARES).mean, stale(before, now, 0, SHARES).mean
+    )
