@@ -257,12 +257,15 @@ class ProcessLinks:
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the buffer is kept alive until it has left."""
         buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
-        work = dist.isend(
-            buffer,
-            dst=self.ranks[to],
-            group=self._groups[self.rank, to],
-            tag=self._tag(True, to, kind),
-        )
+        try:
+            work = dist.isend(
+                buffer,
+                dst=self.ranks[to],
+                group=self._groups[self.rank, to],
+                tag=self._tag(True, to, kind),
+            )
+        except RuntimeError as error:  # the peer has gone since the last message
+            raise self._lost(kind, to, 0.0) from error
         self.traffic.bytes_sent[kind] += buffer.numel()
         self.traffic.messages_sent[kind] += 1
         self._held.append((work, buffer))
@@ -273,12 +276,15 @@ class ProcessLinks:
         """Posts a receive."""
         host = torch.device("cpu") if self._by_host else self.device
         buffer = torch.empty(shape.nbytes, dtype=torch.uint8, device=host)
-        work = dist.irecv(
-            buffer,
-            src=self.ranks[source],
-            group=self._groups[source, self.rank],
-            tag=self._tag(False, source, kind),
-        )
+        try:
+            work = dist.irecv(
+                buffer,
+                src=self.ranks[source],
+                group=self._groups[source, self.rank],
+                tag=self._tag(False, source, kind),
+            )
+        except RuntimeError as error:
+            raise self._lost(kind, source, 0.0) from error
         return _FromProcess(self, work, buffer, shape, source, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:

@@ -35,7 +35,11 @@ def facts_of(name: str) -> Facts:
                 found.append(find_facts(interception, forward, args, kwargs, tiny.latents))
             return forward(*args, **kwargs)
 
-    with torch.inference_mode(), intercepted(tiny.model) as interception, interception.running(Look()):
+    with (
+        torch.inference_mode(),
+        intercepted(tiny.model) as interception,
+        interception.running(Look()),
+    ):
         tiny.denoise(tiny.model)(tiny.latents, torch.tensor(500))
     return found[0]
 
@@ -144,8 +148,8 @@ def test_sizes_that_do_not_fit_are_refused_with_numbers():
         emulate(request_for("sd", tiny._replace(latents=normal(2, 4, 30, 8))), 2)
     with pytest.raises(ConfigurationError, match="use at most 8 ranks, or at least 36 rows"):
         emulate(request_for("sd", tiny), 9)
+    wide = nn.Conv2d(3, 3, 11, padding=5).double()
     with pytest.raises(GraphError, match="reads 5 rows beyond its band, which has 4 rows"):
-        wide = nn.Conv2d(3, 3, 11, padding=5).double()
         last_prediction(Inside(wide), [normal(1, 3, 8, 8)], 2)
     with pytest.raises(ConfigurationError, match="choose a height of 8 or 12 rows"):
         Bands.split(10, 2, 4, 0)
