@@ -28,6 +28,7 @@ from lightning_diffpipe.strategy import DiffPipeStrategy
 if TYPE_CHECKING:
     from lightning_diffpipe.callbacks import EMA, BubbleFilling, PipelineMonitor
     from lightning_diffpipe.modules import LatentDiffusion
+    from lightning_diffpipe.predictor import Predictor
     from lightning_diffpipe.profiling import profile
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ModelProfile",
     "PipelineMonitor",
     "PipelinePlan",
+    "Predictor",
     "find_plan",
     "profile",
     "simulate",
@@ -49,6 +51,7 @@ _LAZY = {
     "EMA": "lightning_diffpipe.callbacks",
     "PipelineMonitor": "lightning_diffpipe.callbacks",
     "LatentDiffusion": "lightning_diffpipe.modules",
+    "Predictor": "lightning_diffpipe.predictor",
     "profile": "lightning_diffpipe.profiling",
 }
 

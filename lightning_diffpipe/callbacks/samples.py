@@ -1,8 +1,9 @@
 """Pictures drawn while training, so that a person sees what the loss does not say.
 
 All ranks draw, in lock step: under a pipeline the denoiser is divided, and every rank is needed for
-one call of it. `strategy.whole_model()`, where the strategy has it, makes the divided model callable
-as a whole. The start noise has its own generator, so training goes on exactly as without pictures.
+one call of it: sampling runs on the partition of the training, layer by layer, with the averaged weights that
+each rank holds for its own layers. `strategy.whole_model()`, where the strategy has it, makes the divided model
+callable as a whole. The start noise has its own generator, so training goes on exactly as without pictures.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import Tensor
 
 from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.errors import ConfigurationError
 
 
 def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -39,24 +42,33 @@ def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
 
 
 class SampleImages(L.Callback):
-    """Draws prompts every few steps: a PNG in the output folder, and pictures for the logger.
+    """Draws prompts every few steps, or at every validation: a PNG in the output folder, pictures for the logger.
 
     Args:
         prompts: What to draw.
-        every_n_steps: Optimizer steps between two drawings.
+        every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
         seed: Of the start noise; the same at every drawing, so that pictures can be compared.
+
+    Raises:
+        ConfigurationError: There is nothing to draw, or never a time for it.
     """
 
     def __init__(
         self,
         prompts: Sequence[str],
-        every_n_steps: int = 500,
+        every_n_steps: int | None = 500,
         num_inference_steps: int = 20,
         guidance_scale: float = 3.0,
         seed: int = 0,
     ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigurationError(f"prompts must be a list of texts; got {prompts!r}")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(
+                f"every_n_steps must be at least 1, or None; got {every_n_steps}"
+            )
         self.prompts = list(prompts)
         self.every_n_steps = every_n_steps
         self.num_inference_steps = num_inference_steps
@@ -68,8 +80,18 @@ class SampleImages(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:
         """Draws after every `every_n_steps`-th optimizer step."""
+        if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
+            self._draw_once(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draws at the end of a validation, if not every few steps."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if self.every_n_steps is None and fitting:
+            self._draw_once(trainer, pl_module)
+
+    def _draw_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step
-        if step % self.every_n_steps or step == self._last_step:
+        if step == self._last_step:  # accumulation: several batches, one step
             return
         self._last_step = step
         images = self.draw(trainer, pl_module)

@@ -10,6 +10,7 @@ from PIL import Image
 from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
 from lightning_diffpipe.callbacks.samples import picture_grid
 from lightning_diffpipe.callbacks.throughput import num_samples
+from lightning_diffpipe.errors import ConfigurationError
 
 
 class Painter(BoringModel):
@@ -38,7 +39,7 @@ class Memory(Logger):
 
 
 def fit(tmp_path, callbacks, logger, module=None, **kwargs):
-    settings = {"max_steps": 6} | kwargs
+    settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
     trainer = L.Trainer(
         **settings,
         accelerator="cpu",
@@ -48,7 +49,6 @@ def fit(tmp_path, callbacks, logger, module=None, **kwargs):
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        limit_val_batches=0,
     )
     trainer.fit(module or Painter())
     return trainer
@@ -58,6 +58,28 @@ def test_pictures_come_every_few_optimizer_steps(tmp_path):
     logger = Memory()
     fit(tmp_path, [SampleImages(["a", "b"], every_n_steps=2)], logger, accumulate_grad_batches=2)
     assert logger.images == [("samples", 2, step, ["a", "b"]) for step in (2, 4, 6)]
+
+
+def test_pictures_come_with_every_validation_and_averaged_weights(tmp_path):
+    logger, drawn = Memory(), []
+    samples = SampleImages(["a"], every_n_steps=None)
+    draw = samples.draw
+    samples.draw = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
+    settings = {"limit_val_batches": 1, "val_check_interval": 2, "max_steps": 4}
+    ema, module = EMA(decay=0.0), Painter()
+    trainer = fit(tmp_path, [ema, samples], logger, module, **settings)
+    assert [step for _, _, step, _ in logger.images] == [2, 4]
+    averaged = ema.averages["layer.weight"][0, 0].sigmoid()
+    torch.testing.assert_close(drawn[-1].mean(), averaged)
+    assert trainer.state.finished
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompts": "a cat"}, {"prompts": []}, {"prompts": ["a"], "every_n_steps": 0}]
+)
+def test_wrong_settings_are_told(wrong):
+    with pytest.raises(ConfigurationError, match="prompts must be|every_n_steps must be"):
+        SampleImages(**wrong)
 
 
 def test_pictures_are_files_without_a_logger_that_takes_them(tmp_path):

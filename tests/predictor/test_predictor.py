@@ -135,7 +135,9 @@ def test_bad_input_is_told_with_its_remedy(name, options, changes, message, fold
 
 def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):
     path = shutil.copytree(folder_of("pixart"), tmp_path / "thresholding")
-    scheduler = diffusers.DDIMScheduler(thresholding=True, steps_offset=1, clip_sample=False)
+    scheduler = diffusers.DDIMScheduler(
+        thresholding=True, sample_max_value=9.0, steps_offset=1, clip_sample=False
+    )
     scheduler.save_pretrained(path / "scheduler")
     index = json.loads((path / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", "DDIMScheduler"]

@@ -1,0 +1,104 @@
+"""Meshes of ranks, and the choice of a method: pure arithmetic."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.sampling_choice import (
+    MIN_STEPS,
+    DenoiserProfile,
+    candidates,
+    choose_sampling,
+)
+from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
+
+sizes = st.integers(1, 4)
+
+
+@given(st.builds(SamplingMesh, sizes, st.integers(1, 2), sizes, sizes))
+def test_every_rank_is_in_one_group_of_each_axis(mesh):
+    for axis in ("data", "guidance", "parallel", "sequence"):
+        groups = mesh.groups(axis)
+        assert sorted(sum(groups, [])) == list(range(mesh.num_ranks))
+        for group in groups:
+            places = [mesh.coordinates(rank) for rank in group]
+            assert [place.pop(axis) for place in places] == list(range(getattr(mesh, axis)))
+            assert all(place == places[0] for place in places)
+
+
+@given(st.integers(1, 12), st.sampled_from(sorted(AXES)))
+def test_fitting_meshes_have_all_ranks_and_are_all(num_ranks, method):
+    meshes = list(fitting_meshes(num_ranks, AXES[method]))
+    assert all(mesh.num_ranks == num_ranks for mesh in meshes)
+    assert len(set(meshes)) == len(meshes)
+    assert fit_mesh(num_ranks, method) in meshes
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do():
+    with pytest.raises(ConfigurationError) as refused:
+        fit_mesh(4, "pipefusion", guidance=2, parallel=4)
+    assert str(refused.value) == (
+        "method=pipefusion cannot use 4 ranks as guidance=2, parallel=4; these fit: parallel=4; "
+        "guidance=2 x parallel=2; data=2 x parallel=2; data=2 x guidance=2; data=4"
+    )
+
+
+# Flux-like: 57 blocks, 4608 tokens of 3072 numbers in bf16; a step takes a second.
+HIDDEN = 4608 * 3072 * 2
+LARGE = DenoiserProfile(
+    step_s=1.0,
+    glue_s=0.005,
+    num_samples=1,
+    branches=1,
+    num_blocks=57,
+    num_units=64,
+    cut_bytes=HIDDEN,
+    latent_bytes=4096 * 64 * 2,
+    key_value_bytes=57 * 2 * HIDDEN,
+    sequence_bytes=57 * 4 * HIDDEN,
+    num_attention=57,
+)
+FAST, SLOW = Link(400e9, 5e-6), Link(1e9, 50e-6)
+
+
+@pytest.mark.parametrize(
+    ("profile", "link", "num_ranks", "num_steps", "expected"),
+    [
+        (LARGE, FAST, 8, 28, "sequence"),  # exact, and nearly as fast: NVLink
+        (LARGE, SLOW, 8, 28, "pipefusion"),  # Ethernet
+        (LARGE, SLOW, 8, 4, "sequence"),  # a few-step model
+        (LARGE, SLOW, 1, 28, "single"),
+        (replace(LARGE, num_samples=8), SLOW, 8, 28, "single"),  # one prompt each
+        (replace(LARGE, num_blocks=0), Link(20e9, 1e-5), 8, 28, "distrifusion"),  # a U-Net
+        (replace(LARGE, branches=2), SLOW, 2, 28, "single"),  # halves of guidance are exact
+    ],
+)
+def test_the_choice_is_what_published_measurements_say(
+    profile, link, num_ranks, num_steps, expected
+):
+    assert choose_sampling(profile, link, num_ranks, num_steps).method == expected
+
+
+def test_the_reason_is_one_line_with_numbers():
+    reason = choose_sampling(LARGE, SLOW, 8, 4).reason
+    assert reason.startswith("sequence is expected to take ")
+    assert "single 4 s" in reason
+    assert f"4 steps are too few for stale activations, which need {MIN_STEPS}" in reason
+    assert "\n" not in reason
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 30), st.integers(1, 5))
+def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
+    profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)
+    found = list(candidates(profile, Link(), num_ranks, num_steps))
+    for choice in found:
+        assert choice.data * choice.guidance * choice.ranks <= num_ranks
+        assert choice.seconds >= num_steps / num_ranks * (1 - 1e-9)
+        assert math.isfinite(choice.seconds)
+    chosen = choose_sampling(profile, Link(), num_ranks, num_steps)
+    assert chosen.seconds <= 1.1 * min(choice.seconds for choice in found) + 1e-12
