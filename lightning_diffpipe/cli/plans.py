@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,22 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.planning.cluster import Cluster
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
+    from lightning_diffpipe.viewing.explain import explain
     from lightning_diffpipe.viewing.report import report
 
     values = plain(config)
     profile = _profile_to_plan(config)
+    cluster = Cluster.from_dict(_without_none(values["cluster"]))
     wishes = {key: values[key] for key in ("global_batch_size", "filling")} | values["strategy"]
-    found = find_plan(
-        profile, Cluster.from_dict(_without_none(values["cluster"])), PlanOptions.from_dict(wishes)
-    )
+    found = find_plan(profile, cluster, PlanOptions.from_dict(wishes))
+    if values["explain"]:
+        changes = explain(found, profile, cluster, budget_s=values["explain_s"]).changes
+        found = replace(found, changes=changes)
     print(report(found))
+    if found.options.filling == "diffusionpipe":
+        print(
+            "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
+        )
     if values["output"] is not None:
         Path(values["output"]).write_text(found.to_json())
         print(f"wrote {values['output']}")
@@ -120,12 +128,17 @@ def show(config: DictConfig) -> None:
 
     values = plain(config)
     form, output = values["as"], values["output"]
+    form = {"chrome": "trace", "plot": "picture"}.get(form, form)
     if form not in ("report", "timeline", "trace", "picture"):
-        raise ConfigurationError(f"as={form!r}; choose report, timeline, trace or picture")
+        raise ConfigurationError(
+            f"as={form!r}; choose report, timeline, trace (or chrome) or picture (or plot)"
+        )
     if (output is None) == (form in ("trace", "picture")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
     found = _read_plan(values["plan"])
+    if values["profile"] is not None:
+        found = _explained(found, values["profile"], values.get("cluster"))
     match form:
         case "report":
             print(report(found, values["max_columns"]))
@@ -135,6 +148,19 @@ def show(config: DictConfig) -> None:
             Path(output).write_text(chrome_trace({"planned": found.timeline}))
         case "picture":
             plot({"planned": found.timeline}, output, f"plan {found.digest}")
+
+
+def _explained(plan: Any, profile: str, cluster: dict[str, Any] | None) -> Any:
+    """The plan with the changes that would help, which are searched for."""
+    from lightning_diffpipe.planning.cluster import Cluster
+    from lightning_diffpipe.planning.profile import ModelProfile
+    from lightning_diffpipe.viewing.explain import explain
+
+    costs = ModelProfile.from_json(_read(profile), profile)
+    ranks = (
+        Cluster(plan.num_ranks) if cluster is None else Cluster.from_dict(_without_none(cluster))
+    )
+    return replace(plan, changes=explain(plan, costs, ranks).changes)
 
 
 @verb("say how two plans differ: diffpipe diff before.json after.json")

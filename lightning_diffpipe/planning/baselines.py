@@ -18,12 +18,13 @@ def baseline_cuts(
 
     `uniform` (equal numbers of layers), `parameters` (equal parameter bytes) and `minimax` (the slowest
     stage as fast as possible) say nothing of replicas: all ways to share the ranks are proposed.
-    `diffusionpipe` proposes the Pareto front of its recurrences, `pipedream` and `pipedream_code` the
-    one cut of theirs; all three choose the replicas as well.
+    `diffusionpipe` proposes the Pareto front of its recurrences, `diffusionpipe_exact` the same with the
+    time that really hides a synchronisation, `pipedream` and `pipedream_code` the one cut of theirs; all
+    of these choose the replicas as well.
     """
     size = shape.sizes[0]
-    if options.partition == "diffusionpipe":
-        yield from diffusionpipe_cuts(model, shape)
+    if options.partition in ("diffusionpipe", "diffusionpipe_exact"):
+        yield from diffusionpipe_cuts(model, shape, options.partition == "diffusionpipe_exact")
         return
     if options.partition in ("pipedream", "pipedream_code"):
         rule = pipedream_published if options.partition == "pipedream" else pipedream_code
@@ -43,11 +44,19 @@ def baseline_cuts(
         yield tuple(zip(firsts, (*firsts[1:], len(layers)), replicas, strict=True))
 
 
-def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ...]]:
+def diffusionpipe_cuts(
+    model: CostModel, shape: Shape, exact: bool = False
+) -> Iterator[tuple[Cut, ...]]:
     """The front of (W, Y), DiffusionPipe's recurrences.
 
     Differs from the paper in one point: a microbatch is not split over the replicas of a stage but the
     replicas take turns, so that a stage of `r` replicas takes `1 / r` of its time.
+
+    Args:
+        model: The cost model.
+        shape: Everything but the cuts.
+        exact: As printed, a stage's own last backward hides its synchronisation. In truth the last
+            backwards of all stages in front of it do so as well, since it is done before them.
     """
     size, num_layers = shape.sizes[0], model.num_layers()
 
@@ -60,7 +69,8 @@ def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ..
             link_s = 2 * model.cluster.p2p.seconds(model.boundary_bytes(run, size))
         group = replicas * shape.num_pipelines
         sync_s = model.cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), group)
-        return max(busy_s / replicas, link_s), max(sync_s - backward_s, 0.0)
+        hidden_s = model.backward_s(LayerRun(0, 0, stop), size) if exact else backward_s
+        return max(busy_s / replicas, link_s), max(sync_s - hidden_s, 0.0)
 
     fronts = partition_fronts(num_layers, shape.num_ranks, shape.num_stages, stage_cost)
     for partition in fronts.get((shape.num_stages, shape.num_ranks), ()):

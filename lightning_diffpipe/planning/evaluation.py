@@ -28,6 +28,9 @@ from lightning_diffpipe.planning.timeline import Timeline
 
 FILLINGS_KNOWN = ("diffusionpipe", "shares")
 
+NOT_RUN = 1.005
+"""Filling like DiffusionPipe, which can only be planned, must be this much faster to be chosen."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -142,7 +145,7 @@ class Evaluator:
                 plans.append(self.filled_plan(proposal, policy, unfilled))
         if self.options.filling not in ("none", "auto"):
             plans = plans[-1:]
-        return min(plans, key=lambda plan: plan.planned.iteration_s)
+        return min(plans, key=rank_of)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
         """Frozen work in front of the pipeline."""
@@ -248,3 +251,9 @@ def fill(
     else:
         placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), num_samples)
     return weave(schedule, timeline, placed)
+
+
+def rank_of(plan: PipelinePlan) -> float:
+    """What plans are compared by: the time of a step, and whether they can be run."""
+    only_planned = plan.options.filling == "diffusionpipe"
+    return plan.planned.iteration_s * (NOT_RUN if only_planned else 1.0)

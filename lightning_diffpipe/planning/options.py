@@ -15,6 +15,7 @@ Auto = Literal["auto"]
 PARTITIONS = (
     "auto",
     "diffusionpipe",
+    "diffusionpipe_exact",
     "pipedream",
     "pipedream_code",
     "minimax",

@@ -12,7 +12,7 @@ Format `diffpipe-plan/1`:
 Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the communication,
 which follows from them. Where a rank holds several stages, every stage names its ranks: stage 2 of
 four on two ranks has `"ranks": [0]`. `costs` is optional; with it a plan can be drawn and simulated
-without its profile.
+without its profile. `changes`, optional too, is what `diffpipe plan` found that would help.
 """
 
 from __future__ import annotations
@@ -77,6 +77,14 @@ class Planned:
     samples_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedChange:
+    """One change to the options, and the step it promises instead; see `viewing/explain.py`."""
+
+    description: str
+    iteration_s: float
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """What each rank shall do, and what to expect of it.
@@ -88,6 +96,8 @@ class PipelinePlan:
         planned: The numbers promised.
         costs: What the promise is computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
+        changes: What would make the step shorter, best first, where that was looked into. Advice only:
+            it does not count for the digest.
     """
 
     options: PlanOptions
@@ -96,6 +106,7 @@ class PipelinePlan:
     planned: Planned
     costs: PipelineCosts | None = None
     pieces: tuple[FrozenPiece, ...] = ()
+    changes: tuple[PlannedChange, ...] = ()
 
     def __post_init__(self) -> None:
         _check_stages(self.stages)
@@ -192,6 +203,8 @@ class PipelinePlan:
     def to_json(self) -> str:
         """Writes `diffpipe-plan/1`."""
         document = {"format": FORMAT, "digest": self.digest, **_content(self)}
+        if self.changes:
+            document["changes"] = [asdict(change) for change in self.changes]
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
@@ -281,7 +294,7 @@ def _stage_to_json(stage: Stage) -> dict[str, object]:
 
 def _read(node: Node) -> PipelinePlan:
     keys = ("format", "options", "stages", "programs", "planned")
-    node.check_keys(keys, ("digest", "pieces", "costs"))
+    node.check_keys(keys, ("digest", "pieces", "costs", "changes"))
     if node["format"].value != FORMAT:
         raise node["format"].expected(f'"{FORMAT}"')
     options = _read_options(node["options"])
@@ -294,6 +307,7 @@ def _read(node: Node) -> PipelinePlan:
         _read_planned(node["planned"]),
         costs_from_node(node["costs"]) if "costs" in node else None,
         tuple(map(_read_piece, node["pieces"].elements())) if "pieces" in node else (),
+        tuple(map(_read_change, node["changes"].elements())) if "changes" in node else (),
     )
     plan.validate()
     if "digest" in node and node["digest"].value != plan.digest:
@@ -328,6 +342,11 @@ def _read_piece(node: Node) -> FrozenPiece:
     names = tuple(f.name for f in fields(FrozenPiece))
     node.check_keys(names)
     return FrozenPiece(*(node[name].integer() for name in names))
+
+
+def _read_change(node: Node) -> PlannedChange:
+    node.check_keys(("description", "iteration_s"))
+    return PlannedChange(node["description"].text(), node["iteration_s"].number())
 
 
 def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:

@@ -18,7 +18,7 @@ from lightning_diffpipe.planning.baselines import baseline_cuts
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, rank_of
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -62,8 +62,14 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much.
+        PlanError: Nothing fits into memory; says by how much. Or the profile has two backbones.
     """
+    if len(profile.backbones) > 1:
+        names = ", ".join(backbone.name for backbone in profile.backbones)
+        raise PlanError(
+            f"profile {profile.name!r} has {len(profile.backbones)} backbones ({names}), and a plan is for "
+            "one; plan each of them from a profile of its own"
+        )
     model = CostModel(profile, cluster, options.optimizer_bytes_factor)
     search = Search(model, options)
     for shape in sorted(shapes(model, options), key=search.estimate_s):
@@ -75,7 +81,7 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
     plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
     if search.evaluator.fills and options.filling == "auto":
         plans.append(find_plan(profile, cluster, replace(options, filling="none")))
-    return min(plans, key=lambda plan: plan.planned.iteration_s)
+    return min(plans, key=rank_of)
 
 
 @dataclass
@@ -137,23 +143,27 @@ class Search:
 
     def _try_best_bounds(self, shape: Shape) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
-        starts = [(self._try(Proposal(shape, cuts)), cuts) for cuts in self._starts(shape)]
+        starts = []
+        for bound_s, cuts in sorted(self._starts(shape)):
+            if bound_s >= self.best_s * (1 - WORTHWHILE):
+                break
+            starts.append((self._try(Proposal(shape, cuts)), cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
                 self._climb(shape, cuts)
 
-    def _starts(self, shape: Shape) -> Iterator[tuple[Cut, ...]]:
-        """Cuts from which layers are moved: those with the best bounds, one for each share of ranks."""
+    def _starts(self, shape: Shape) -> Iterator[tuple[float, tuple[Cut, ...]]]:
+        """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
         bounds, limit_s = self.bounds(shape), self.best_s * (1 - WORTHWHILE)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)
                 if found is not None:
-                    yield found[1]
-        elif bounds.frozen_s + bounds.all_work_s < limit_s:
+                    yield found
+        elif (least_s := bounds.frozen_s + bounds.all_work_s) < limit_s:
             for weights in (self._work_s(shape), self.resident_bytes(shape)):
                 firsts = even_cuts(weights, shape.num_stages)
-                yield tuple((a, b, 1) for a, b in pairwise((*firsts, len(weights))))
+                yield least_s, tuple((a, b, 1) for a, b in pairwise((*firsts, len(weights))))
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Seconds of every layer for a microbatch."""

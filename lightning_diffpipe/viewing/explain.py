@@ -6,6 +6,7 @@ away; every change by planning again with that change. So each number is a promi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,11 +15,14 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
+from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds
+
+WORTH_TELLING = 1e-3
+"""Changes that gain a smaller share of the step are not worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +31,6 @@ class Part:
 
     name: str
     saved_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of options, and the step after it."""
-
-    description: str
-    plan: PipelinePlan
-
-    @property
-    def step_s(self) -> float:
-        """The step after the change."""
-        return self.plan.planned.iteration_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class Explanation:
 
     plan: PipelinePlan
     parts: tuple[Part, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PlannedChange, ...] = ()
 
     @property
     def bottleneck(self) -> str:
@@ -77,29 +68,37 @@ class Explanation:
         if self.changes:
             lines.append("What would help, best first:")
         for change in self.changes:
-            gain = percent(1 - change.step_s / step_s)
-            lines.append(f"  {change.description}: {seconds(change.step_s)} ({gain} less)")
+            gain = percent(1 - change.iteration_s / step_s)
+            lines.append(f"  {change.description}: {seconds(change.iteration_s)} ({gain} less)")
         return "\n".join(lines)
 
 
 def explain(
-    plan: PipelinePlan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+    plan: PipelinePlan,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+    budget_s: float = 30.0,
 ) -> Explanation:
     """Explains a plan.
 
     Args:
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
-        profile: With the cluster, lets changes be tried.
+        profile: With the cluster, lets changes be tried; without, those kept in the plan are told.
         cluster: Where the plan shall run.
+        budget_s: Seconds after which no further change is tried.
     """
     parts = () if plan.costs is None else _parts(plan, plan.costs)
-    changes: tuple[Change, ...] = ()
-    if profile is not None and cluster is not None:
-        step_s = plan.planned.iteration_s
-        tried = list(_changes(plan, profile, cluster))
-        helpful = [change for change in tried if change.step_s < step_s * (1 - 1e-3)]
-        changes = tuple(sorted(helpful, key=lambda change: change.step_s))
-    return Explanation(plan, parts, changes)
+    if profile is None or cluster is None:
+        return Explanation(plan, parts, plan.changes)
+    step_s, start_s = plan.planned.iteration_s, time.perf_counter()
+    helpful: list[PlannedChange] = []
+    for change in _changes(plan, profile, cluster):
+        if change.iteration_s < step_s * (1 - WORTH_TELLING):
+            helpful.append(change)
+        if time.perf_counter() - start_s > budget_s:
+            break
+    changes = sorted(helpful, key=lambda change: change.iteration_s)
+    return Explanation(plan, parts, tuple(changes))
 
 
 def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
@@ -165,7 +164,9 @@ def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     return simulate(plan.lowered, free).iteration_s - busiest_s
 
 
-def _changes(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Iterator[Change]:
+def _changes(
+    plan: PipelinePlan, profile: ModelProfile, cluster: Cluster
+) -> Iterator[PlannedChange]:
     """One change at a time, everything else as it is; stages are cut again where they must be."""
     fixed = plan.options
     free = replace(fixed, num_replicas="auto", partition="auto")
@@ -176,22 +177,33 @@ def _changes(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Ite
         ("cutting the layers anew", free, profile),
         (f"{stages - 1} stages", _with(free, num_stages=stages - 1), profile),
         (f"{stages + 1} stages", _with(free, num_stages=stages + 1), profile),
-        ("another order (1f1b_deep)", replace(fixed, schedule="1f1b_deep"), profile),
-        ("backwards in two parts (zero_bubble)", replace(fixed, schedule="zero_bubble"), profile),
         ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
-        ("the best of all plans", _anything(fixed), profile),
     ]
     if profile.encoders:
         cached = replace(profile, encoders=())
-        tries.append(("caching the encoders' outputs on disk", fixed, cached))
-        filled = replace(fixed, filling="auto")
-        tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
+        tries.append(("caching the encoders' outputs", fixed, cached))
+        if fixed.filling == "none":
+            filled = replace(fixed, filling="auto")
+            tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
+    several = replace(free, schedule="interleaved", num_stages="auto")
+    finer, name = _with_largest_layer_split(plan, profile)
+    tries += [
+        ("another order (schedule=1f1b_deep)", replace(fixed, schedule="1f1b_deep"), profile),
+        (
+            "backwards in two parts (schedule=zero_bubble)",
+            replace(free, schedule="zero_bubble"),
+            profile,
+        ),
+        ("several stages on each rank (schedule=interleaved)", several, profile),
+        (f"splitting layer {name} in two", free, finer),
+        ("the best of all plans", _anything(fixed), profile),
+    ]
     for description, options, what in tries:
         try:
             found = find_plan(what, cluster, options)
         except DiffPipeError:
             continue  # Not possible here: too many stages, too few samples, too little memory.
-        yield Change(f"{description}{_moved(plan, found)}", found)
+        yield PlannedChange(f"{description}{_moved(plan, found)}", found.planned.iteration_s)
 
 
 def _with(options: PlanOptions, **values: int) -> PlanOptions:
@@ -199,6 +211,33 @@ def _with(options: PlanOptions, **values: int) -> PlanOptions:
     return PlanOptions.from_dict(
         options.to_dict() | {name: max(value, 1) for name, value in values.items()}
     )
+
+
+def _with_largest_layer_split(
+    plan: PipelinePlan, profile: ModelProfile
+) -> tuple[ModelProfile, str]:
+    """The profile with its slowest layer as two halves, and that layer's name."""
+    size = plan.microbatch_sizes[0]
+    backbone, *others = profile.backbones
+    seconds_of = lambda layer: layer.forward_s.at(size) + layer.backward_s.at(size)
+    index = max(range(len(backbone.layers)), key=lambda i: seconds_of(backbone.layers[i]))
+    whole = backbone.layers[index]
+    half = replace(
+        whole,
+        forward_s=_halved(whole.forward_s),
+        backward_s=_halved(whole.backward_s),
+        weight_gradient_s=whole.weight_gradient_s and _halved(whole.weight_gradient_s),
+        parameter_bytes=whole.parameter_bytes // 2,
+        gradient_bytes=whole.gradient_bytes // 2,
+        activation_bytes_per_sample=whole.activation_bytes_per_sample // 2,
+    )
+    layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
+    finer = replace(backbone, layers=layers)
+    return replace(profile, backbones=(finer, *others)), whole.name
+
+
+def _halved(times: Seconds) -> Seconds:
+    return Seconds(tuple((samples, seconds_ / 2) for samples, seconds_ in times.points))
 
 
 def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:

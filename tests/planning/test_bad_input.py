@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -309,3 +310,13 @@ def test_ranks_of_interleaved_stages_are_checked():
 def test_stages_that_cannot_be_interleaved(options, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
         find_plan(equal_profile(6), Cluster(3), PlanOptions(12, schedule="interleaved", **options))
+
+
+def test_two_backbones_are_refused_rather_than_half_planned():
+    """History: only the first backbone of a cascade was planned, and nobody was told."""
+    profile = equal_profile(4)
+    other = replace(profile.backbones[0], name="upsampler")
+    with pytest.raises(PlanError, match=r"2 backbones \(unet, upsampler\)"):
+        find_plan(
+            replace(profile, backbones=(*profile.backbones, other)), Cluster(2), PlanOptions(8)
+        )

@@ -6,14 +6,16 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_diffpipe.errors import PartitionError
+from lightning_diffpipe.planning.baselines import diffusionpipe_cuts
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS, PlanOptions
 from lightning_diffpipe.planning.partition import Stage, minimax_cuts, partition_fronts
 from lightning_diffpipe.planning.pipedream import pipedream_code, pipedream_published
+from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.search import find_plan
 
-from .profiles import random_case, random_cluster, random_profile
+from .profiles import equal_profile, random_case, random_cluster, random_profile
 
 
 def every_cut(num_layers, num_stages, num_ranks):
@@ -119,6 +121,17 @@ def test_no_baseline_beats_the_search(partition):
         options = PlanOptions(batch, num_microbatches=count, partition=partition)
         other = find_plan(profile, cluster, options)
         assert other.planned.iteration_s >= best.planned.iteration_s * (1 - 1e-9)
+
+
+def test_exact_compensation_lets_later_stages_hold_more_layers():
+    """The backwards of all stages in front hide a late stage's sum, so only the first one's is left."""
+    profile = equal_profile(8, gradient_bytes=10)
+    model = CostModel(profile, Cluster(4, all_reduce=Link(4.0)))
+    shape = Shape(2, 2, 2, (1, 1), "1f1b")
+    printed, exact = (list(diffusionpipe_cuts(model, shape, exact)) for exact in (False, True))
+    even = ((0, 4, 1), (4, 8, 1))
+    assert printed == [even]
+    assert exact == [even, ((0, 3, 1), (3, 8, 1)), ((0, 2, 1), (2, 8, 1))]
 
 
 def test_uniform_and_by_parameters_cut_where_they_say():

@@ -1,6 +1,7 @@
 """What people see: pictures, reports, traces, differences and explanations."""
 
 import json
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -128,10 +129,16 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     assert descriptions[0].startswith("the best of all plans")
     assert "8 microbatches" in descriptions
     assert "no pipeline: plain data parallelism" in descriptions
-    assert "caching the encoders' outputs on disk" in descriptions
-    steps = [change.step_s for change in explanation.changes]
+    assert "caching the encoders' outputs" in descriptions
+    assert "frozen work in the bubbles (filling=auto)" in descriptions
+    assert any(d.startswith("several stages on each rank") for d in descriptions)
+    steps = [change.iteration_s for change in explanation.changes]
     assert steps == sorted(steps)
     assert max(steps) < plan.planned.iteration_s
+    kept = replace(plan, changes=explanation.changes)
+    assert kept.digest == plan.digest
+    again = PipelinePlan.from_json(kept.to_json())
+    assert str(explain(again)) == str(explanation)
     text = str(explanation)
     assert "Bottleneck: pipeline warm-up and cooldown." in text
     assert "so 34.5% could be won at best" in text
