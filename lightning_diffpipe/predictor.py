@@ -30,7 +30,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.auto import choose, mesh_of
@@ -186,7 +186,8 @@ class Predictor:
         else:
             pictures = None
             self._sample(self._world.links.broadcast_object(_not_here))
-        self._finish_report(time.perf_counter() - started_s)
+        if self.report is not None:
+            self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return pictures
 
     def close(self) -> None:
@@ -212,6 +213,8 @@ class Predictor:
         except Exception as error:
             if not self._announced:
                 reason = error
+                if not isinstance(error, DiffPipeError):
+                    reason = DiffPipeError(f"rank 0 failed before sampling: {error!r}")
                 with contextlib.suppress(Exception):
                     self._world.links.broadcast_object(lambda: _raise(reason))
             raise
@@ -229,7 +232,11 @@ class Predictor:
             if self._on_step is not None:
                 self._on_step(index + 1, num_steps)
 
-        return worker.sample(call, on_step)
+        latents = worker.sample(call, on_step)
+        # Before decoding, so that no rank waits for rank 0 if that fails.
+        reports = self._world.gather(worker.report())
+        self.report = merge(reports) if self._world.rank == 0 else None
+        return latents
 
     def _worker_for(self, call: Call) -> Worker:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
@@ -263,17 +270,7 @@ class Predictor:
             options.parallel,
             options.sequence,
         )
-        if mesh.guidance == 2 and call.branches < 2:
-            raise ConfigurationError(
-                "guidance=2 divides the two branches of classifier-free guidance, but this request has one; "
-                "raise guidance_scale above 1 or leave guidance at 1"
-            )
         return replace(options, mesh=mesh)
-
-    def _finish_report(self, total_s: float) -> None:
-        assert self._worker is not None
-        reports = self._world.gather(self._worker.report())
-        self.report = merge(reports, total_s) if self._world.rank == 0 else None
 
 
 def _device(device: torch.device | str | None) -> torch.device:

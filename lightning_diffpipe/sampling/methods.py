@@ -155,7 +155,12 @@ class Worker:
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
         self._load(call)
-        return self._sampler.sample(call.request(self._model, exchange), on_step)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            return self._sampler.sample(call.request(self._model, exchange), on_step)
+        finally:
+            self._model.train(was_training)
 
     def _load(self, call: Call) -> None:
         """Reads this rank's weights, once, when the first request shows which ones it needs."""

@@ -62,13 +62,13 @@ class SamplingReport:
         num_steps: Denoising steps.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
         sampling_s: Seconds of the denoising loop.
-        total_s: Seconds of the whole request, with encoding and decoding.
         bytes_sent: By kind, over all ranks.
         messages_sent: By kind, over all ranks.
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
         measured: What each rank did when.
-        planned: What the formulas expected, where there are some.
+        planned: What the formulas make of the median times, where there are some.
+        total_s: Seconds of the whole request on rank 0, with encoding and decoding.
     """
 
     method: str
@@ -79,13 +79,13 @@ class SamplingReport:
     num_steps: int
     step_s: float
     sampling_s: float
-    total_s: float
     bytes_sent: dict[str, int]
     messages_sent: dict[str, int]
     resident_bytes: list[int]
     whole_bytes: int
     measured: Timeline = field(repr=False)
     planned: Timeline | None = field(default=None, repr=False)
+    total_s: float = math.nan
 
     def __str__(self) -> str:
         numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
@@ -109,13 +109,8 @@ class SamplingReport:
         return {k: v for k, v in vars(self).items() if k not in hidden}
 
 
-def merge(reports: Sequence[RankReport], total_s: float) -> SamplingReport:
-    """Joins the reports of all ranks.
-
-    Args:
-        reports: By rank.
-        total_s: Seconds of the whole request on rank 0.
-    """
+def merge(reports: Sequence[RankReport]) -> SamplingReport:
+    """Joins the reports of all ranks, in the order of ranks."""
     options, num_steps = reports[0].options, reports[0].num_steps
     sent: Counter[str] = Counter()
     messages: Counter[str] = Counter()
@@ -140,7 +135,6 @@ def merge(reports: Sequence[RankReport], total_s: float) -> SamplingReport:
         num_steps=num_steps,
         step_s=max(steps, default=0.0),
         sampling_s=max(r.statistics.total_s for r in reports),
-        total_s=total_s,
         bytes_sent=dict(sent),
         messages_sent=dict(messages),
         resident_bytes=[r.resident_bytes for r in reports],

@@ -78,7 +78,7 @@ def test_pictures_come_with_every_validation_and_averaged_weights(tmp_path):
     "wrong", [{"prompts": "a cat"}, {"prompts": []}, {"prompts": ["a"], "every_n_steps": 0}]
 )
 def test_wrong_settings_are_told(wrong):
-    with pytest.raises(ConfigurationError, match="prompts must be|every_n_steps must be"):
+    with pytest.raises(ConfigurationError, match="must be"):
         SampleImages(**wrong)
 
 

@@ -24,7 +24,7 @@ sizes = st.integers(1, 4)
 def test_every_rank_is_in_one_group_of_each_axis(mesh):
     for axis in ("data", "guidance", "parallel", "sequence"):
         groups = mesh.groups(axis)
-        assert sorted(sum(groups, [])) == list(range(mesh.num_ranks))
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.num_ranks))
         for group in groups:
             places = [mesh.coordinates(rank) for rank in group]
             assert [place.pop(axis) for place in places] == list(range(getattr(mesh, axis)))

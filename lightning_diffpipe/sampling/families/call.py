@@ -106,8 +106,9 @@ class Call:
             return replace(self, arguments=[self.arguments[index]], divided="calls")
         if self.expansion == 1:
             raise ConfigurationError(
-                f"requests of the {self.family} family keep both branches of guidance in the latents, "
-                "which cannot be divided over two halves of the ranks; leave guidance_ranks at 1"
+                "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
+                "that can be divided: raise guidance_scale above 1, or leave guidance at 1 (always so with "
+                "the dit family, whose latents hold both)"
             )
         num_rows = self.expansion * len(self.latents)
         rows = range(index * len(self.latents), (index + 1) * len(self.latents))

@@ -1,0 +1,106 @@
+"""`diffpipe sample` as a user calls it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image
+
+from tests.test_cli import call, run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sampler.num_patchs=3"], "there is no setting or group 'sampler.num_patchs'"),
+        (["trainer.devices=0"], "trainer.devices must be a number of processes; got 0"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu or gpu"),
+        (["dtype=float8"], "dtype='float8'; choose float32, bfloat16 or float16"),
+        (["path=/nowhere"], "'/nowhere' is neither a folder with a model_index.json"),
+        (["path=/nowhere.ckpt"], "there is no checkpoint /nowhere.ckpt"),
+        (["prompts=[]"], "prompts must be a list with at least one prompt; got []"),
+        (["height=30"], "height=30 is no multiple of 8"),
+        (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
+        (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
+    ],
+)
+def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, monkeypatch, "sample", "progress=false", *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_sampler_is_answered_with_the_known_ones(capsys, monkeypatch):
+    code, _, err = call(capsys, monkeypatch, "sample", "sampler=fast")
+    assert code == 2
+    for name in ("pipefusion", "distrifusion", "sequence", "single", "auto"):
+        assert name in err
+
+
+def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    settings = ["num_inference_steps=2", "prompts=[digit four]", "output=out", "progress=false"]
+    code, out, err = call(capsys, monkeypatch, "sample", *settings)
+    assert code == 0, err
+    assert Image.open(tmp_path / "out" / "grid.png").size == (64, 64)
+    assert "single, on one rank" in out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["num_steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_draw_and_report(tmp_path):
+    settings = ["sampler=distrifusion", "trainer.devices=2", "num_inference_steps=3"]
+    done = run("sample", *settings, "report=true", "output=out", "progress=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert Image.open(tmp_path / "out" / "difference.png").size == (4 * 64, 3 * 64)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert min(report["psnr_db"]) > 40  # all steps are synchronous
+    assert set(report["bytes_sent"]) >= {"halo", "key_value", "prediction"}
+    assert "rank 1 |" in done.stdout
+    assert len(list(tmp_path.rglob(".hydra"))) == 1  # the second process writes none
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_mistake_is_told_once_by_all_processes(tmp_path):
+    done = run("sample", "sampler=pipefusion", "trainer.devices=2", cwd=tmp_path)  # a U-Net
+    assert done.returncode == 2
+    assert done.stderr.count("diffpipe sample: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_process_ends_the_command(tmp_path):
+    settings = ["sampler=distrifusion", "trainer.devices=2", "num_inference_steps=900"]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", "sample", *settings, "timeout_s=20"]
+    first = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
+    try:
+        os.kill(_child_in_mid_sample(first), signal.SIGKILL)
+        _, told = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 2, told[-2000:]
+    assert b"rank 1" in told
+    assert b"Traceback" not in told
+
+
+def _child_in_mid_sample(first):
+    """Process id of the second rank, once the bar of the first has moved."""
+    assert first.stderr is not None
+    seen, deadline = b"", time.monotonic() + 120
+    while b"/900 [" not in seen and time.monotonic() < deadline:
+        seen += first.stderr.read1(4096)
+    children = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(first.pid)], capture_output=True, text=True
+    ).stdout.splitlines()
+    return next(int(line.split()[0]) for line in children if "lightning_diffpipe.cli" in line)
