@@ -17,10 +17,13 @@ class Link:
     Attributes:
         bandwidth_bytes_per_s: Bytes per second in one direction; the other direction is as fast.
         latency_s: Seconds until a message of no length arrives.
+        holds_sender: Whether the processor of the sending rank moves the message itself and can compute
+            nothing meanwhile, as with gloo; a network adapter or a copy engine works by itself.
     """
 
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0.0
+    holds_sender: bool = False
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
@@ -107,11 +110,12 @@ class Cluster:
 
 
 def _link(node: Node) -> Link:
-    node.check_keys((), ("bandwidth_bytes_per_s", "latency_s"))
+    node.check_keys((), ("bandwidth_bytes_per_s", "latency_s", "holds_sender"))
     link = Link()
     bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
     if "bandwidth_bytes_per_s" in node and node["bandwidth_bytes_per_s"].value != math.inf:
         bandwidth = node["bandwidth_bytes_per_s"].number()
     if "latency_s" in node:
         latency = node["latency_s"].number()
-    return Link(bandwidth, latency)
+    holds_sender = "holds_sender" in node and node["holds_sender"].flag()
+    return Link(bandwidth, latency, holds_sender)

@@ -23,6 +23,7 @@ def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
         "encode_s": list(costs.encode_s),
         "all_reduce_s": list(costs.all_reduce_s),
         "all_gather_s": costs.all_gather_s,
+        **({"holds_sender": True} if costs.holds_sender else {}),
     }
 
 
@@ -32,7 +33,8 @@ def costs_from_node(node: Node) -> PipelineCosts:
     Raises:
         DiffPipeError: Of the node's type; names the bad key.
     """
-    node.check_keys(("sizes", *_TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s"))
+    keys = ("sizes", *_TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
+    node.check_keys(keys, ("holds_sender",))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
     feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
     forward, backward, weight, activation, gradient = (
@@ -49,6 +51,7 @@ def costs_from_node(node: Node) -> PipelineCosts:
         encode_s=_read_numbers(node["encode_s"]),
         all_reduce_s=_read_numbers(node["all_reduce_s"]),
         all_gather_s=node["all_gather_s"].number(),
+        holds_sender="holds_sender" in node and node["holds_sender"].flag(),
     )
 
 

@@ -41,6 +41,7 @@ class PipelineCosts:
         encode_s: By frozen part.
         reduce_s: By rank.
         all_gather_s: Exchange of the frozen results.
+        holds_sender: See `Costs`.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +54,7 @@ class PipelineCosts:
     encode_s: tuple[float, ...] = ()
     all_reduce_s: tuple[float, ...] = ()
     all_gather_s: float = 0.0
+    holds_sender: bool = False
 
     def compute_s(self, instruction: Compute) -> float:
         """See `Costs`."""
@@ -201,4 +203,5 @@ def pipeline_costs(
             for rank in range(placement.num_ranks)
         ),
         all_gather_s=links.all_gather_s(sum(sizes) * model.frozen_output_bytes_per_sample),
+        holds_sender=links.cluster.p2p.holds_sender,
     )

@@ -101,6 +101,12 @@ class Node:
             raise self.expected("a string")
         return self.value
 
+    def flag(self) -> bool:
+        """This value as true or false."""
+        if not isinstance(self.value, bool):
+            raise self.expected("true or false")
+        return self.value
+
     def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
         """This value as a finite number in a range."""
         good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)

@@ -2,6 +2,7 @@
 
 Every rank runs its program in order; every directed link carries its messages in order, one at a time,
 both directions at once. An instruction starts when its rank is free and what it reads has arrived.
+A message travels by itself, unless the processor that computes also has to move it (gloo).
 That is all: the same rules hold for training schedules, frozen work and forward-only patch schedules.
 If no rank can go on before all are done, the schedule is refused with a picture of where it stands.
 """
@@ -33,6 +34,10 @@ class Costs(Protocol):
 
     def compute_s(self, instruction: Compute) -> float:
         """Time on the rank."""
+
+    @property
+    def holds_sender(self) -> bool:
+        """Whether the rank that sends can do nothing else while its message is on the link."""
 
     def message_s(self, message: Message) -> float:
         """Time for which the message occupies its link; it arrives at the end of it."""
@@ -87,6 +92,8 @@ def replay(execution: Execution, costs: Costs) -> Timeline:
             message, edge = execution.messages[index], execution.edge_of[index]
             start = max(start, link_free[edge])
             link_free[edge] = arrival[index] = start + costs.message_s(message)
+            if costs.holds_sender:
+                clock[rank] = arrival[index]
             transfers.append(Transfer(message, start, arrival[index]))
         elif what == MEET:
             meeting, group = execution.meetings[index]
@@ -108,7 +115,7 @@ def makespan(execution: Execution, costs: Costs) -> float:
     for index, first in enumerate(execution.like):
         new = first == index
         travel_s.append(costs.message_s(execution.messages[index]) if new else travel_s[first])
-    edge_of = execution.edge_of
+    edge_of, holds_sender = execution.edge_of, costs.holds_sender
     for what, rank, index in execution.steps:
         if what == COMPUTE:
             clock[rank] += work_s[index]
@@ -119,6 +126,8 @@ def makespan(execution: Execution, costs: Costs) -> float:
             edge = edge_of[index]
             start = link_free[edge] if link_free[edge] > clock[rank] else clock[rank]
             link_free[edge] = arrival[index] = start + travel_s[index]
+            if holds_sender:
+                clock[rank] = arrival[index]
         else:
             meeting, group = execution.meetings[index]
             start = max(clock[peer] for peer in group)

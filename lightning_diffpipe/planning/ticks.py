@@ -35,6 +35,7 @@ class TickCosts:
         feedback: Time on the link from the last stage back to the first.
         reduce: Gradient reduction at the end.
         exchange: Exchange of frozen results.
+        holds_sender: See `Costs`.
     """
 
     forward: PerStage = 1
@@ -47,6 +48,7 @@ class TickCosts:
     feedback: float = 0
     reduce: float = 0
     exchange: float = 0
+    holds_sender: bool = False
 
     def compute_s(self, instruction: Compute) -> float:
         """See `Costs`."""

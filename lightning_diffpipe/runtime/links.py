@@ -12,6 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def measure_cluster(
         num_ranks,
         ranks_per_host=per_host,
         memory_bytes=memory_bytes,
-        p2p=bench.point_to_point(1, each_s),
+        p2p=replace(bench.point_to_point(1, each_s), holds_sender=bench.copies_itself),
         # The first rank of the second host.
         p2p_between_hosts=None if per_host is None else bench.point_to_point(per_host, each_s),
         all_reduce=bench.all_reduce(each_s),
@@ -97,6 +98,11 @@ class _Bench:
         self._ranks = dist.get_process_group_ranks(group)
         # gloo moves host memory; what a GPU sends over it is copied to the host first.
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+
+    @property
+    def copies_itself(self) -> bool:
+        """gloo's sends are copies that the calling rank makes, except for what the kernel still buffers."""
+        return dist.get_backend(self._group) == "gloo"
 
     def hosts(self) -> list[str]:
         """The host of each rank."""

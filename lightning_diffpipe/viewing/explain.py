@@ -219,8 +219,8 @@ def _with_largest_layer_split(
     """The profile with its slowest layer as two halves, and that layer's name."""
     size = plan.microbatch_sizes[0]
     backbone, *others = profile.backbones
-    seconds_of = lambda layer: layer.forward_s.at(size) + layer.backward_s.at(size)
-    index = max(range(len(backbone.layers)), key=lambda i: seconds_of(backbone.layers[i]))
+    times_s = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in backbone.layers]
+    index = times_s.index(max(times_s))
     whole = backbone.layers[index]
     half = replace(
         whole,

@@ -204,6 +204,11 @@ class _Measured:
         own = [s.duration_s for s in self.timeline.spans if s.instruction == instruction]
         return sum(own) if own else planned_s
 
+    @property
+    def holds_sender(self) -> bool:
+        """See `Costs`."""
+        return self.planned.holds_sender
+
     def message_s(self, message: Message) -> float:
         """See `Costs`."""
         return self.planned.message_s(message)

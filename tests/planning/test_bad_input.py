@@ -312,6 +312,20 @@ def test_stages_that_cannot_be_interleaved(options, complaint):
         find_plan(equal_profile(6), Cluster(3), PlanOptions(12, schedule="interleaved", **options))
 
 
+def test_links_that_hold_their_sender_round_trip():
+    link = Link(1e9, 1e-5, holds_sender=True)
+    profile = equal_profile(4, boundary_bytes_per_sample=10**8)
+    plan = find_plan(profile, Cluster(2, p2p=link), PlanOptions(8, num_stages=2))
+    assert PipelinePlan.from_json(plan.to_json()).timeline == plan.timeline
+    by_itself = find_plan(profile, Cluster(2, p2p=Link(1e9, 1e-5)), PlanOptions(8, num_stages=2))
+    assert by_itself.planned.iteration_s < plan.planned.iteration_s
+    values = {"num_ranks": 2, "p2p": {"latency_s": 1e-5, "holds_sender": True}}
+    assert Cluster.from_dict(values).p2p.holds_sender
+    values["p2p"]["holds_sender"] = "yes"
+    with pytest.raises(ConfigurationError, match="holds_sender: expected true or false"):
+        Cluster.from_dict(values)
+
+
 def test_two_backbones_are_refused_rather_than_half_planned():
     """History: only the first backbone of a cascade was planned, and nobody was told."""
     profile = equal_profile(4)

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from lightning_diffpipe.planning.execution import execution_of
+from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import TickCosts, makespan, simulate
 
 SIZES = [(S, M) for S in range(1, 7) for M in range(1, 10)]
 
@@ -18,6 +20,18 @@ def test_balanced_1f1b_with_links_and_deep_warmup(link):
         costs = TickCosts(activation=link, gradient=link)
         deep = simulate(one_f_one_b(S, M, deep_warmup=True), costs)
         assert deep.iteration_s == pytest.approx(3 * (M + S - 1) + 2 * (S - 1) * link)
+
+
+@pytest.mark.parametrize("link", [0, 0.25, 1.0])
+def test_a_sender_that_moves_its_messages_itself_computes_nothing_meanwhile(link):
+    """Two ranks, GPipe: M (f + c) + f forward, M (b + c) + b back; by itself a message costs 2 c once."""
+    for M in range(1, 10):
+        costs = TickCosts(activation=link, gradient=link, holds_sender=True)
+        held = simulate(gpipe(2, M), costs)
+        assert held.iteration_s == pytest.approx(M * (3 + 2 * link) + 3)
+        assert makespan(execution_of(lower(gpipe(2, M))), costs) == held.iteration_s
+        free = simulate(gpipe(2, M), TickCosts(activation=link, gradient=link))
+        assert free.iteration_s == pytest.approx(3 * (M + 1) + 2 * link)
 
 
 def test_slow_links_need_a_deep_warmup():
