@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.search import find_plan
@@ -123,7 +122,7 @@ def advise(
     rest = replace(profile, encoders=_independent(profile, stored))
     filled = find_plan(profile, cluster, replace(options, filling="auto"))
     without = find_plan(rest, cluster, replace(options, filling="auto"))
-    sample_bytes = CostModel(replace(profile, encoders=kept)).frozen_output_bytes_per_sample
+    sample_bytes = sum(encoder.layers[-1].output_bytes_per_sample for encoder in kept)
     share = options.global_batch_size / cluster.num_ranks
     disk_s = share * sample_bytes / disk_bytes_per_s
     return CacheAdvice(
