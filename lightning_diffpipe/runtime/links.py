@@ -101,7 +101,7 @@ class _Bench:
 
     @property
     def copies_itself(self) -> bool:
-        """gloo's sends are copies that the calling rank makes, except for what the kernel still buffers."""
+        """Whether this backend sends by copies that the calling rank makes, as gloo does."""
         return dist.get_backend(self._group) == "gloo"
 
     def hosts(self) -> list[str]:
