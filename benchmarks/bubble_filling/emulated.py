@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness import on_ranks
+from benchmarks.harness import on_ranks, table
 from benchmarks.planned_vs_measured.sleepers import Sleeper
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.cluster import Cluster
@@ -49,8 +49,12 @@ class Emulated:
         return 4 * self.num_microbatches
 
 
-CASES = [Emulated(s, m, x) for s, m in ((2, 2), (3, 3), (4, 3), (4, 4), (8, 4), (8, 8))
-         for x in (0.43, 0.8944)]  # fmt: skip
+CASES = {
+    2: [Emulated(2, 2, 0.43), Emulated(2, 2, 0.8944), Emulated(2, 4, 0.8944)],
+    3: [Emulated(3, 3, 0.8944)],
+    4: [Emulated(4, 3, 0.8944), Emulated(4, 4, 0.43), Emulated(4, 4, 0.8944)],
+    8: [Emulated(8, 8, 0.43), Emulated(8, 8, 0.8944)],
+}
 
 
 class SleepingModel(nn.Module):
@@ -136,25 +140,36 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
     return found
 
 
+def measure_all(rank: int, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
+    """All cases of a number of ranks, in one group of processes."""
+    return [measure(rank, case, rounds) for case in CASES[num_ranks]]
+
+
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each number of ranks, microbatches and share of frozen work."""
     rows = []
-    for case in CASES:
-        found = on_ranks(case.num_ranks, measure, case, arguments.rounds)
-        unfilled, filled = found["none"], found["shares"]
-        rows.append(
-            {
-                "ranks": case.num_ranks,
-                "M": case.num_microbatches,
-                "x": f"{case.x:g}",
-                "unfilled, ms": 1e3 * unfilled["step_s"],
-                "filled, ms": 1e3 * filled["step_s"],
-                "speed-up": unfilled["step_s"] / filled["step_s"],
-                "planned speed-up": unfilled["planned_s"] / filled["planned_s"],
-                "bubbles unfilled": f"{100 * unfilled['ratio']:.1f}%",
-                "planned unfilled": f"{100 * unfilled['planned_ratio']:.1f}%",
-                "bubbles filled": f"{100 * filled['ratio']:.1f}%",
-                "planned filled": f"{100 * filled['planned_ratio']:.1f}%",
-            }
-        )
+    for num_ranks, cases in CASES.items():
+        if arguments.only and int(arguments.only) != num_ranks:
+            continue
+        results = on_ranks(num_ranks, measure_all, num_ranks, arguments.rounds)
+        rows += [row_of(case, found) for case, found in zip(cases, results, strict=True)]
+        print(table(rows), flush=True)
     return rows
+
+
+def row_of(case: Emulated, found: dict[str, Any]) -> dict[str, Any]:
+    """Measured beside planned."""
+    unfilled, filled = found["none"], found["shares"]
+    return {
+        "ranks": case.num_ranks,
+        "M": case.num_microbatches,
+        "x": f"{case.x:g}",
+        "unfilled, ms": 1e3 * unfilled["step_s"],
+        "filled, ms": 1e3 * filled["step_s"],
+        "speed-up": unfilled["step_s"] / filled["step_s"],
+        "planned speed-up": unfilled["planned_s"] / filled["planned_s"],
+        "bubbles unfilled": f"{100 * unfilled['ratio']:.1f}%",
+        "planned unfilled": f"{100 * unfilled['planned_ratio']:.1f}%",
+        "bubbles filled": f"{100 * filled['ratio']:.1f}%",
+        "planned filled": f"{100 * filled['planned_ratio']:.1f}%",
+    }

@@ -1,184 +1,43 @@
 """Frozen encoders in the bubbles: against our own unfilled pipeline, torch's, DeepSpeed's, DDP and FSDP2.
 
 python benchmarks/bubble_filling/main.py --json out.json                     two real ranks
-python benchmarks/bubble_filling/main.py --part long_layer --json out.json   whole batches or parts
+python benchmarks/bubble_filling/main.py --part long_layer --json out.json   whole shares or parts
 python benchmarks/bubble_filling/main.py --part emulated --json out.json     2 to 8 sleeping ranks
-python benchmarks/bubble_filling/main.py --part network --json out.json      DDP over 1 Gbit/s (as root)
+python benchmarks/bubble_filling/main.py --part network --json out.json      over 1 Gbit/s (as root)
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib.util
+import importlib
+import json
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.bubble_filling import emulated, network
-from benchmarks.bubble_filling.peers import SYSTEMS, filled, gradients
-from benchmarks.bubble_filling.workloads import BATCH, make
-from benchmarks.harness import environment, interleaved, medians, on_ranks, table
-from benchmarks.two_ranks.main import worst_error
+from benchmarks.harness import environment, table
 
-STEPS_PER_TURN = 3
-CASES = [(name, m) for name in ("stable_diffusion", "controlnet") for m in (2, 4)]
-
-
-def compare(
-    rank: int, workload: str, microbatches: int, rounds: int, systems: list[str]
-) -> dict[str, Any]:
-    """Checks gradients of all systems, then times them in turns of a few steps."""
-    warnings.simplefilter("ignore")
-    model, batch = make(workload)
-    reference = copy.deepcopy(model)
-    reference.training_step(batch, 0).backward()
-    wanted = gradients(reference)
-    steps, errors = {}, {}
-    for name in systems:
-        own = copy.deepcopy(model)
-        step = SYSTEMS[name](own, batch, microbatches, rank)
-        errors[name] = parity(name, step, own, wanted)
-        steps[name] = turns(step, own)
-    times = interleaved(steps, rounds, warmup_rounds=3)
-    return {
-        "times": {n: [t / STEPS_PER_TURN for t in times[n]] for n in times},
-        "errors": errors,
-        "frozen share": frozen_share(model, batch, microbatches),
-    }
-
-
-def parity(name: str, step: Any, model: Any, wanted: dict[str, torch.Tensor]) -> float:
-    """The worst error of a system's gradients against one process; later steps must agree, too."""
-    if name == "limit":  # half of the batch on each rank, nothing summed
-        return 0.0
-    found = getattr(step, "gradients", None)
-    error = 0.0
-    for _ in range(
-        1 if found else 2
-    ):  # the second step of a filled pipeline reads what the first encoded
-        if not found:
-            step()
-        got = found or gradients(model)
-        wrong = worst_error(got, wanted)
-        assert wrong < 1e-3, f"{name}: gradients are off by {wrong:.1e}"
-        error = max(error, wrong)
-    return error
-
-
-def turns(step: Any, model: Any) -> Any:
-    """Several steps in a row: a filled step depends on the one before it."""
-
-    def turn() -> None:
-        for _ in range(STEPS_PER_TURN):
-            step()
-            model.zero_grad(set_to_none=True)
-
-    return turn
-
-
-def frozen_share(model: Any, batch: Any, microbatches: int) -> float:
-    """Frozen time over trained forward and backward, in one process while the other ranks do the same."""
-    with torch.no_grad():
-        tokens = model.encoder(batch)
-    parts = list(zip(tokens.chunk(microbatches), batch["target"].chunk(microbatches), strict=True))
-
-    def frozen() -> None:
-        with torch.no_grad():
-            model.encoder({k: v[: BATCH // 2] for k, v in batch.items()})
-
-    def trained() -> None:
-        for part, target in parts[: microbatches // 2]:
-            torch.nn.functional.mse_loss(model.denoiser(part), target).backward()
-
-    seconds = medians(interleaved({"frozen": frozen, "trained": trained}, 5))
-    return seconds["frozen"] / seconds["trained"]
-
-
-def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each workload and number of microbatches."""
-    rows = []
-    systems = [s for s in SYSTEMS if s != "DeepSpeed" or importlib.util.find_spec("deepspeed")]
-    for workload, microbatches in CASES:
-        if arguments.only and f"{workload}-{microbatches}" != arguments.only:
-            continue
-        found = on_ranks(2, compare, workload, microbatches, arguments.rounds, systems)
-        median = medians(found["times"])
-        ours = median["filled"]
-        others = [s for s in systems if s not in ("filled", "limit")]
-        rows.append(
-            {
-                "workload": workload,
-                "M": microbatches,
-                "x": found["frozen share"],
-                "filled, ms": 1e3 * ours,
-                "limit / filled": median["limit"] / ours,
-                **{f"{name} / filled": median[name] / ours for name in others},
-                "worst gradient error": f"{max(found['errors'].values()):.0e}",
-            }
-        )
-        print(table(rows[-1:]), flush=True)
-    return rows
-
-
-def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[float]]:
-    """The workload with one very long frozen layer, encoded in whole shares and in groups of samples."""
-    warnings.simplefilter("ignore")
-    model, batch = make("long_layer")
-    steps = {}
-    for name in ("unfilled", "limit"):
-        own = copy.deepcopy(model)
-        steps[name] = turns(SYSTEMS[name](own, batch, microbatches, rank), own)
-    for name, size in (("whole shares", BATCH // 2), ("parts of 2", 2), ("parts of 1", 1)):
-        own = copy.deepcopy(model)
-        steps[name] = turns(filled(own, batch, microbatches, rank, group_size=size), own)
-    times = interleaved(steps, rounds, warmup_rounds=3)
-    return {name: [t / STEPS_PER_TURN for t in values] for name, values in times.items()}
-
-
-def long_layer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each number of microbatches."""
-    rows = []
-    for microbatches in (2, 4):
-        median = medians(on_ranks(2, compare_groups, microbatches, arguments.rounds))
-        rows.append(
-            {
-                "M": microbatches,
-                "unfilled, ms": 1e3 * median["unfilled"],
-                **{
-                    f"{name}: limit / filled": median["limit"] / median[name]
-                    for name in ("whole shares", "parts of 2", "parts of 1")
-                },
-                "unfilled / filled (parts of 1)": median["unfilled"] / median["parts of 1"],
-            }
-        )
-    return rows
-
-
+# Imported when asked for: every process of a benchmark imports this file.
 PARTS = {
-    "two_ranks": two_ranks,
-    "long_layer": long_layer,
-    "emulated": emulated.run,
-    "network": network.run,
+    "two_ranks": ("real", "two_ranks"),
+    "long_layer": ("real", "long_layer"),
+    "emulated": ("emulated", "run"),
+    "network": ("network", "run"),
 }
 
 
 def main() -> None:
     """The command line."""
-    import json
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, default="two_ranks")
-    parser.add_argument("--only", help="one case of two_ranks, for example controlnet-2")
+    parser.add_argument("--only", help="one case, for example controlnet-2, or 4 emulated ranks")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=6, help="counted turns of each system")
     arguments = parser.parse_args()
     where = environment()
-    rows = PARTS[arguments.part](arguments)
+    module, function = PARTS[arguments.part]
+    part = importlib.import_module(f"benchmarks.bubble_filling.{module}")
+    rows = getattr(part, function)(arguments)
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")

@@ -111,7 +111,7 @@ def _rank(settings: str) -> None:
     import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from benchmarks.bubble_filling.main import compare
+    from benchmarks.bubble_filling.real import compare
     from benchmarks.harness import medians
 
     workload, microbatches, rounds, systems, result = json.loads(settings)
