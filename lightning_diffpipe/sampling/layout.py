@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.sampling_sequence import AttentionSize
 from lightning_diffpipe.sampling.links import TensorShape
 
 NOBODY = -1
@@ -181,6 +182,7 @@ class Block:
         inputs: Token axes of arguments, by position among the leaves of `(args, kwargs)`.
         outputs: Token axes of results, by position among the leaves.
         attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
+        sizes: Of each attention call, cross-attention included.
         num_text: Text tokens in its attention.
         input_samples: Axes of arguments that count samples.
         output_samples: Axes of results that count samples.
@@ -197,6 +199,7 @@ class Block:
     inputs: dict[int, TokenAxis] = field(default_factory=dict)
     outputs: dict[int, TokenAxis] = field(default_factory=dict)
     attention: list[TokenAxis | None] = field(default_factory=list)
+    sizes: tuple[AttentionSize, ...] = ()
     num_text: int = 0
     input_samples: dict[int, int] = field(default_factory=dict)
     output_samples: dict[int, int] = field(default_factory=dict)

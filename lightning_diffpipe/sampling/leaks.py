@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.sampling.tracing import AttentionIntercepted, token_local
 
-_GROWTH = 1.25
+_GROWTH = 1.001
 # They pick what they return, so that its share of NaN says nothing.
 _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where", "masked_fill")
 

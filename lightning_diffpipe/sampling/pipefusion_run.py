@@ -16,6 +16,7 @@ from lightning_diffpipe.planning.sampling_pipefusion import Turn
 from lightning_diffpipe.sampling.kv_cache import KvCache
 from lightning_diffpipe.sampling.layout import Part
 from lightning_diffpipe.sampling.links import Incoming, Links, MessageKind, TensorShape
+from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
@@ -217,25 +218,3 @@ class _Inbox:
         if shapes is not None:
             incoming = self.links.receive(packed_shape(shapes), self.source, self.kind)
             self._posted.append((shapes, incoming))
-
-
-def packed_shape(shapes: list[TensorShape]) -> TensorShape:
-    """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
-    if len(shapes) == 1:
-        return shapes[0]
-    return TensorShape((sum(shape.nbytes for shape in shapes),), torch.uint8)
-
-
-def pack(tensors: Slices) -> Tensor:
-    """One message of several tensors."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in tensors])
-
-
-def unpack(message: Tensor, shapes: list[TensorShape]) -> Slices:
-    """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
-    if len(shapes) == 1:
-        return [message]
-    pieces = message.split([shape.nbytes for shape in shapes])
-    return [p.clone().view(s.dtype).view(s.shape) for p, s in zip(pieces, shapes, strict=True)]

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.planning.sampling_sequence import AttentionSize
 from lightning_diffpipe.sampling.blocks import BlockTracer
 from lightning_diffpipe.sampling.layout import Block, Layout, TokenAxis, shapes_of, text_token
 from lightning_diffpipe.sampling.leaks import mixing_operator
@@ -48,6 +49,7 @@ from lightning_diffpipe.sampling.tracing import (
 )
 
 _NAN = float("nan")
+_MAX_ROWS_OF_A_TOKEN = 4  # what reaches more than that, and everything, is no token
 _Log = list[tuple[Tensor, Tensor | None]]
 _Owners = list[TokenAxis | None]
 
@@ -113,8 +115,9 @@ class _Probe:
             )
         reached = lines(out, self._axis)
         size = int(reached.sum())
-        if size == 0 or num_rows % size or not reached[:size].all():
-            raise self._mixes(first, f"row 0 reaches rows {reached.nonzero().flatten().tolist()}")
+        everywhere = size == num_rows > _MAX_ROWS_OF_A_TOKEN
+        if size == 0 or num_rows % size or not reached[:size].all() or everywhere:
+            raise self._mixes(f"row 0 reaches rows {_listed(reached)}")
         return size
 
     def _owners(self, num_rows: int, per_unit: int) -> list[tuple[str, _Owners]]:
@@ -133,7 +136,8 @@ class _Probe:
             rows = marks.repeat_interleave(per_unit)
             out = self._denoise_marked(rows, look)
             if not torch.equal(lines(out, self._axis), rows):
-                raise self._mixes(rows, "rows reach others")
+                wrong = lines(out, self._axis) != rows
+                raise self._mixes(f"rows {_listed(wrong)} are reached by others")
             keys.append(seen)
         calls = []
         for call, name in enumerate(names):
@@ -166,7 +170,10 @@ class _Probe:
 
         return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
 
-    def _mixes(self, rows: Tensor, what: str) -> LayoutError:
+    def _mixes(self, what: str) -> LayoutError:
+        num_rows = self._latents.shape[self._axis]
+        # A power of two, so that no token is cut.
+        rows = torch.arange(num_rows) < 1 << (max(num_rows // 2, 1).bit_length() - 1)
         latents = marked(self._latents, self._axis, rows)
         operator = mixing_operator(self._model, self._denoise, latents, self._t)
         return LayoutError(
@@ -188,7 +195,7 @@ class _Probe:
             with AttentionIntercepted(flops.attention), flops:
                 out = forward(*args, **kwargs)
             if kind not in known:
-                block = _new_block(name, out, attention, flops.total)
+                block = _new_block(name, out, attention, flops)
                 tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
                 tracer.trace()
                 ghost = bool(block.num_text) and not tracer.runs_without_text()
@@ -309,6 +316,7 @@ class _Flops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.sizes: list[AttentionSize] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -317,6 +325,11 @@ class _Flops(TorchDispatchMode):
 
     def attention(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.total += 2 * q.numel() * k.shape[-2] * 2
+        self.sizes.append(
+            AttentionSize(
+                q.shape[0], q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.element_size()
+            )
+        )
         return q
 
 
@@ -335,11 +348,17 @@ class _Touched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _new_block(name: str, out: Any, attention: _Owners, flops: int) -> Block:
+def _listed(rows: Tensor) -> list[int]:
+    return rows.nonzero().flatten().tolist()[:8]
+
+
+def _new_block(name: str, out: Any, attention: _Owners, flops: _Flops) -> Block:
     leaves, tree = pytree.tree_flatten(out)
     results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
     num_text = max((int((a.owner < -1).sum()) for a in attention if a is not None), default=0)
-    return Block(name, results, tree, attention=attention, num_text=num_text, flops=flops)
+    return Block(
+        name, results, tree, attention=attention, sizes=tuple(flops.sizes), num_text=num_text
+    )
 
 
 def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:

@@ -19,11 +19,13 @@ def sample_together(
     num_ranks: int,
     make: Callable[[nn.Module, object], object],
     free_foreign: bool = False,
+    make_generator: Callable[[], object] | None = None,
     **options,
 ) -> tuple[list[Tensor], list[object]]:
     """Runs one request on all ranks; returns their latents and their samplers.
 
-    With `free_foreign`, weights of blocks of other ranks are gone before sampling.
+    With `free_foreign`, weights of blocks of other ranks are gone before sampling. Generators are made
+    for each rank, as in processes.
     """
     network = LoopbackNetwork(num_ranks, timeout_s=20)
     models = [copy.deepcopy(tiny.model) for _ in range(num_ranks)]
@@ -31,7 +33,8 @@ def sample_together(
 
     def rank(links):
         model, sampler = models[links.rank], samplers[links.rank]
-        request = request_for(name, tiny=tiny._replace(model=model), **options)
+        own = {} if make_generator is None else {"generator": make_generator()}
+        request = request_for(name, tiny=tiny._replace(model=model), **options, **own)
         if free_foreign:
             setting = sampler.prepare(request)
             own = resident_parameters(model, setting.layout, setting.stages, links.rank)

@@ -1,0 +1,32 @@
+"""Several tensors of known shapes as one message, without padding: what is counted is what the formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.sampling.links import TensorShape
+
+
+def packed_shape(shapes: Sequence[TensorShape]) -> TensorShape:
+    """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
+    if len(shapes) == 1:
+        return shapes[0]
+    return TensorShape((sum(shape.nbytes for shape in shapes),), torch.uint8)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One message of several tensors."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in tensors])
+
+
+def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
+    """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
+    if len(shapes) == 1:
+        return [message]
+    pieces = message.split([shape.nbytes for shape in shapes])
+    return [p.clone().view(s.dtype).view(s.shape) for p, s in zip(pieces, shapes, strict=True)]

@@ -1,0 +1,267 @@
+"""Attention over ranks that hold a part of the tokens each: exact, in two ways.
+
+* Ulysses: before attention, ranks trade tokens for heads, so that each has all tokens of some heads; after it,
+  they trade back. Heads must go round.
+* Ring: keys and values travel round the ranks, and each attends to one rank's at a time. Partial results are
+  merged by their normalisers, so any number of heads will do, at the price of more bytes.
+
+Source:
+    DeepSpeed Ulysses, Jacobs et al. (2023), https://arxiv.org/abs/2309.14509
+    Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.errors import ConfigurationError, LayoutError
+from lightning_diffpipe.planning.sampling_sequence import share
+from lightning_diffpipe.sampling.kv_cache import AttentionCall
+from lightning_diffpipe.sampling.layout import Part, Selection
+from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
+from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+from lightning_diffpipe.sampling.tracing import Attend
+
+
+class _OverRanks:
+    """What both ways share.
+
+    Args:
+        links: Between the ranks.
+        parts: Of each rank.
+        ghost: Blocks are fed a ghost token instead of no text.
+    """
+
+    def __init__(self, links: Links, parts: Sequence[Part], ghost: bool) -> None:
+        self._links, self._parts, self._ghost = links, tuple(parts), ghost
+        self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
+
+    def attend(
+        self,
+        where: AttentionCall,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attends from this rank's tokens to those of all ranks."""
+        if options.get("is_causal"):
+            raise LayoutError(f"{where.block.name} attends causally; only full attention is split")
+        owned = [where.tokens.owned(part, where.block.num_text) for part in self._parts]
+        fed = where.tokens.fed(where.part, where.block.num_text, self._ghost)
+        ghost_of = None
+        if len(fed) > len(owned[self._links.rank]):
+            own = torch.isin(fed.index, owned[self._links.rank].index).nonzero().squeeze(1)
+            ghost_of = Selection(len(fed), own)
+            fed_shape = (*q.shape[:-1], v.shape[-1])
+            q, k, v = (ghost_of.take(x, x.ndim - 2) for x in (q, k, v))
+        mask = self._whole_mask(attn_mask, fed, ghost_of, owned, where)
+        out = self._attend(attend, q, k, v, mask, owned, options)
+        if ghost_of is None:
+            return out
+        with_ghost = out.new_zeros(fed_shape)
+        ghost_of.put(with_ghost, out.ndim - 2, out)
+        return with_ghost
+
+    def _attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        owned: Sequence[Selection],
+        options: dict[str, Any],
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _whole_mask(
+        self,
+        mask: Tensor | None,
+        fed: Selection,
+        ghost_of: Selection | None,
+        owned: Sequence[Selection],
+        where: AttentionCall,
+    ) -> Tensor | None:
+        """The mask over all keys; one that is made from tokens is collected from all ranks."""
+        if mask is None or mask.shape[-1] != len(fed) or len(fed) == where.tokens.size:
+            return mask
+        if mask.shape[-2] != 1:
+            raise LayoutError(
+                f"{where.block.name} makes an attention mask of shape {tuple(mask.shape)} from its "
+                "tokens; split tokens need one that is the same for all queries"
+            )
+        if ghost_of is not None:
+            mask = ghost_of.take(mask, mask.ndim - 1)
+        lead = tuple(mask.shape[:-1])
+        whole = mask.new_zeros(*lead, where.tokens.size)
+        pieces = exchange(
+            self._links,
+            dict.fromkeys(self._peers, mask),
+            {peer: TensorShape((*lead, len(owned[peer])), mask.dtype) for peer in self._peers},
+            "sequence",
+        )
+        for rank, piece in (pieces | {self._links.rank: mask}).items():
+            owned[rank].put(whole, whole.ndim - 1, piece)
+        return whole
+
+
+class Ulysses(_OverRanks):
+    """All tokens of some heads on each rank."""
+
+    def _attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        owned: Sequence[Selection],
+        options: dict[str, Any],
+    ) -> Tensor:
+        me = self._links.rank
+        heads, key_heads = self._heads(q.shape[1]), self._heads(k.shape[1])
+        self._refuse_uneven_groups(q.shape[1], k.shape[1])
+        mine = [
+            x.narrow(1, h[me].start, len(h[me]))
+            for x, h in zip((q, k, v), (heads, key_heads, key_heads), strict=True)
+        ]
+        pieces = self._trade(
+            {
+                peer: [
+                    x.narrow(1, h[peer].start, len(h[peer]))
+                    for x, h in zip((q, k, v), (heads, key_heads, key_heads), strict=True)
+                ]
+                for peer in self._peers
+            },
+            {
+                peer: [
+                    TensorShape((*x.shape[:-2], len(owned[peer]), x.shape[-1]), x.dtype)
+                    for x in mine
+                ]
+                for peer in self._peers
+            },
+        )
+        pieces[me] = mine
+        size = owned[0].size
+        whole = [x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in mine]
+        for rank, parts in pieces.items():
+            for full, x in zip(whole, parts, strict=True):
+                owned[rank].put(full, full.ndim - 2, x)
+        if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:
+            mask = mask.narrow(1, heads[me].start, len(heads[me]))
+        out = attend(*whole, attn_mask=mask, **options)
+        return self._back(out, heads, owned)
+
+    def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
+        """Heads of all tokens for tokens with all heads."""
+        me, axis = self._links.rank, out.ndim - 2
+        lead, width, own = out.shape[0], out.shape[-1], len(owned[self._links.rank])
+        pieces = self._trade(
+            {peer: [owned[peer].take(out, axis)] for peer in self._peers},
+            {
+                peer: [TensorShape((lead, len(heads[peer]), own, width), out.dtype)]
+                for peer in self._peers
+            },
+        )
+        pieces[me] = [owned[me].take(out, axis)]
+        return torch.cat([pieces[rank][0] for rank in range(self._links.num_ranks)], 1)
+
+    def _trade(
+        self, outgoing: dict[int, list[Tensor]], shapes: dict[int, list[TensorShape]]
+    ) -> dict[int, list[Tensor]]:
+        """One message to each peer, one from each."""
+        messages = exchange(
+            self._links,
+            {peer: pack(tensors) for peer, tensors in outgoing.items()},
+            {peer: packed_shape(parts) for peer, parts in shapes.items()},
+            "sequence",
+        )
+        return {peer: unpack(message, shapes[peer]) for peer, message in messages.items()}
+
+    def _heads(self, total: int) -> list[range]:
+        n = self._links.num_ranks
+        if total < n:
+            raise ConfigurationError(
+                f"Ulysses spreads {total} heads over {n} ranks; use at most {total} ranks, or mode='ring'"
+            )
+        return [share(total, rank, n) for rank in range(n)]
+
+    def _refuse_uneven_groups(self, heads: int, key_heads: int) -> None:
+        n = self._links.num_ranks
+        if heads != key_heads and (heads % n or key_heads % n):
+            raise ConfigurationError(
+                f"Ulysses cannot spread {heads} heads in {key_heads} groups over {n} ranks; use a "
+                f"divisor of {math.gcd(heads, key_heads)}, or mode='ring'"
+            )
+
+
+class Ring(_OverRanks):
+    """Keys and values of one rank after the other."""
+
+    def _attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        owned: Sequence[Selection],
+        options: dict[str, Any],
+    ) -> Tensor:
+        links, me, n = self._links, self._links.rank, self._links.num_ranks
+        scale = options.get("scale") or 1 / math.sqrt(q.shape[-1])
+        if mask is not None and mask.shape[-2] == owned[me].size > 1:
+            mask = owned[me].take(mask, mask.ndim - 2)
+        total: tuple[Tensor, Tensor] | None = None
+        for turn in range(n):
+            source, following = (me - turn) % n, (me - turn - 1) % n
+            if turn < n - 1:
+                shapes = [
+                    TensorShape((*x.shape[:-2], len(owned[following]), x.shape[-1]), x.dtype)
+                    for x in (k, v)
+                ]
+                coming = links.receive(packed_shape(shapes), (me - 1) % n, "sequence")
+                links.send(pack([k, v]), (me + 1) % n, "sequence")
+            part = None if mask is None else owned[source].take(mask, mask.ndim - 1)
+            total = _merged(total, _partial(q, k, v, part, scale))
+            if turn < n - 1:
+                k, v = unpack(coming.wait(), shapes)
+        assert total is not None
+        return total[0].to(q.dtype)
+
+
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to some of the keys: the result and the logarithm of its normaliser."""
+    if k.shape[1] != q.shape[1]:  # grouped queries
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+        return out, norm.unsqueeze(-1).to(out.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).transpose(-2, -1)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    norm = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - norm).exp().nan_to_num(0.0)  # no key of this rank can be seen
+    return weights @ v.to(wide), norm
+
+
+def _merged(
+    total: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of both."""
+    if total is None:
+        return part
+    norm = torch.logaddexp(total[1], part[1])
+    weigh = [(n - norm).exp().nan_to_num(0.0) for n in (total[1], part[1])]
+    return total[0] * weigh[0] + part[0] * weigh[1], norm

@@ -1,0 +1,180 @@
+"""Sequence parallelism: every rank has the whole model and a part of the tokens, and nothing is stale.
+
+The exact method: what comes out is what one process computes, up to rounding. Every call of attention
+communicates, so it wants fast links; in return it needs no warm-up steps and suits models of few steps.
+
+    rank 0    tokens 0-3 ──┬─ attention ─┬─ rest of the block ──┬─ ...
+    rank 1    tokens 4-7 ──┘             └─ rest of the block ──┘
+
+Rows of the latents are split over ranks, text tokens of joint attention as well. At the end of a step the
+ranks share their rows of the prediction, and each steps the scheduler on all rows, so that any scheduler will
+do.
+
+Source:
+    DeepSpeed Ulysses, Jacobs et al. (2023), https://arxiv.org/abs/2309.14509
+    Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.planning.sampling_sequence import (
+    prediction_bytes,
+    ring_bytes,
+    ulysses_bytes,
+)
+from lightning_diffpipe.sampling.layout import Layout, Part
+from lightning_diffpipe.sampling.layouts import LayoutStore
+from lightning_diffpipe.sampling.links import Alone, Links, TensorShape, start_all_gather
+from lightning_diffpipe.sampling.patch import PartRunner, Slices
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.sequence_attention import Ring, Ulysses
+from lightning_diffpipe.sampling.stages import Stages
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+
+Mode = Literal["ulysses", "ring"]
+_MODES = {"ulysses": Ulysses, "ring": Ring}
+
+
+class SequenceParallel:
+    """Samples with tokens split over ranks, exactly.
+
+    Args:
+        model: The transformer, whole on every rank.
+        links: Between the ranks; one rank alone if None.
+        mode: "ulysses" trades tokens for heads, "ring" passes keys and values round.
+        axis: Axis of the latents to cut; rows, or packed tokens, if None.
+        verify: Fill everything that must not be read with NaN.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links | None = None,
+        *,
+        mode: Mode = "ulysses",
+        axis: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        if mode not in _MODES:
+            raise ConfigurationError(f"mode={mode!r} is unknown; choose one of {sorted(_MODES)}")
+        self.model, self.links, self.mode, self.verify = model, links or Alone(), mode, verify
+        self.statistics = SamplingStatistics()
+        self.layout: Layout  # of the last request
+        self._layouts = LayoutStore(axis)
+
+    def prepare(self, request: Request) -> Layout:
+        """Finds the layout; collective. Rank 0 probes, the others are told.
+
+        Raises:
+            ConfigurationError: There are more ranks than rows; on all ranks.
+            LayoutError: The model cannot be sampled in parts; on all ranks.
+        """
+
+        def decide() -> Layout:
+            layout = self._layouts.layout_for(request)
+            layout.split_units(self.links.num_ranks, "the number of ranks")
+            return layout
+
+        self.layout = self.links.broadcast_object(decide)
+        return self.layout
+
+    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+        """Runs one request; see `Sampler`."""
+        with torch.inference_mode():
+            layout = self.prepare(request)
+            before = self.links.traffic.copy()
+            self.statistics = SamplingStatistics()
+            watch = Stopwatch(self.statistics, self.links.rank)
+            interception = Interception(self.model).install()
+            try:
+                return self._steps(request, layout, interception, watch, on_step)
+            finally:
+                interception.uninstall()
+                watch.stop()
+                self.statistics.traffic = self.links.traffic.since(before)
+
+    def bytes_sent(self, layout: Layout, request: Request) -> dict[str, int]:
+        """Payload of a whole request by kind, of all ranks together, where no mask is made from tokens."""
+        if self.links.num_ranks == 1:
+            return {}
+        formula = ulysses_bytes if self.mode == "ulysses" else ring_bytes
+        parts, n = self._parts(layout), self.links.num_ranks
+        inside = sum(
+            formula(size, [len(tokens.owned(part, block.num_text)) for part in parts])
+            for block in layout.blocks
+            for tokens, size in zip(block.attention, block.sizes, strict=True)
+            if tokens is not None
+        )
+        latents = request.latents
+        out = prediction_bytes(latents.numel() * latents.element_size(), n)
+        return {"sequence": request.num_steps * inside, "prediction": request.num_steps * out}
+
+    def _parts(self, layout: Layout) -> list[Part]:
+        n = self.links.num_ranks
+        if n == 1:
+            return [Part()]
+        units = layout.split_units(n, "the number of ranks")
+        return [Part(units[rank], text=(rank, n)) for rank in range(n)]
+
+    def _steps(
+        self,
+        request: Request,
+        layout: Layout,
+        interception: Interception,
+        watch: Stopwatch,
+        on_step: Callable[[int], None] | None,
+    ) -> Tensor:
+        links, parts = self.links, self._parts(layout)
+        runner = PartRunner(
+            layout,
+            Stages.split(layout, ()).stages[0],
+            interception,
+            _MODES[self.mode](links, parts, layout.ghost),
+            request.latents.device,
+            float("nan") if self.verify else 0.0,
+        )
+        scheduler, latents = copy.deepcopy(request.scheduler), request.latents.clone()
+        scales = request.scale_input and hasattr(scheduler, "scale_model_input")
+        for step, t in enumerate(request.timesteps):
+            x = scheduler.scale_model_input(latents, t) if scales else latents
+            with watch.working(ForwardNoGrad(links.rank, step)):
+                run = runner.run(
+                    lambda x=x, t=t: request.denoise(x, t), parts[links.rank], _nothing, _nowhere
+                )
+                assert run.prediction is not None
+                prediction = self._gathered(run.prediction, layout, parts)
+                out = scheduler.step(prediction, t, latents, **request.step_kwargs)
+                latents = out.prev_sample if hasattr(out, "prev_sample") else out[0]
+            watch.step_done()
+            if on_step is not None:
+                on_step(step)
+        links.finish()
+        return latents
+
+    def _gathered(self, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
+        """The prediction with the rows of all ranks."""
+        if len(parts) == 1:
+            return prediction
+        rows = [layout.rows(prediction, part.units) for part in parts]
+        mine = rows[self.links.rank].clone(memory_format=torch.contiguous_format)
+        shapes = [TensorShape.of(x) for x in rows]
+        whole = start_all_gather(self.links, mine, shapes, "prediction")()
+        return torch.cat(whole, layout.axis)
+
+
+def _nothing(visit: int) -> Slices:
+    raise AssertionError("a rank with all blocks receives nothing")
+
+
+def _nowhere(visit: int, slices: Slices) -> None:
+    raise AssertionError("a rank with all blocks sends nothing")

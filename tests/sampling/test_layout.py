@@ -1,0 +1,197 @@
+"""The layout found by tracing: who owns which token; and models it refuses, with the operator's name."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.sampling.layout import Part
+from lightning_diffpipe.sampling.layouts import fits
+from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords
+from tests.sampling.models import build, request_for, scheduler_for
+
+
+def layout_of(name, tiny=None):
+    tiny = tiny or build(name)
+    return probe(request_for(name, tiny=tiny), tiny.axis)
+
+
+def test_text_stands_in_front_of_the_image_in_flux():
+    layout = layout_of("flux")
+    owner = layout.blocks[0].attention[0].owner
+    assert owner[:7].tolist() == [-2, -3, -4, -5, -6, -7, -8]  # text tokens 0 .. 6
+    assert owner[7:].tolist() == list(range(96))
+    assert layout.num_units == 96
+    # streams of image and text, and both tables of rope
+    assert {leaf: t.size for leaf, t in layout.blocks[0].inputs.items()} == {
+        0: 96,
+        1: 7,
+        3: 103,
+        4: 103,
+    }
+
+
+def test_text_stands_behind_the_image_in_sd3():
+    layout = layout_of("sd3")
+    owner = layout.blocks[0].attention[0].owner
+    assert (owner[-7:] < 0).all()
+    assert owner[:96].tolist() == [unit for unit in range(16) for _ in range(6)]
+    assert layout.rows_per_unit == 2  # a token covers two rows
+
+
+def test_rows_of_a_video_are_strided_tokens():
+    owner = layout_of("wan").blocks[0].attention[0].owner
+    assert owner.tolist() == [unit for _ in range(3) for unit in range(8) for _ in range(6)]
+
+
+def test_keys_of_cross_attention_belong_to_nobody_and_never_change():
+    layout = layout_of("pixart")
+    assert [tokens is None for tokens in layout.blocks[0].attention] == [False, True]
+    inside = {name for call, name, _ in layout.constants if call == 2}
+    assert inside == {f"transformer_blocks.2.attn2.to_{x}" for x in "kv"}
+
+
+def test_text_that_changes_from_step_to_step_is_not_kept():
+    layout = layout_of("sd3")
+    assert not any(call >= 0 for call, _, _ in layout.constants)
+
+
+def test_parameters_of_a_block_that_glue_reads():
+    """DiT's last layer asks the first block for the embedding of its timestep."""
+    layout = layout_of("dit")
+    assert (
+        "transformer_blocks.0.norm1.emb.timestep_embedder.linear_1.weight" in layout.glue_parameters
+    )
+
+
+def test_a_block_that_cannot_do_without_text_gets_a_ghost():
+    assert layout_of("qwen").ghost
+    assert not layout_of("flux").ghost
+
+
+def test_weights_do_not_matter():
+    """Rank 0 probes before anything is loaded."""
+    tiny = build("pixart")
+    expected = layout_of("pixart", tiny)
+    place_parameters(tiny.model, (), "cpu")
+    layout = layout_of("pixart", tiny)
+    assert layout.readers == expected.readers
+    assert layout.constants == expected.constants
+    assert all(p.isnan().all() for p in tiny.model.parameters())
+
+
+def test_layouts_are_plain_data():
+    layout = layout_of("sd3")
+    again = pickle.loads(pickle.dumps(layout))
+    part = Part(range(4), text=(0, 1))
+    for block, copy in zip(layout.blocks, again.blocks, strict=True):
+        assert block.shapes(part) == copy.shapes(part)
+    assert len(pickle.dumps(layout)) < 20_000
+
+
+def test_a_layout_fits_requests_of_its_shapes():
+    tiny = build("sd3")
+    layout = layout_of("sd3", tiny)
+    request = request_for("sd3", tiny=tiny)
+    assert fits(layout, request)
+    request.latents = request.latents[..., :8]
+    assert not fits(layout, request)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 70, 71, 300])
+def test_code_words_name_one_index_or_none(n):
+    words = CodeWords(n)
+    assert words.decode(list(words.marks)).tolist() == list(range(n))
+    assert words.decode(list(torch.zeros_like(words.marks))).eq(UNREACHED).all()
+    if n > 1:
+        both = words.marks[:, :1] | words.marks[:, 1:2]
+        assert words.decode(list(both)).tolist() == [MIXED]
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+class Block(nn.Module):
+    """Attention over rows and a linear layer; `mixes` says how it is spoilt."""
+
+    def __init__(self, mixes: str | None = None):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.depthwise = nn.Conv1d(8, 8, 3, padding=1) if mixes == "convolution" else None
+        self.registers = nn.Parameter(torch.randn(1, 2, 8)) if mixes == "registers" else None
+        self.mixes = mixes
+
+    def forward(self, x):
+        if self.depthwise is not None:
+            x = x + self.depthwise(x.mT).mT
+        tokens = x
+        if self.registers is not None:
+            tokens = torch.cat([self.registers.expand(len(x), -1, -1), x], 1)
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, 1, 8)).permute(2, 0, 3, 1, 4)
+        if self.mixes == "plain attention":
+            attended = (q @ k.mT).softmax(-1) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.mixes == "causal")
+        return x + self.out(attended.squeeze(1)[:, -x.shape[1] :])
+
+
+class Denoiser(nn.Module):
+    def __init__(self, mixes: str | None = None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(mixes) for _ in range(2))
+        self.norm = nn.GroupNorm(2, 8) if mixes == "norm" else nn.Identity()
+
+    def forward(self, x):
+        y = x.flatten(2).mT
+        for block in self.blocks:
+            y = block(y)
+        return self.norm(y.mT.unflatten(2, x.shape[2:]))
+
+
+def request_of(mixes):
+    torch.manual_seed(0)
+    model, scheduler = Denoiser(mixes).double(), scheduler_for("")
+    latents = torch.randn(1, 8, 6, 4, dtype=torch.float64)
+    return Request(model, lambda x, t: model(x) * t, scheduler, scheduler.timesteps, latents)
+
+
+@pytest.mark.parametrize(
+    ("mixes", "words"),
+    [
+        ("convolution", r"conv1d in blocks.0.depthwise \(Conv1d\)"),
+        ("norm", r"group_norm in norm \(GroupNorm\)"),
+        ("plain attention", r"in blocks.0 \(Block\)"),
+        ("registers", "learned registers"),
+    ],
+)
+def test_models_that_mix_rows_are_refused(mixes, words):
+    with pytest.raises(LayoutError, match=words):
+        probe(request_of(mixes))
+
+
+def test_a_model_without_mixing_is_not():
+    assert probe(request_of(None)).num_units == 6
+
+
+def test_causal_attention_is_refused():
+    from lightning_diffpipe.sampling.pipefusion import PipeFusion
+
+    request = request_of("causal")
+    with pytest.raises(LayoutError, match="attends causally"):
+        PipeFusion(request.model, num_patches=2).sample(request)
+
+
+def test_a_denoiser_without_blocks():
+    model = nn.Conv2d(4, 4, 1).double()
+    latents, scheduler = torch.randn(1, 4, 6, 4, dtype=torch.float64), scheduler_for("")
+    request = Request(model, lambda x, t: model(x), scheduler, scheduler.timesteps, latents)
+    with pytest.raises(LayoutError, match="scaled_dot_product_attention"):
+        probe(request)

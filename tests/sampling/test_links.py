@@ -1,0 +1,120 @@
+"""Links: order, counting, and what happens when somebody is gone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.sampling.links import (
+    LoopbackNetwork,
+    TensorShape,
+    exchange,
+    start_all_gather,
+)
+from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+
+
+def test_messages_of_a_kind_keep_their_order():
+    def rank(links):
+        shape = TensorShape((2,), torch.float32)
+        if links.rank == 0:
+            for i in range(3):
+                links.send(torch.full((2,), float(i)), 1, "hidden")
+            links.send(torch.full((2,), 9.0), 1, "latents")
+            return None
+        late = links.receive(shape, 0, "latents")
+        posted = [links.receive(shape, 0, "hidden") for _ in range(3)]
+        return [float(p.wait()[0]) for p in posted] + [float(late.wait()[0])]
+
+    assert LoopbackNetwork(2).run(rank)[1] == [0.0, 1.0, 2.0, 9.0]
+
+
+def test_traffic_is_counted_by_kind():
+    def rank(links):
+        mine = torch.zeros(links.rank + 1, dtype=torch.float64)
+        shapes = [TensorShape((r + 1,), torch.float64) for r in range(3)]
+        start_all_gather(links, mine, shapes, "prediction")()
+        exchange(
+            links,
+            {0: mine} if links.rank else {},
+            {1: shapes[1], 2: shapes[2]} if not links.rank else {},
+            "halo",
+        )
+        return links.traffic
+
+    traffic = LoopbackNetwork(3).run(rank)
+    assert [t.bytes_sent["prediction"] for t in traffic] == [16, 32, 48]
+    assert [t.messages_sent["prediction"] for t in traffic] == [2, 2, 2]
+    assert [t.bytes_received["prediction"] for t in traffic] == [40, 32, 24]
+    assert traffic[0].bytes_received["halo"] == 40
+
+
+def test_a_sent_tensor_may_be_changed_by_the_receiver_only():
+    def rank(links):
+        x = torch.zeros(2)
+        if links.rank == 0:
+            links.send(x, 1, "hidden")
+            return x
+        got = links.receive(TensorShape.of(x), 0, "hidden").wait()
+        return got.add_(1)
+
+    sent, got = LoopbackNetwork(2).run(rank)
+    assert not sent.any()
+    assert got.all()
+
+
+def test_an_error_on_one_rank_ends_the_others():
+    def rank(links):
+        if links.rank == 0:
+            raise ValueError("on purpose")
+        links.receive(TensorShape((1,), torch.float32), 0, "hidden").wait()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        LoopbackNetwork(2).run(rank)
+
+
+def test_a_refusal_on_rank_0_is_raised_everywhere():
+    def refuse():
+        raise ConfigurationError("no")
+
+    def rank(links):
+        with pytest.raises(ConfigurationError, match="no"):
+            links.broadcast_object(refuse)
+        return True
+
+    assert LoopbackNetwork(3).run(rank) == [True] * 3
+
+
+def test_silence_times_out():
+    def rank(links):
+        if links.rank == 1:
+            links.receive(TensorShape((1,), torch.float32), 0, "hidden").wait()
+
+    with pytest.raises(PipelineTimeoutError, match="rank 1 waited for hidden: rank 0 sent nothing"):
+        LoopbackNetwork(2, timeout_s=0.1).run(rank)
+
+
+def test_a_limited_link_takes_its_time():
+    def rank(links):
+        if links.rank == 0:
+            links.send(torch.zeros(1000, dtype=torch.uint8), 1, "hidden")
+            return 0.0
+        start = time.monotonic()
+        links.receive(TensorShape((1000,), torch.uint8), 0, "hidden").wait()
+        return time.monotonic() - start
+
+    network = LoopbackNetwork(2, link=Link(bandwidth_bytes_per_s=10_000.0, latency_s=0.05))
+    assert 0.1 < network.run(rank)[1] < 1.0
+
+
+def test_messages_of_several_types_have_no_padding():
+    tensors = [torch.arange(3, dtype=torch.int8), torch.randn(2, 3, dtype=torch.float64).mT]
+    shapes = [TensorShape.of(x) for x in tensors]
+    message = pack(tensors)
+    assert packed_shape(shapes) == TensorShape((3 + 48,), torch.uint8) == TensorShape.of(message)
+    for x, y in zip(tensors, unpack(message, shapes), strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,115 @@
+"""Schedulers in patches: admitted by trying them, stepped as in one process, refused by name."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.schedulers import PatchSchedulers, is_elementwise
+from tests.sampling.models import build, request_for, sample_plainly
+from tests.sampling.ranks_in_threads import sample_together
+
+DETERMINISTIC = [
+    "DDIMScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "PNDMScheduler",
+    "UniPCMultistepScheduler",
+]
+STOCHASTIC = ["DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"]
+
+
+def make(name: str, num_steps: int = 4, **config):
+    scheduler = getattr(diffusers, name)(**config)
+    scheduler.set_timesteps(num_steps)
+    return scheduler
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return build("pixart")
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_synchronous_steps_in_patches_are_one_process(name, tiny):
+    """Histories of multistep solvers and the scaling of Euler's input included."""
+    request = request_for("pixart", make(name), tiny=tiny)
+    expected = sample_plainly(request)
+    result = PipeFusion(tiny.model, num_patches=4, warmup_steps=99).sample(request)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert getattr(request.scheduler, "_step_index", None) is None  # the request's own is untouched
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny):
+    def request():
+        return request_for("pixart", make(name), tiny=tiny, generator=generator())
+
+    result = PipeFusion(tiny.model, num_patches=4, warmup_steps=99).sample(request())
+    torch.testing.assert_close(result, sample_plainly(request()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"])
+def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
+    options = {"make_generator": generator} if name in STOCHASTIC else {}
+    kwargs = {"generator": generator()} if options else {}
+    request = request_for("pixart", make(name), tiny=tiny, **kwargs)
+    expected = PipeFusion(tiny.model, num_patches=4).sample(request)
+    results, _ = sample_together(
+        "pixart", tiny, 2, lambda m, links: PipeFusion(m, links, num_patches=4),
+        scheduler=make(name), **options,
+    )  # fmt: skip
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_eta_is_passed_on(tiny):
+    def request(eta):
+        return request_for(
+            "pixart", make("DDIMScheduler"), tiny=tiny, eta=eta, generator=generator()
+        )
+
+    result = PipeFusion(tiny.model, num_patches=2, warmup_steps=99).sample(request(0.7))
+    torch.testing.assert_close(result, sample_plainly(request(0.7)), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(result, sample_plainly(request(0.0)))
+
+
+def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
+    scheduler = make("DDPMScheduler", thresholding=True, sample_max_value=100.0)
+    request = request_for("pixart", scheduler, tiny=tiny)
+    with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows"):
+        PipeFusion(tiny.model, num_patches=2).sample(request)
+    PipeFusion(tiny.model, num_patches=1).sample(request)  # one patch is the whole
+
+
+def test_trying_leaves_the_random_state_alone():
+    scheduler = make("DDPMScheduler")
+    torch.manual_seed(11)
+    expected = torch.randn(3)
+    torch.manual_seed(11)
+    assert is_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_patches_of_unequal_length_share_their_noise():
+    scheduler, x = make("DDPMScheduler"), torch.zeros(1, 2, 7, 3, dtype=torch.float64)
+    whole, parts = (
+        PatchSchedulers(scheduler, {"generator": generator()}, slices, -2)
+        for slices in ([(0, 7)], [(0, 3), (3, 2), (5, 2)])
+    )
+    y = x.clone()
+    for t in scheduler.timesteps:
+        whole.step(x, torch.zeros_like(x), t, 0)
+        for m in range(3):
+            parts.step(y, torch.zeros_like(y), t, m)
+    assert torch.equal(x, y)
+    assert x.any()

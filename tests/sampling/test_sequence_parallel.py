@@ -1,0 +1,82 @@
+"""Sequence parallelism computes what one process computes, and sends what the formulas say."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from tests.sampling.models import MODELS, build, request_for, sample_plainly
+from tests.sampling.ranks_in_threads import sample_together
+
+FAST = ("pixart", "flux", "wan, frames", "lumina2")
+CASES = [
+    pytest.param(name, mode, marks=() if name in FAST else pytest.mark.slow)
+    for name in MODELS
+    for mode in ("ulysses", "ring")
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_it_is_exact(name, mode):
+    tiny = build(name)
+    expected = sample_plainly(request_for(name, tiny=tiny))
+    # Two heads are too few for three ranks of Ulysses; a ring does not care.
+    for num_ranks in (2, 3) if mode == "ring" else (2,):
+        results, samplers = sample_together(
+            name, tiny, num_ranks,
+            lambda m, links: SequenceParallel(m, links, mode=mode, axis=tiny.axis, verify=True),
+        )  # fmt: skip
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+        request = request_for(name, tiny=tiny)
+        layout = samplers[0].layout
+        sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
+        if name != "qwen":  # makes a mask from its tokens, which is collected besides
+            assert dict(sent) == samplers[0].bytes_sent(layout, request)
+
+
+def test_any_scheduler_will_do():
+    """Every rank steps all rows, so noise may be drawn and thresholds taken."""
+    tiny, scheduler = build("pixart"), DDPMScheduler(thresholding=True)
+    scheduler.set_timesteps(3)
+
+    def generator():
+        return torch.Generator().manual_seed(7)
+
+    expected = sample_plainly(request_for("pixart", scheduler, tiny=tiny, generator=generator()))
+    # Each rank has a generator of its own, seeded alike; threads must not share one.
+    results, _ = sample_together(
+        "pixart", tiny, 2, SequenceParallel, scheduler=scheduler, make_generator=generator
+    )
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_more_ranks_than_heads():
+    with pytest.raises(ConfigurationError, match="at most 2 ranks, or mode='ring'"):
+        sample_together("pixart", build("pixart"), 3, SequenceParallel)
+
+
+def test_more_ranks_than_rows():
+    tiny = build("pixart")
+    small = tiny._replace(latents=tiny.latents[:, :, :2])
+    with pytest.raises(ConfigurationError, match="between 1 and 1"):
+        sample_together("pixart", small, 2, SequenceParallel)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_formulas_for_even_parts(n):
+    """4 (N - 1) / N e B t h for Ulysses, 2 (N - 1) e B t h for a ring: of all ranks, per call."""
+    size = AttentionSize(
+        batch=2, heads=16, key_heads=16, head_size=8, value_size=8, element_bytes=2
+    )
+    tokens, width = 64, 16 * 8
+    payload = 2 * 2 * tokens * width
+    assert ulysses_bytes(size, [tokens // n] * n) == 4 * (n - 1) * payload // n
+    assert ring_bytes(size, [tokens // n] * n) == 2 * (n - 1) * payload
