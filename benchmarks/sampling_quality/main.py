@@ -1,0 +1,211 @@
+"""How far from one process do PipeFusion, DistriFusion and naive patches end up? PSNR of their pictures.
+
+    python benchmarks/sampling_quality/main.py [--part transformer|unet|norms] [--json FILE] [--pictures FOLDER]
+
+All ranks are emulated in this process, which gives the very pictures that as many ranks give. Weights that do
+not come with the package are trained first (some minutes) and kept in `outputs/sampling_quality`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import environment, table  # noqa: E402
+from benchmarks.sampling_quality.denoisers import (  # noqa: E402
+    built_in_unet,
+    pixel_unet,
+    small_transformer,
+)
+from lightning_diffpipe import LatentDiffusion  # noqa: E402
+from lightning_diffpipe.callbacks.samples import picture_grid  # noqa: E402
+from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
+from lightning_diffpipe.modules.text import tokenize  # noqa: E402
+from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402
+from lightning_diffpipe.sampling.one_process import OneProcess  # noqa: E402
+from lightning_diffpipe.sampling.pipefusion import PipeFusion  # noqa: E402
+from lightning_diffpipe.sampling.request import Request  # noqa: E402
+
+PARTS = (2, 4, 8)
+WARMUPS = (0, 1, 2, 4)
+NUM_PICTURES = 12
+Rows = list[dict[str, Any]]
+Method = Callable[[Request, int, int], Tensor]
+"""(request, number of patches or bands, synchronous steps) -> final latents"""
+
+
+def with_pipefusion(request: Request, num_parts: int, warmup_steps: int) -> Tensor:
+    """Patches flow through layers."""
+    sampler = PipeFusion(request.model, num_patches=num_parts, warmup_steps=warmup_steps)
+    return sampler.sample(request)
+
+
+def with_distrifusion(request: Request, num_parts: int, warmup_steps: int) -> Tensor:
+    """Bands see other bands as they were."""
+    return emulate(request, num_parts, warmup_steps=warmup_steps)[0]
+
+
+def with_naive_patches(request: Request, num_parts: int, warmup_steps: int) -> Tensor:
+    """Bands see nothing."""
+    return emulate(request, num_parts, mode="naive", warmup_steps=warmup_steps)[0]
+
+
+def glyph_request(model: LatentDiffusion, num_steps: int, scale: float = 4.0) -> Request:
+    """Twelve captions with guidance in the batch, as `LatentDiffusion.sample` does it."""
+    dataset = GlyphDataset("all", alphabets=("digits", "latin"), shifts_per_axis=1)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(1))
+    captions = [dataset.glyphs[i].caption for i in order[:NUM_PICTURES].tolist()]
+    tokens = tokenize(model.tokenizer, [""] * NUM_PICTURES + captions, torch.device("cpu"))
+    states = model.encode_text(tokens)
+
+    def denoise(latents: Tensor, t: Tensor) -> Tensor:
+        both = torch.cat([latents, latents])
+        prediction = model.denoise(both, t.expand(len(both)), states, tokens.attention_mask)
+        free, conditional = prediction.chunk(2)
+        return free + scale * (conditional - free)
+
+    model.scheduler.set_timesteps(num_steps)
+    noise = torch.randn(NUM_PICTURES, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+    return Request(
+        model.denoiser,
+        denoise,
+        model.scheduler,
+        model.scheduler.timesteps,
+        noise,
+        scale_input=False,
+    )
+
+
+def psnr(pictures: Tensor, wanted: Tensor, peak: float = 1.0) -> Tensor:
+    """Of each picture, in dB."""
+    error = (pictures - wanted).square().flatten(1).mean(1).clamp_min(1e-12)
+    return 10 * torch.log10(peak**2 / error)
+
+
+def compare(
+    model: LatentDiffusion, methods: dict[str, Method], parts: tuple[int, ...], num_steps: int
+) -> tuple[Rows, dict[str, Tensor]]:
+    """Every method at every number of parts and synchronous steps, and the pictures of the hardest setting."""
+    request = glyph_request(model, num_steps)
+    wanted = model.decode_latents(OneProcess().sample(request))
+    rows: Rows = []
+    shown = {"one process": wanted}
+    for name, method in methods.items():
+        for warmup_steps in WARMUPS:
+            row: dict[str, Any] = {"method": name, "W": warmup_steps}
+            for num_parts in parts:
+                pictures = model.decode_latents(method(request, num_parts, warmup_steps))
+                row[f"{num_parts} parts, dB"] = round(float(psnr(pictures, wanted).mean()), 1)
+                if num_parts == parts[-1] and warmup_steps == 1:
+                    shown[name] = pictures
+            rows.append(row)
+            print(row, flush=True)
+    floor = float(psnr(wanted, wanted.roll(1, 0)).mean())
+    print(f"PSNR of two different pictures: {floor:.1f} dB")
+    return rows, shown
+
+
+def compare_norms(folder: Path, settings: list[tuple[int, int, int]]) -> Rows:
+    """Group norm rules, paired picture by picture: gain over "stale" with its standard error.
+
+    Args:
+        folder: Of trained weights.
+        settings: (steps, bands, pictures).
+    """
+    model = pixel_unet(folder)
+    rows: Rows = []
+    for num_steps, num_bands, num_pictures in settings:
+        scheduler = DDIMScheduler()
+        scheduler.set_timesteps(num_steps)
+        noise = torch.randn(
+            num_pictures, 1, 32, 32, generator=torch.Generator().manual_seed(num_steps)
+        )
+        request = Request(
+            model,
+            lambda x, t: model(x, t.expand(len(x))).sample,
+            scheduler,
+            scheduler.timesteps,
+            noise,
+        )
+        wanted = OneProcess().sample(request).clamp(-1, 1)
+        scores: dict[str, Tensor] = {}
+        for rule in ("stale", "separate", "corrected", "predicted", "synchronous"):
+            started_s = time.perf_counter()
+            latents, samplers = emulate(
+                request, num_bands, group_norm=rule, warmup_steps=1, verify=False
+            )
+            scores[rule] = psnr(latents.clamp(-1, 1), wanted, peak=2.0)
+            gain = (scores[rule] - scores["stale"]).tolist()
+            rows.append(
+                {
+                    "steps": num_steps,
+                    "bands": num_bands,
+                    "pictures": num_pictures,
+                    "rule": rule,
+                    "PSNR, dB": round(float(scores[rule].mean()), 2),
+                    "over stale, dB": f"{statistics.mean(gain):+.2f} ± {_standard_error(gain):.2f}",
+                    "negative variances": sum(s.num_fallbacks for s in samplers),
+                }
+            )
+            print(rows[-1], f"{time.perf_counter() - started_s:.0f} s", flush=True)
+        gain = (scores["predicted"] - scores["corrected"]).tolist()
+        print(
+            f"  predicted - corrected: {statistics.mean(gain):+.2f} ± {_standard_error(gain):.2f}"
+        )
+    return rows
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
+def main() -> None:
+    """Runs the chosen parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("transformer", "unet", "norms"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--weights", type=Path, default=ROOT / "outputs" / "sampling_quality")
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    bands: dict[str, Method] = {"DistriFusion": with_distrifusion, "naive": with_naive_patches}
+    results: dict[str, Rows] = {}
+    if arguments.part in (None, "transformer"):
+        model = small_transformer(arguments.weights)
+        methods = {"PipeFusion": with_pipefusion, **bands}
+        rows, shown = compare(model, methods, PARTS, arguments.steps)
+        results["transformer"] = rows
+        grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
+        grid.save(arguments.pictures / "transformer.png")
+    if arguments.part in (None, "unet"):
+        rows, shown = compare(built_in_unet(), bands, (2, 4), arguments.steps)
+        results["unet"] = rows
+        grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
+        grid.save(arguments.pictures / "unet.png")
+    if arguments.part in (None, "norms"):
+        settings = [(50, 2, 16), (50, 4, 16), (50, 8, 24), (10, 2, 16), (10, 4, 16), (10, 8, 24)]
+        results["norms"] = compare_norms(arguments.weights, settings)
+    for name, rows in results.items():
+        print(f"\n{name}\n{table(rows)}")
+    if arguments.json:
+        report = {"environment": environment(), **results}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

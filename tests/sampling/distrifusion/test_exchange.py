@@ -1,0 +1,147 @@
+"""Messages of displaced steps, and texts that stay the same: mechanisms on their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.sampling.distrifusion.constants import Constants
+from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
+from lightning_diffpipe.sampling.links import LoopbackNetwork, TensorShape
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+
+
+def exchange_of(links, calls_per_message=2):
+    return Exchange(links, calls_per_message, Stopwatch(SamplingStatistics(), links.rank))
+
+
+def swap(exchange, links, call, value, kind="statistics", **options):
+    """Hands a number to the other of two ranks, and returns the one it gave, if any."""
+    x = torch.full((call + 1,), float(value))
+    got = exchange.swap(
+        kind, call, {1 - links.rank: x}, {1 - links.rank: TensorShape.of(x)}, TensorShape.of(x),
+        **options,
+    )  # fmt: skip
+    return None if got is None else float(got[1 - links.rank].mean())
+
+
+def run(function, num_ranks=2):
+    return LoopbackNetwork(num_ranks, timeout_s=5).run(function)
+
+
+def test_a_synchronous_step_reads_itself_and_displaced_steps_the_one_before():
+    def rank(links):
+        exchange, seen = exchange_of(links), []
+        for step, synchronous in enumerate([True, False, False, False]):
+            exchange.start_step(step, synchronous, last=step == 3)
+            seen.append([swap(exchange, links, call, 10 * step + call) for call in range(5)])
+            exchange.stop_step()
+        return seen, dict(links.traffic.messages_sent)
+
+    for seen, messages in run(rank):
+        before = [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
+        assert seen == [before[0], *before]
+        assert messages == {"statistics": 5 + 2 * 3}, "five calls make three messages of up to two"
+
+
+def test_without_a_step_before_there_is_nothing_to_read():
+    def rank(links):
+        exchange = exchange_of(links)
+        exchange.start_step(0, synchronous=False, last=False)
+        return swap(exchange, links, 0, 1.0)
+
+    assert run(rank) == [None, None]
+
+
+def test_kinds_and_dtypes_do_not_share_messages():
+    def rank(links):
+        exchange = exchange_of(links, calls_per_message=9)
+        exchange.start_step(0, synchronous=False, last=False)
+        swap(exchange, links, 0, 1.0, "statistics")
+        swap(exchange, links, 1, 1.0, "halo")
+        exchange.stop_step()
+        return dict(links.traffic.messages_sent)
+
+    assert run(rank)[0] == {"statistics": 1, "halo": 1}
+
+
+@pytest.mark.parametrize(
+    ("second_step", "message"),
+    [
+        (lambda e, links: swap(e, links, 0, 1.0, "halo"), "was statistics of (1,) in the first"),
+        (lambda e, links: swap(e, links, 7, 1.0), "has no data of the step before"),
+    ],
+)
+def test_another_course_is_refused(second_step, message):
+    def rank(links):
+        exchange = exchange_of(links)
+        exchange.start_step(0, synchronous=True, last=False)
+        swap(exchange, links, 0, 1.0)
+        exchange.start_step(1, synchronous=False, last=False)
+        second_step(exchange, links)
+
+    with pytest.raises(GraphError, match=re.escape(message)):
+        run(rank)
+
+
+def test_data_older_than_one_step_are_refused():
+    """A call left out in one step would have been answered with data two steps old in the next."""
+
+    def rank(links):
+        exchange = exchange_of(links)
+        exchange.start_step(0, synchronous=True, last=False)
+        swap(exchange, links, 0, 1.0)
+        exchange.start_step(1, synchronous=False, last=False)
+        exchange.start_step(2, synchronous=False, last=False)
+        swap(exchange, links, 0, 1.0)
+
+    with pytest.raises(GraphError, match="of step 2 would read step 0"):
+        run(rank)
+
+
+class Counting:
+    """A linear layer that counts its calls."""
+
+    def __init__(self):
+        self.weight, self.num_calls = torch.randn(3, 4), 0
+
+    def __call__(self, x):
+        self.num_calls += 1
+        return F.linear(x, self.weight)
+
+
+def test_equal_texts_are_computed_once_even_if_they_are_copies():
+    layer, constants, text = Counting(), Constants(frozenset({0, 1})), torch.randn(2, 5, 4)
+    results = []
+    for _ in range(4):
+        constants.start_step()
+        copy = (
+            text.clone()
+        )  # a closure that concatenates its prompts makes a new tensor in every step
+        results += [constants.get(i, copy, lambda copy=copy: layer(copy)) for i in range(2)]
+    assert layer.num_calls == 2
+    assert constants.num_reused == 6
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_texts_overwritten_in_place_are_noticed():
+    layer, constants, text = Counting(), Constants(frozenset({0})), torch.ones(1, 5, 4)
+    for value in (1.0, 1.0, 2.0, 2.0):
+        text.fill_(value)
+        constants.start_step()
+        found = constants.get(0, text, lambda: layer(text))
+        assert torch.equal(found, F.linear(text, layer.weight))
+        found.zero_()  # the model may do as it likes with what it gets
+    assert layer.num_calls == 3, "once changed, never believed again"
+
+
+def test_layers_of_the_image_are_always_computed():
+    layer, constants, x = Counting(), Constants(frozenset()), torch.ones(1, 5, 4)
+    for _ in range(3):
+        constants.start_step()
+        constants.get(0, x, lambda: layer(x))
+    assert layer.num_calls == 3
