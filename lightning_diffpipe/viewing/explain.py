@@ -21,6 +21,8 @@ from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds
 
+BEST = "the best of all plans"
+
 WORTH_TELLING = 1e-3
 """Changes that gain a smaller share of the step are not worth a line."""
 
@@ -196,14 +198,15 @@ def _changes(
         ),
         ("several stages on each rank (schedule=interleaved)", several, profile),
         (f"splitting layer {name} in two", free, finer),
-        ("the best of all plans", _anything(fixed), profile),
+        (BEST, _anything(fixed), profile),
     ]
     for description, options, what in tries:
         try:
             found = find_plan(what, cluster, options)
         except DiffPipeError:
             continue  # Not possible here: too many stages, too few samples, too little memory.
-        yield PlannedChange(f"{description}{_moved(plan, found)}", found.planned.iteration_s)
+        details = _in_short(found) if description == BEST else _moved(plan, found)
+        yield PlannedChange(f"{description}{details}", found.planned.iteration_s)
 
 
 def _with(options: PlanOptions, **values: int) -> PlanOptions:
@@ -259,6 +262,14 @@ def _anything(options: PlanOptions) -> PlanOptions:
         data_parallel="auto",
         schedule="auto",
         partition="auto",
+    )
+
+
+def _in_short(plan: PipelinePlan) -> str:
+    pipelines = f"{plan.num_pipelines} pipeline{'s' if plan.num_pipelines > 1 else ''}"
+    stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
+    return (
+        f": {pipelines} of {stages}, {plan.num_microbatches} microbatches, {plan.options.schedule}"
     )
 
 

@@ -18,8 +18,13 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
     """
     if a.digest == b.digest:
         return f"the plans are the same ({a.digest})"
-    lines = [*_options(a, b), *_stages(a, b), *_programs(a, b), *_numbers(a, b)]
+    lines = [*_ranks(a, b), *_options(a, b), *_stages(a, b), *_programs(a, b), *_numbers(a, b)]
     return "\n".join(lines)
+
+
+def _ranks(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
+    if a.num_ranks != b.num_ranks:
+        yield f"ranks: {b.num_ranks} instead of {a.num_ranks}"
 
 
 def _options(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:

@@ -20,12 +20,12 @@ def report(plan: PipelinePlan, max_columns: int = 120) -> str:
 def headline(plan: PipelinePlan) -> str:
     """One line: how ranks and samples are shared."""
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
-    samples = " or ".join(str(n) for n in sizes)
+    samples = " or ".join(str(n) for n in sizes) + (" samples" if max(sizes) > 1 else " sample")
     pipelines = f"{plan.num_pipelines} pipeline{'s' if plan.num_pipelines > 1 else ''}"
     stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
     return (
         f"plan {plan.digest}: {plan.num_ranks} ranks as {pipelines} of {stages} "
-        f"on {plan.ranks_per_pipeline}, {plan.num_microbatches} microbatches of {samples} samples, "
+        f"on {plan.ranks_per_pipeline}, {plan.num_microbatches} microbatches of {samples}, "
         f"{plan.options.schedule}, filling {plan.options.filling}"
     )
 

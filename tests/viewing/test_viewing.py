@@ -114,6 +114,8 @@ def test_what_differs_between_plans():
     assert diff(a, a) == f"the plans are the same ({a.digest})"
     lines = diff(a, b).splitlines()
     assert "num_stages: 2 instead of 4" in lines
+    narrow = find_plan(equal_profile(8), Cluster(2), PlanOptions(32, num_stages=2))
+    assert diff(a, narrow).splitlines()[0] == "ranks: 2 instead of 4"
     assert "stage 0 takes layers 0-3 instead of 0-1" in lines
     assert "stage 3: layers 6-7 is gone" in lines
     assert any(line.startswith("step: ") and line.endswith("faster") for line in lines)
