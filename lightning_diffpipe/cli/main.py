@@ -41,17 +41,25 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
     whole = list(sys.argv)
+    failures: list[Exception] = []
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
         sys.argv = whole
-        return function(config)
+        try:
+            return function(config)
+        except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
+            failures.append(
+                error
+            )  # past Hydra, which would print a line of its own for each process
 
     sys.argv = [whole[0], *_named(name, arguments)]
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
     finally:
         sys.argv = whole
+    if failures:
+        raise failures[0]
 
 
 def _flatten(config: Any, prefix: str = "") -> Iterator[str]:

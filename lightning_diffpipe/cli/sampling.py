@@ -89,7 +89,7 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
     names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
-    return {name: values[name] for name in names} | dict(values["options"])
+    return {name: values[name] for name in names} | dict(values["options"] or {})
 
 
 def _bar(shown: bool) -> Callable[[int | None, int | None], None]:

@@ -7,6 +7,7 @@ pure arithmetic, `planning/sampling_choice.py`.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def profile_request(request: Request, num_samples: int, branches: int) -> Denois
     try:
         layout, refusal = probe(request), ""
     except DiffPipeError as error:
-        layout, refusal = None, str(error).partition(";")[0].partition("\n")[0]
+        layout, refusal = None, _short(error)
     return DenoiserProfile(
         step_s=step_s,
         glue_s=0.0 if layout is None else min(_glue_s(request, layout), step_s),
@@ -88,6 +89,11 @@ def profile_request(request: Request, num_samples: int, branches: int) -> Denois
         num_norms=counted.num_norms,
         refusal=refusal,
     )
+
+
+def _short(error: Exception) -> str:
+    """The first clause of a message."""
+    return re.split(r"[:;\n]", str(error), maxsplit=1)[0]
 
 
 def _glue_s(request: Request, layout: Layout) -> float:

@@ -44,7 +44,9 @@ def request_of(case):
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(2)
-    return Request(root.model, denoise, scheduler, scheduler.timesteps, batch[name])
+    return Request(
+        root.model, denoise, scheduler, scheduler.timesteps, batch[name], scale_input=False
+    )
 
 
 def outcome(run):
