@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
 from lightning_diffpipe.errors import DiffPipeError
 
+_CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
@@ -49,9 +50,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         try:
             return function(config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
-            failures.append(
-                error
-            )  # past Hydra, which would print a line of its own for each process
+            # Past Hydra, which would print a line of its own for each process.
+            failures.append(error)
 
     sys.argv = [whole[0], *_named(name, arguments)]
     try:
@@ -73,7 +73,7 @@ def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
 
 def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     """Looks for a setting that is spelled like a wrong one."""
-    choices = [a for a in arguments if a.partition("=")[0] in ("experiment", "model", "data")]
+    choices = [a for a in arguments if a.partition("=")[0] in _CHOICES]
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         known = list(_flatten(hydra.compose(name, overrides=choices)))
     known += [

@@ -16,7 +16,10 @@ from tests.test_cli import call, run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sampler.num_patchs=3"], "there is no setting or group 'sampler.num_patchs'"),
+        (
+            ["sampler=pipefusion", "sampler.num_patchs=3"],
+            "there is no setting or group 'sampler.num_patchs'; did you mean 'sampler.num_patches'?",
+        ),
         (["trainer.devices=0"], "trainer.devices must be a number of processes; got 0"),
         (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu or gpu"),
         (["dtype=float8"], "dtype='float8'; choose float32, bfloat16 or float16"),
