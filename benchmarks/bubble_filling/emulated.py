@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import on_ranks, table
-from benchmarks.planned_vs_measured.sleepers import Sleeper
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.profile import (
@@ -32,7 +31,8 @@ from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.runtime.engine import Filling
 from lightning_diffpipe.viewing.measured import measured_timeline
 
-NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 24, 0.0015
+NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 96, 0.0015
+_TIMER_S = 1.5e-4  # sleeping takes about this much longer than asked for
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,49 @@ CASES = {
 }
 
 
+def nap(seconds: float) -> None:
+    """Sleeps, the last moment awake, so that it takes as long as it should."""
+    until_s = time.perf_counter() + seconds
+    time.sleep(max(seconds - _TIMER_S, 0.0))
+    while time.perf_counter() < until_s:
+        pass
+
+
+class Nap(torch.autograd.Function):
+    """Sleeps in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        nap(ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A layer with a weight that takes its time for each sample."""
+
+    def __init__(self, forward_s: float, backward_s: float | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=backward_s is not None)
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        nap(self.forward_s * len(x))
+        y = x * self.scale
+        return y if self.backward_s is None else Nap.apply(y, self.backward_s * len(x))
+
+
 class SleepingModel(nn.Module):
     """Frozen layers and trained ones, all alike among themselves."""
 
     def __init__(self, frozen_s: float) -> None:
         super().__init__()
-        forward, backward = Seconds.per_sample(FORWARD_S), Seconds.per_sample(2 * FORWARD_S)
-        frozen = Seconds.per_sample(frozen_s)
-        self.encoder = nn.Sequential(*[Sleeper(frozen, None) for _ in range(NUM_FROZEN)])
-        self.layers = nn.ModuleList([Sleeper(forward, backward) for _ in range(NUM_LAYERS)])
+        self.encoder = nn.Sequential(*[Sleeper(frozen_s, None) for _ in range(NUM_FROZEN)])
+        self.layers = nn.ModuleList([Sleeper(FORWARD_S, 2 * FORWARD_S) for _ in range(NUM_LAYERS)])
 
     def training_step(self, batch: Tensor) -> Tensor:
         with torch.no_grad():
