@@ -119,7 +119,7 @@ def build(name: str) -> Tiny:
     return tiny._replace(model=tiny.model.double().eval().requires_grad_(False))
 
 
-def request_for(name: str, tiny: Tiny | None = None, num_steps: int = 4) -> Request:
+def request_for(name: str, tiny: Tiny | None = None, num_steps: int = 3) -> Request:
     """DDIM for U-Nets, its family's scheduler for a transformer."""
     tiny = tiny or build(name)
     if name not in UNETS:

@@ -50,7 +50,7 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
     request = request_for(name, tiny_models(name))
     wanted, _ = emulate(request, 2, mode="synchronous")
     for mode in ("displaced", "naive"):
-        found, _ = emulate(request, 2, mode=mode, warmup_steps=4)
+        found, _ = emulate(request, 2, mode=mode, warmup_steps=3)
         assert torch.equal(found, wanted)
         assert not torch.equal(emulate(request, 2, mode=mode, warmup_steps=1)[0], wanted)
 
