@@ -16,15 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 _GRACE_S = 15.0
-
-
-def is_child() -> bool:
-    """Whether another process started this one."""
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0"
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
@@ -38,7 +34,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         What it returned here.
 
     Raises:
-        ConfigurationError: A launcher made another number of processes.
+        ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
         DiffPipeError: Another process failed, and this one did not.
     """
     there = os.environ.get("WORLD_SIZE")
@@ -50,6 +46,11 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         return function()
     if num_ranks == 1:
         return function()
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigurationError(
+            f"a sweep (-m) cannot start {num_ranks} processes for each job; leave out -m, or start the "
+            "jobs with torchrun"
+        )
     children = _start_others(num_ranks)
     try:
         result = function()

@@ -90,13 +90,16 @@ def test_sequence_parallelism_is_exact(name, folder_of):
     assert report.mesh == "sequence=2"
 
 
-def test_guidance_halves_times_pipeline(folder_of):
-    path, steps = folder_of("pixart"), 4
-    options = {"method": "pipefusion", "num_patches": 2, "warmup_steps": 1, "guidance": 2}
-    settings = settings_of("pixart", steps)
-    (found, report), *_ = run_ranks(draw, 4, path, prompts_of("pixart"), settings, options)
-    del options["guidance"]
-    expected, _ = draw(0, path, prompts_of("pixart"), settings, options)
+@pytest.mark.parametrize(
+    ("name", "method"), [("pixart", "pipefusion"), ("stable_diffusion", "distrifusion")]
+)
+def test_halves_of_guidance_times_stages_or_bands(name, method, folder_of):
+    path, settings = folder_of(name), settings_of(name, 4)
+    options = {"method": method, "warmup_steps": 1 if method == "pipefusion" else 9}
+    options |= {"num_patches": 2} if method == "pipefusion" else {}
+    four = options | {"guidance": 2}
+    (found, report), *_ = run_ranks(draw, 4, path, prompts_of(name), settings, four)
+    expected, _ = draw(0, path, prompts_of(name), settings, options)
     assert close(found, expected)
     assert report.mesh == "guidance=2 x parallel=2"
 

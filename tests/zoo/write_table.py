@@ -53,6 +53,8 @@ two and three stages. Its loss is the same to the last bits (1e-12), and so is e
   transformer of ControlNet-Union attends from one sample of the batch to another.)
 - **Gradient error**: largest deviation relative to the largest entry of a gradient, rounded up to a
   power of ten.
+
+Which of them several ranks can *sample* together, and how, is listed in [sampling.md](sampling.md#denoisers).
 """
 
 
