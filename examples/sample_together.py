@@ -8,6 +8,7 @@ About 3 s on two CPU cores with the built-in model.
 """
 
 import argparse
+from pathlib import Path
 
 from lightning_diffpipe import Predictor
 
@@ -20,13 +21,14 @@ def main() -> None:
     parser.add_argument("--path", default="examples/glyphs")
     parser.add_argument("--method", default="distrifusion")
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--output", type=Path, default=Path())
     arguments = parser.parse_args()
     with Predictor.from_pretrained(arguments.path, arguments.method, warmup_steps=4) as predictor:
         pictures = predictor(PROMPTS, num_inference_steps=arguments.steps, seed=0)
         if pictures is None:  # rank 0 has them
             return
         for number, picture in enumerate(pictures):
-            picture.save(f"sample_{number}.png")
+            picture.save(arguments.output / f"sample_{number}.png")
         print(predictor.report)
 
 

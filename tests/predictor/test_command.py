@@ -10,7 +10,7 @@ import time
 import pytest
 from PIL import Image
 
-from tests.test_cli import call, run
+from tests.test_cli import ROOT, call, run
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,20 @@ def test_a_killed_process_ends_the_command(tmp_path):
     assert first.returncode == 2, told[-2000:]
     assert b"rank 1" in told
     assert b"Traceback" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_example_runs_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["examples/sample_together.py", "--steps=2", f"--output={tmp_path}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "distrifusion, warmup_steps=4, on parallel=2" in done.stdout
+    assert (tmp_path / "sample_1.png").exists()
 
 
 def _child_in_mid_sample(first):
