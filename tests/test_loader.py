@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_diffpipe.loader import AlignedLoader, checksum
+from lightning_diffpipe.loader import aligned as wrapped
 
 
 class Augmented(Dataset):
@@ -137,3 +139,48 @@ def test_checksums_see_every_value():
     ):
         assert checksum(other) != checksum(batch)
     assert checksum({**batch, "x": batch["x"].contiguous()}) == checksum(batch)
+
+
+class Resumable:
+    """A stateful loader: its state is the number of batches it has given."""
+
+    given = 0
+
+    def __iter__(self):
+        while self.given < 4:
+            self.given += 1
+            yield torch.tensor([self.given - 1])
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def test_looking_ahead_shows_the_next_batch_once_one_is_taken():
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=True)
+    seen = [(int(batch), loader.take()) for batch in loader]
+    assert [(now, None if ahead is None else int(ahead)) for now, ahead in seen] == [
+        (0, 1), (1, 2), (2, 3), (3, None),
+    ]  # fmt: skip
+
+
+def test_looking_ahead_is_right_where_lightning_reads_ahead_itself():
+    """For loaders without a length Lightning holds one batch back, so the loader is two ahead."""
+    loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=True)
+    batches = iter(loader)
+    first, second = next(batches), next(batches)
+    assert torch.equal(loader.take(), second)
+    assert not torch.equal(first, second)
+
+
+def test_the_state_of_a_loader_is_that_without_looking_ahead():
+    """History: one batch read ahead was lost at every resume in the middle of an epoch."""
+    states = {}
+    for looks_ahead in (False, True):
+        loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
+        states[looks_ahead] = [(int(batch), loader.state_dict()) for batch in loader]
+    assert states[True] == states[False]
+    assert isinstance(wrapped(Resumable(), 7, 0, Clock(), ignore), _Stateful)
+    assert not isinstance(wrapped([1], 7, 0, Clock(), ignore), _Stateful)

@@ -36,7 +36,7 @@ FillingMode = Literal["opportunistic", "planned"]
 
 _SMOOTHING = 0.3  # weight of the newest measurement
 _NO_WAIT_S = 2e-4  # a wait that took less did not wait
-_OVERSHOT = 0.9  # the message came before the last layer ended, nobody knows when
+_SHRINK = 0.9  # what is made of a wait that was filled for too long, nobody knows by how much
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Pace:
             before = self._seconds.get(name, seconds)
             self._seconds[name] = before + _SMOOTHING * (seconds - before)
 
-    def expected_s(self, name: str) -> float:
-        """Seconds of a layer; zero if it never ran, so that it is tried."""
-        return self._seconds.get(name, 0.0)
+    def expected_s(self, name: str) -> float | None:
+        """Seconds of a layer; `None` if it never ran."""
+        return self._seconds.get(name)
 
 
 @dataclass
@@ -91,8 +91,9 @@ class Budgets:
         while self._open and self.clock.is_past(self._open[0][3]):
             wait, start, filled, stop = self._open.pop(0)
             filled_s, rest_s = self.clock.seconds(start, filled), self.clock.seconds(filled, stop)
-            seconds = filled_s + rest_s if rest_s > _NO_WAIT_S else _OVERSHOT * filled_s
-            before = self._seconds.get(wait, seconds)
+            before = self._seconds.get(wait, filled_s + rest_s)
+            overshot = rest_s <= _NO_WAIT_S  # the message came before the last layer ended
+            seconds = _SHRINK * min(filled_s, before) if overshot else filled_s + rest_s
             self._seconds[wait] = before + _SMOOTHING * (seconds - before)
 
     def expected_s(self, wait: Instruction) -> float:
@@ -207,6 +208,9 @@ class _Limit:
         expected_s = times.pace.expected_s(layer)
         if times.mode == "opportunistic":
             self._spent_s = times.clock.seconds(self._start, times.clock.stamp())
+            expected_s = expected_s or 0.0  # whoever can look for the message may try
+        elif expected_s is None:
+            return False  # runs behind the pipeline once, and is timed there
         if self._is_ready() or self._spent_s + expected_s / 2 > self._budget_s:
             return False
         self._spent_s += expected_s

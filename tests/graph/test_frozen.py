@@ -209,6 +209,37 @@ def test_parts_of_a_microbatch_add_up(split):
         assert torch.equal(paused[0, 0], parts[0][0, 0])
 
 
+@pytest.mark.parametrize("split", [(0, 2, 5), (0, 4, 5), (0, 2, 4, 5)])
+def test_groups_give_the_same_bits_whoever_runs_them(split):
+    """Parts begin at multiples of the group size, so kernels see the same batch sizes in each."""
+    root = Encoded()
+    graph, positions = folded(root, rows())
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        call = lambda: step(root, rows())
+        whole = view.whole(call, seed=3, group_size=2)
+        parts = [
+            view.start(call, seed=3, samples=samples, group_size=2).finish()
+            for samples in itertools.pairwise(split)
+        ]
+        joined = join_samples(graph, parts)
+    assert all(torch.equal(joined[key], whole[key]) for key in whole)
+
+
+def test_a_run_goes_on_for_as_long_as_it_is_told():
+    root = Encoded()
+    graph, positions = folded(root, rows())
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        whole = view.whole(lambda: step(root, rows()), seed=3)
+        run, asked = view.start(lambda: step(root, rows()), seed=3), []
+        assert not run.advance_while(lambda name: asked.append(name) or len(asked) < 3)
+        assert run.num_layers_done == 2
+        assert run.next_layer == asked[-1]
+        assert run.advance_while(lambda name: True)
+        assert all(torch.equal(run.results[key], whole[key]) for key in whole)
+
+
 @pytest.mark.slow
 def test_encoders_of_stable_diffusion_run_on_some_of_the_samples():
     with in_double():

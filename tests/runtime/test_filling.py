@@ -1,0 +1,248 @@
+"""Filling, piece by piece: how far a wait is filled, who takes which share, what is noted of a step."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    Encode,
+    Forward,
+    ReduceGradients,
+    Wait,
+)
+from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
+from lightning_diffpipe.runtime.microbatch import Fingerprint
+from lightning_diffpipe.runtime.recording import Recording
+from lightning_diffpipe.runtime.shares import GroupShares
+from lightning_diffpipe.runtime.waiter import Waiter
+
+WAIT = Wait("activation", 1, 0, 0)
+
+
+class FakeClock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def stamp(self):
+        return self.now_s
+
+    def settle(self):
+        pass
+
+    def is_past(self, stamp):
+        return True
+
+    def seconds(self, start, stop):
+        return stop - start
+
+
+class FakeRun:
+    """Four layers of one second each behind half a second of other code."""
+
+    def __init__(self, clock, num_layers=4):
+        self._clock, self._left, self.done = clock, num_layers, False
+        self.results, self._begun = {"all": num_layers}, False
+
+    def advance_while(self, goes_on):
+        if not self._begun:
+            self._clock.now_s += 0.5
+            self._begun = True
+        while self._left and goes_on(f"layer {self._left}"):
+            self._clock.now_s += 1.0
+            self._left -= 1
+        self.done = not self._left
+        return self.done
+
+
+class FakePart:
+    index = 7
+
+
+class FakeFrozen:
+    """One part, no tensors."""
+
+    def __init__(self, clock):
+        self.own_parts, self.kept, self._clock = [FakePart()], {}, clock
+
+    def start(self, index):
+        return FakeRun(self._clock)
+
+    def keep(self, index, results):
+        self.kept[index] = results
+
+
+def filled(mode, message_at_s=None, steps=1, budget_s=None):
+    """Seconds of frozen work inside the wait, and behind it, after some steps with the same wait."""
+    clock = FakeClock()
+    times = FillingTimes(mode, clock)
+    for _ in range(steps):
+        recording, frozen = Recording(0, clock), FakeFrozen(clock)
+        filler = Filler(frozen, times)
+        start_s = clock.now_s
+        arrives_s = start_s + (message_at_s if message_at_s is not None else 1e9)
+        filler.fill(WAIT, lambda arrives_s=arrives_s: clock.now_s >= arrives_s, recording)
+        inside_s = clock.now_s - start_s
+        clock.now_s = max(clock.now_s, arrives_s if message_at_s is not None else 0)
+        recording.add(WAIT, start_s)
+        filler.finish(recording)
+        assert frozen.kept == {7: {"all": 4}}
+    return inside_s, clock.now_s - start_s
+
+
+def test_opportunistic_filling_stops_when_the_message_is_there():
+    inside_s, _ = filled("opportunistic", message_at_s=2.0)
+    assert inside_s == 2.5  # nothing is known yet of this wait: the layer under way ends late
+
+
+def test_opportunistic_filling_learns_not_to_be_late():
+    """A layer that would end more than half its time after the message is not started."""
+    inside_s, total_s = filled("opportunistic", message_at_s=1.9, steps=30)
+    assert inside_s == 1.5
+    assert total_s == pytest.approx(1.9 + 3.0)
+
+
+def test_planned_filling_knows_nothing_in_the_first_step():
+    assert filled("planned", message_at_s=3.0)[0] == 0.0
+
+
+def test_planned_filling_follows_the_waits_of_earlier_steps():
+    inside_s, total_s = filled("planned", message_at_s=3.9, steps=12)
+    assert inside_s == 3.5
+    assert total_s == pytest.approx(3.9 + 1.0)
+
+
+def test_all_work_fits_into_a_long_wait():
+    assert filled("opportunistic", message_at_s=50.0) == (4.5, 50.0)
+
+
+def test_layers_and_waits_are_averaged():
+    clock = FakeClock()
+    pace, budgets = Pace(clock), Budgets(clock, first_s=9.0)
+    assert (pace.expected_s("vae"), budgets.expected_s(WAIT)) == (None, 9.0)
+    for seconds in (1.0, 2.0):
+        pace.note("vae", 0.0, seconds)
+        budgets.note(WAIT, 0.0, 0.0, seconds)
+    pace.settle()
+    budgets.settle()
+    assert pace.expected_s("vae") == budgets.expected_s(WAIT) == pytest.approx(1.3)
+
+
+def test_a_recording_tells_where_frozen_work_ran():
+    clock = FakeClock()
+    recording = Recording(1, clock)
+
+    def note(instruction, start_s, stop_s):
+        clock.now_s = 100 + stop_s
+        recording.add(instruction, 100 + start_s)
+
+    note(Encode(0), 0, 1)  # up front
+    note(Encode(1), 1, 3)
+    note(WAIT, 1, 4)
+    note(Forward(1, 0), 4, 6)
+    note(Backward(1, 0), 6, 9)
+    note(ReduceGradients(), 9, 9.5)
+    note(Encode(1), 9.5, 11)
+    assert recording.up_front_s == pytest.approx(1)
+    assert recording.filled_s == pytest.approx(2)
+    assert recording.waiting_s == pytest.approx(1)
+    assert recording.compute_s == pytest.approx(5)
+    assert recording.leftover_s == pytest.approx(1.5)
+    assert recording.encode_s == pytest.approx(4.5)
+    inside = [str(span.instruction) for span in recording.spans]
+    assert inside.index(str(WAIT)) < inside.index("E1"), "a wait comes before what lies in it"
+
+
+def gathered_from(*rows):
+    """What every rank of a pipeline would gather."""
+    return lambda own: [list(row) for row in rows]
+
+
+def test_shares_move_to_the_rank_that_idles():
+    """Busy 4 s and 2 s, half a second for a group: 8 groups end together as 2 and 6."""
+    shares = GroupShares(2, gathered_from((4.0, 0.5), (2.0, 0.5)))
+    assert shares.counts(8) == (4, 4)
+    for _ in range(4):
+        shares.observe(4.0, 2.0, 4, 8)
+    assert shares.counts(8) == (2, 6)
+
+
+def test_shares_stay_where_little_can_be_won():
+    shares = GroupShares(2, gathered_from((4.0, 1.0), (3.9, 1.0)))
+    for _ in range(32):
+        shares.observe(4.0, 4.0, 4, 8)
+    assert shares.counts(8) == (4, 4)
+
+
+def test_planned_shares_are_kept_when_asked_for():
+    def never(numbers):
+        raise AssertionError("nobody may be asked")
+
+    shares = GroupShares(3, never, adapts=False, planned=(1, 2, 1))
+    for _ in range(32):
+        shares.observe(1.0, 1.0, 1, 8)
+    assert shares.counts(8) == (2, 4, 2)
+
+
+@given(
+    st.lists(st.floats(0, 9), min_size=1, max_size=6).filter(lambda w: sum(w) > 0),
+    st.integers(0, 40),
+)
+def test_counts_add_up(weights, total):
+    assert sum(GroupShares(len(weights), list, planned=weights).counts(total)) == total
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_groups_do_not_depend_on_shares(sizes, num_ranks, group_size, data):
+    """History: shares in samples would let kernels see other batch sizes, and change the last bits."""
+    total = num_groups_of(sizes, group_size)
+    cuts = sorted(data.draw(st.integers(0, total)) for _ in range(num_ranks - 1))
+    bounds = [0, *cuts, total]
+    groups = [stop - start for start, stop in itertools.pairwise(bounds)]
+    parts = encode_parts(sizes, num_ranks, True, group_size, groups)
+    for microbatch, size in enumerate(sizes):
+        own = [part for part in parts if part.microbatch == microbatch]
+        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])]
+        assert own[-1].stop == size
+        assert all(part.start % group_size == 0 for part in own)
+    of_rank = [
+        sum(-(-part.num_samples // group_size) for part in parts if part.rank == rank)
+        for rank in range(num_ranks)
+    ]
+    assert of_rank == groups
+
+
+def test_a_fingerprint_tells_batches_apart():
+    batch = {"image": torch.rand(4, 3, 8, 8), "caption": ["a", "b", "c", "d"], "scale": 2.0}
+    known = Fingerprint.of(batch)
+    assert known.difference(Fingerprint.of(dict(batch))) == ""
+    other = {**batch, "image": batch["image"] + 1}
+    assert known.difference(Fingerprint.of(other)) == "16 of 16 compared values differ"
+    assert "captions" in known.difference(Fingerprint.of({**batch, "caption": list("abce")}))
+    empty = {**batch, "image": torch.full((4, 3, 8, 8), float("nan"))}
+    assert Fingerprint.of(empty).difference(Fingerprint.of(empty)) == ""
+
+
+def test_a_waiter_hands_over_errors():
+    waiter = Waiter()
+
+    def fail():
+        raise TimeoutError("nothing came")
+
+    assert waiter.watch(lambda: None).result() is None
+    pending = waiter.watch(fail)
+    with pytest.raises(TimeoutError, match="nothing came"):
+        pending.result()
+    assert pending.is_over()
+    waiter.close()
