@@ -1,0 +1,143 @@
+"""Two real ranks: PipeFusion against one rank, its formula, and sequence parallelism.
+
+All candidates sample the same Flux transformer from the same noise. PipeFusion's result is compared with its
+emulator bit for bit, the exact methods with one process.
+
+    python benchmarks/sampling_speed/main.py --tokens 256 1024 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.harness import environment, interleaved, medians, on_ranks, table
+from lightning_diffpipe.sampling.links import ProcessLinks
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+
+STEPS, WARMUP, PATCHES, TEXT = 8, 1, 4, 32
+
+
+def build() -> FluxTransformer2DModel:
+    """Eight blocks of width 256 with random weights."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=2, num_single_layers=6, attention_head_dim=32,
+        num_attention_heads=8, joint_attention_dim=64, pooled_projection_dim=32,
+        axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    return model.eval().requires_grad_(False)
+
+
+def request_for(model: FluxTransformer2DModel, tokens: int) -> Request:
+    """A square picture of so many tokens; guidance is distilled, so the batch is one."""
+    side = int(tokens**0.5)
+    draw = torch.Generator().manual_seed(1)
+    text, pooled = torch.randn(1, TEXT, 64, generator=draw), torch.randn(1, 32, generator=draw)
+    ids = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side)).float()
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(STEPS)
+
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        out: Tensor = model(
+            x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t.expand(1) / 1000,
+            img_ids=ids, txt_ids=torch.zeros(TEXT, 3), return_dict=False,
+        )[0]  # fmt: skip
+        return out
+
+    latents = torch.randn(1, tokens, 16, generator=draw)
+    return Request(model, denoise, scheduler, scheduler.timesteps, latents)
+
+
+@torch.inference_mode()
+def plainly(request: Request) -> Tensor:
+    """One process, as a diffusers pipeline does it."""
+    request.scheduler.set_timesteps(STEPS)
+    x = request.latents
+    for t in request.timesteps:
+        x = request.scheduler.step(request.denoise(x, t), t, x).prev_sample
+    return x
+
+
+def diffusers_ulysses(tokens: int) -> Any:
+    """Diffusers' own context parallelism, if it runs here."""
+    from diffusers import ContextParallelConfig
+
+    model = build()
+    model.set_attention_backend("native")
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+    request = request_for(model, tokens)
+    return lambda: plainly(request)
+
+
+def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    links = ProcessLinks.connect([[0, 1]], torch.device("cpu"))
+    model = build()
+    request = request_for(model, tokens)
+    pipefusion = PipeFusion(model, links, num_patches=PATCHES, warmup_steps=WARMUP)
+    ulysses, ring = (SequenceParallel(model, links, mode=mode) for mode in ("ulysses", "ring"))
+    candidates = {
+        "one rank": lambda: plainly(request) if rank == 0 else None,
+        "PipeFusion": lambda: pipefusion.sample(request),
+        "Ulysses": lambda: ulysses.sample(request),
+        "ring": lambda: ring.sample(request),
+    }
+    try:
+        theirs = diffusers_ulysses(tokens)
+        theirs()
+        candidates["diffusers Ulysses"] = theirs
+    except Exception as error:
+        if rank == 0:
+            print(
+                f"diffusers' Ulysses does not run here: {type(error).__name__}: {str(error)[:300]}"
+            )
+    emulator = PipeFusion(model, num_patches=PATCHES, warmup_steps=WARMUP)
+    assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
+        "ranks change the result"
+    )
+    for exact in (ulysses, ring):
+        torch.testing.assert_close(exact.sample(request), plainly(request), rtol=1e-3, atol=1e-3)
+    seconds = medians(interleaved(candidates, rounds, warmup_rounds=1))
+    plan = pipefusion.prepare(request).plan
+    return row_of(tokens, seconds, plan.speed_up())
+
+
+def row_of(tokens: int, seconds: dict[str, float], formula: float) -> dict[str, Any]:
+    """Speed-ups over one rank."""
+    one = seconds["one rank"]
+    row: dict[str, Any] = {"tokens": tokens, "one rank, s": one}
+    for name in ("PipeFusion", "Ulysses", "ring", "diffusers Ulysses"):
+        row[name] = one / seconds[name] if name in seconds else "does not run"
+    row["formula"] = formula
+    row["PipeFusion / formula"] = row["PipeFusion"] / formula
+    return row
+
+
+def main() -> None:
+    """Runs all sizes and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2304])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = [on_ranks(2, compare, tokens, arguments.rounds) for tokens in arguments.tokens]
+    print(table(rows))
+    if arguments.json:
+        import json
+
+        out = {"environment": environment(), "rows": rows}
+        arguments.json.write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
