@@ -79,6 +79,10 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "experimnt=glyphs"],
             "diffpipe train: there is no setting or group 'experimnt'; did you mean 'experiment'?",
         ),
+        (
+            ["train", "model=flux", "trainer.devices=1"],
+            "diffpipe train: model=flux is known on paper only, without weights: plan with it",
+        ),
         (["train", "a=["], "diffpipe train: no viable alternative at input '['"),
         (
             ["show", "plan.json"],
@@ -170,10 +174,28 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
     assert timeline in shown
 
 
-@pytest.mark.parametrize(("form", "start"), [("trace", b"{"), ("picture", b"\x89PNG")])
+def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys, monkeypatch):
+    path, printed = plan_for(3, profile_path, capsys, monkeypatch)
+    helps = "\n  no pipeline: plain data parallelism: "
+    assert "Bottleneck: pipeline warm-up and cooldown." in printed
+    assert helps in printed
+    _, shown, _ = call(capsys, monkeypatch, "show", str(path))
+    assert helps in shown
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in document.items() if k != "changes"}))
+    _, shown, _ = call(capsys, monkeypatch, "show", str(path))
+    assert "What would help" not in shown
+    _, shown, _ = call(capsys, monkeypatch, "show", str(path), f"profile={profile_path}")
+    assert helps in shown
+
+
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [("trace", b"{"), ("chrome", b"{"), ("picture", b"\x89PNG"), ("plot", b"\x89PNG")],
+)
 def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)
-    output = path.with_suffix(".png" if form == "picture" else ".trace.json")
+    output = path.with_suffix(".png" if form in ("picture", "plot") else ".trace.json")
     call(capsys, monkeypatch, "show", str(path), f"as={form}", f"output={output}")
     assert output.read_bytes().startswith(start)
 

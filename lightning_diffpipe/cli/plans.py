@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.cli.session import module_of, plain, prepare
 from lightning_diffpipe.errors import ConfigurationError
 
 
@@ -22,7 +22,7 @@ def profile(config: DictConfig) -> Any:
     from lightning_diffpipe.profiling.cache import write_atomically
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
 
-    module = hydra.utils.instantiate(config.model)
+    module = module_of(config)
     data = hydra.utils.instantiate(config.data)
     data.prepare_data()
     data.setup("fit")

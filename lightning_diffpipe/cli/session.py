@@ -6,7 +6,10 @@ import logging
 import os
 from typing import Any
 
+import hydra
 from omegaconf import DictConfig, OmegaConf
+
+from lightning_diffpipe.errors import ConfigurationError
 
 
 def _stay_offline() -> None:
@@ -47,6 +50,21 @@ def _built_in(name: str) -> str:
 
 
 OmegaConf.register_new_resolver("built_in", _built_in, replace=True)
+
+
+def module_of(config: DictConfig) -> Any:
+    """Makes the module of the group `model`.
+
+    Raises:
+        ConfigurationError: It is one that can only be planned with.
+    """
+    if config.model._target_.endswith("ModelOnPaper"):
+        raise ConfigurationError(
+            f"model={config.model.name} is known on paper only, without weights: plan with it (diffpipe "
+            f"plan model={config.model.name} cluster=8x_h100 global_batch_size=256), or take "
+            "model=pretrained model.path=FOLDER for one you have"
+        )
+    return hydra.utils.instantiate(config.model)
 
 
 def prepare(config: DictConfig) -> None:

@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.cli.session import module_of, plain, prepare
 from lightning_diffpipe.errors import ConfigurationError
 
 
@@ -44,7 +44,7 @@ def train(config: DictConfig) -> Any:
             "callbacks=default, which write one"
         )
     prepare(config)
-    module = hydra.utils.instantiate(config.model)
+    module = module_of(config)
     data = hydra.utils.instantiate(config.data)
     trainer = _build_trainer(config)
     for logger in trainer.loggers:

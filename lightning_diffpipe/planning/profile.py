@@ -74,6 +74,10 @@ class Seconds:
         (n0, t0), (n1, t1) = self.points[index - 1 : index + 1]
         return max(t0 + (t1 - t0) * (samples - n0) / (n1 - n0), 0.0)
 
+    def scaled(self, factor: float) -> Seconds:
+        """The same, that many times as long."""
+        return Seconds(tuple((samples, factor * seconds) for samples, seconds in self.points))
+
     def to_json(self) -> dict[str, float]:
         """The JSON form."""
         return {str(samples): seconds for samples, seconds in self.points}
@@ -198,12 +202,10 @@ class ModelProfile:
         if finished != known:
             raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
 
-    def step_s(self, samples: float) -> float:
-        """Seconds of one forward and backward on one rank, frozen work included."""
+    def trained_s(self, samples: float) -> float:
+        """Seconds of one forward and backward of all backbones on one rank."""
         layers = (layer for backbone in self.backbones for layer in backbone.layers)
-        frozen = (layer for encoder in self.encoders for layer in encoder.layers)
-        trained_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
-        return trained_s + sum(layer.forward_s.at(samples) for layer in frozen)
+        return sum(layer.forward_s.at(samples) + layer.backward_s.at(samples) for layer in layers)
 
     def to_json(self) -> str:
         """Writes `diffpipe-profile/1`, one layer a line."""

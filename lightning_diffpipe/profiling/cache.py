@@ -95,13 +95,13 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     if not subject.bench().fits():
         return True  # Layer by layer, a look would take as long as a profile.
     counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
-    quick = [count for count in counts if known.step_s(count) <= _QUICK_S] or counts[:1]
+    quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]
     look = replace(subject, sample_counts=quick[-1:], repeats=_LOOKS, progress=None)
     try:
-        now_s = measure_profile(look).step_s(quick[-1])
+        now_s = measure_profile(look).trained_s(quick[-1])
     except DiffPipeError:
         return False
-    then_s = known.step_s(quick[-1])
+    then_s = known.trained_s(quick[-1])
     holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
     if not holds:
         _log.warning(

@@ -16,7 +16,7 @@ from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds
@@ -227,9 +227,9 @@ def _with_largest_layer_split(
     whole = backbone.layers[index]
     half = replace(
         whole,
-        forward_s=_halved(whole.forward_s),
-        backward_s=_halved(whole.backward_s),
-        weight_gradient_s=whole.weight_gradient_s and _halved(whole.weight_gradient_s),
+        forward_s=whole.forward_s.scaled(0.5),
+        backward_s=whole.backward_s.scaled(0.5),
+        weight_gradient_s=whole.weight_gradient_s and whole.weight_gradient_s.scaled(0.5),
         parameter_bytes=whole.parameter_bytes // 2,
         gradient_bytes=whole.gradient_bytes // 2,
         activation_bytes_per_sample=whole.activation_bytes_per_sample // 2,
@@ -237,10 +237,6 @@ def _with_largest_layer_split(
     layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
     finer = replace(backbone, layers=layers)
     return replace(profile, backbones=(finer, *others)), whole.name
-
-
-def _halved(times: Seconds) -> Seconds:
-    return Seconds(tuple((samples, seconds_ / 2) for samples, seconds_ in times.points))
 
 
 def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:

@@ -134,7 +134,7 @@ def test_a_profile_of_a_busy_machine_is_measured_anew(
     again = cached_profile(subject)
     assert len(measured) == (1 if holds else 2)
     assert (kept.name in caplog.text) != holds
-    assert again.step_s(2) < 10 * first.step_s(2)
+    assert again.trained_s(2) < 10 * first.trained_s(2)
     assert ModelProfile.from_json(kept.read_text()) == again
 
 
