@@ -18,6 +18,16 @@ def draw(rank, path, prompts, settings, options):
         return np.stack([np.asarray(picture) for picture in pictures]), predictor.report
 
 
+def draw_each(rank, jobs):
+    """Several jobs one after the other, which saves starting processes for each."""
+    return [draw(rank, *job) for job in jobs]
+
+
+def failure_of_each(rank, jobs):
+    """What the errors of several jobs say, on every rank."""
+    return [failure(rank, *job) for job in jobs]
+
+
 def failure(rank, path, prompts, settings, options):
     """What the error says, on every rank."""
     try:

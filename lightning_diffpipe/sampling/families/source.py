@@ -148,7 +148,7 @@ def _load_others(
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
     try:
-        pipeline = cls.from_pretrained(str(path), torch_dtype=dtype, **{family.denoiser: denoiser})
+        pipeline = cls.from_pretrained(str(path), dtype=dtype, **{family.denoiser: denoiser})
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for name, part in pipeline.components.items():
