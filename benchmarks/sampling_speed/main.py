@@ -9,6 +9,7 @@ emulator bit for bit, the exact methods with one process.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,9 @@ def request_for(model: FluxTransformer2DModel, tokens: int) -> Request:
 @torch.inference_mode()
 def plainly(request: Request) -> Tensor:
     """One process, as a diffusers pipeline does it."""
-    request.scheduler.set_timesteps(STEPS)
-    x = request.latents
+    scheduler, x = copy.deepcopy(request.scheduler), request.latents
     for t in request.timesteps:
-        x = request.scheduler.step(request.denoise(x, t), t, x).prev_sample
+        x = scheduler.step(request.denoise(x, t), t, x).prev_sample
     return x
 
 

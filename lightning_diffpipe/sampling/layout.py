@@ -146,31 +146,32 @@ class TokenAxis:
             part: Which.
             num_text: Text tokens of the block.
         """
-        return self._selection((part.units, part.text, num_text), self._mask(part, num_text))
+        return self._selection(part, num_text, ghost=False)
 
     def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
         """The tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
-        mask = self._mask(part, num_text)
-        text = self.owner <= _FIRST_TEXT
-        if mask is not None and ghost and text.any() and not (mask & text).any():
-            mask = mask | (self.owner == text_token(0))
-        return self._selection((part.units, part.text, num_text, ghost), mask)
+        return self._selection(part, num_text, ghost)
 
-    def _mask(self, part: Part, num_text: int) -> Tensor | None:
-        if part.units is None:
-            return None
-        mask = (self.owner >= part.units.start) & (self.owner < part.units.stop)
-        if part.text is not None:
-            k, n = part.text
-            number = _FIRST_TEXT - self.owner
-            mask |= (number >= num_text * k // n) & (number < num_text * (k + 1) // n)
-        return mask
-
-    def _selection(self, key: Any, mask: Tensor | None) -> Selection:
+    def _selection(self, part: Part, num_text: int, ghost: bool) -> Selection:
+        key = (part.units, part.text, num_text, ghost)
         if key not in self._selected:
+            mask = self._mask(part, num_text, ghost)
             index = None if mask is None else mask.nonzero().squeeze(1)
             self._selected[key] = Selection(self.size, index)
         return self._selected[key]
+
+    def _mask(self, part: Part, num_text: int, ghost: bool) -> Tensor | None:
+        if part.units is None:
+            return None
+        mask = (self.owner >= part.units.start) & (self.owner < part.units.stop)
+        text = self.owner <= _FIRST_TEXT
+        if part.text is not None:
+            k, n = part.text
+            number = _FIRST_TEXT - self.owner
+            mask |= text & (number >= num_text * k // n) & (number < num_text * (k + 1) // n)
+        if ghost and text.any() and not (mask & text).any():
+            mask |= self.owner == text_token(0)
+        return mask
 
 
 @dataclass

@@ -88,6 +88,11 @@ class PipeFusion:
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ConfigurationError(
+                f"warmup_steps={warmup_steps!r}; PipeFusion needs a number, at least 0: all ranks must know "
+                "beforehand what comes when"
+            )
         if num_patches < 1:
             raise ConfigurationError(
                 f"num_patches={num_patches}; choose at least one, at best one per rank"

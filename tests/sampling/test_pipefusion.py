@@ -248,6 +248,11 @@ def test_steps_and_spans_are_reported(tiny_models):
     ("options", "error", "words"),
     [
         ({"num_patches": 17}, ConfigurationError, "between 1 and 16"),
+        (
+            {"num_patches": 2, "warmup_steps": "auto"},
+            ConfigurationError,
+            "PipeFusion needs a number",
+        ),
         ({"num_patches": 0}, ConfigurationError, "at least one"),
         ({"num_patches": 2, "text_with": 2}, ConfigurationError, "choose 0 .. 1"),
         ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
