@@ -176,7 +176,7 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
 
 def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys, monkeypatch):
     path, printed = plan_for(3, profile_path, capsys, monkeypatch)
-    helps = "\n  no pipeline: plain data parallelism: "
+    helps = "\n  backwards in two parts (schedule=zero_bubble): "
     assert "Bottleneck: pipeline warm-up and cooldown." in printed
     assert helps in printed
     _, shown, _ = call(capsys, monkeypatch, "show", str(path))
