@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_diffpipe.callbacks.samples import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
 from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.predictor import Predictor
 
 _LABEL_WIDTH = 110
 
@@ -129,11 +131,10 @@ class DemoStory(L.Callback):
         self._stop_s = time.perf_counter()
 
     def end(self, checkpoint: Path) -> None:
-        """Draws the prompts with the trained checkpoint and says where everything is."""
-        print(
-            "\n4. Drawing the same prompts with the trained checkpoint, in one process.", flush=True
-        )
-        after = self._draw(LatentDiffusion.from_checkpoint(checkpoint))
+        """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
+        after = self._draw_together(checkpoint)
+        if after is None:  # rank 0 tells the story
+            return
         rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
         if self._before is not None:
             rows["before"] = self._before
@@ -143,6 +144,17 @@ class DemoStory(L.Callback):
         losses = torch.stack(self._losses).float().cpu()
         _plot(losses, self.folder / "loss.png")
         self._say_goodbye(losses, checkpoint)
+
+    def _draw_together(self, checkpoint: Path) -> Tensor | None:
+        """Draws with DistriFusion: every rank has a band of rows; pictures on rank 0, None elsewhere."""
+        settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
+        with Predictor.from_pretrained(checkpoint, "distrifusion", warmup_steps=4) as predictor:
+            pictures = predictor(*settings, seed=0)
+        if pictures is None:
+            return None
+        print("\n4. Drew the same prompts with the trained checkpoint, on both processes together:")
+        print(predictor.report, flush=True)
+        return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 
     def _say_goodbye(self, losses: Tensor, checkpoint: Path) -> None:
         elapsed_s = self._stop_s - self._start_s
@@ -159,7 +171,7 @@ plan         {self.folder / "plan.json"}
 checkpoint   {checkpoint}
 
 To try next:
-  diffpipe sample path={checkpoint} 'prompts=["latin small letter g, serif italic"]'
+  diffpipe sample sampler=distrifusion trainer.devices=2 path={checkpoint} 'prompts=["digit six, serif italic"]'
   diffpipe demo model=glyph_unet trainer.max_steps=900      # from nothing, instead of going on
   diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
   diffpipe train --help"""

@@ -82,6 +82,5 @@ def demo(config: DictConfig) -> Any:
     if trainer.is_global_zero:
         story.begin(module)
     trainer.fit(module, datamodule=data)
-    if trainer.is_global_zero:
-        story.end(Path(config.callbacks.final_checkpoint.path))
+    story.end(Path(config.callbacks.final_checkpoint.path))
     return trainer.callback_metrics

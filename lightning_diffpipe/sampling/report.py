@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -153,13 +153,17 @@ def _planned(
         return None
     plan = PipeFusionPlan(num_steps, int(options.warmup_steps or 0), patches, options.mesh.parallel)
     turns = plan.turns
-    times: dict[tuple[int, bool], list[float]] = {}
+    busy: dict[tuple[int, int], float] = defaultdict(
+        float
+    )  # a turn has several spans, with waiting in between
     for span in spans:
         instruction = span.instruction
         if not isinstance(instruction, ForwardNoGrad) or instruction.microbatch >= len(turns):
             return None
-        whole = turns[instruction.microbatch].patch is None
-        times.setdefault((span.rank, whole), []).append(span.duration_s)
+        busy[span.rank, instruction.microbatch] += span.duration_s
+    times: dict[tuple[int, bool], list[float]] = {}
+    for (rank, turn), seconds in busy.items():
+        times.setdefault((rank, turns[turn].patch is None), []).append(seconds)
 
     def median(rank: int, whole: bool) -> float:
         return statistics.median(times.get((rank, whole)) or [0.0])

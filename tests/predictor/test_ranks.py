@@ -65,7 +65,12 @@ def test_pipefusion_on_two_ranks_equals_one_rank_with_as_many_patches(job):
         assert report.num_patches == 2
         assert set(report.bytes_sent) == {"hidden", "latents", "result"}
         assert report.planned is not None
-        assert len(report.planned.spans) == len(report.measured.spans)
+        turns = [
+            {(span.rank, span.instruction.microbatch) for span in timeline.spans}
+            for timeline in (report.planned, report.measured)
+        ]
+        assert turns[0] == turns[1]
+        assert len(turns[0]) == 2 * (1 + 2 * 2)
 
 
 def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
