@@ -7,7 +7,7 @@
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                          runtime/reduction.py
     validation_step, test_step  every rank runs the step, layers answer for each other  graph/relay.py
-    save, load                  one ordinary Lightning checkpoint, all names          runtime/checkpoint.py
+    save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
 
 Why gradients are set aside: Lightning zeroes them after `training_step` and before `backward`, so a
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,25 +32,24 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.checkpointing import CheckpointHooks
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import AlignedLoader, aligned
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
-from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
+from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.transfer import SeededTransfer
@@ -60,7 +59,7 @@ Auto = Literal["auto"]
 _GRACE_S = 5.0
 
 
-class DiffPipeStrategy(ParallelStrategy):
+class DiffPipeStrategy(CheckpointHooks):
     """Trains a LightningModule as a pipeline over ranks, exactly as one process would.
 
     Args:
@@ -464,87 +463,6 @@ class DiffPipeStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
-
-    # ------------------------------------------------------------------------------- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Which parameters are this rank's is known only after the set-up."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of all stages; complete on rank 0, empty elsewhere."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
-        if self.pipeline is None:
-            return state
-        return collect(state, self.pipeline.owners, self.pipeline.mesh)
-
-    def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Brings tensors that belong to parameters together, for checkpoints; collective.
-
-        Args:
-            tensors: By the parameters' names, in one order on all ranks; those of other ranks'
-                parameters are placeholders.
-
-        Returns:
-            Complete on rank 0, empty elsewhere.
-        """
-        if self.pipeline is None:
-            return dict(tensors)
-        return collect(tensors, self.pipeline.owners, self.pipeline.mesh)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of all stages, numbered as on one device; empty except on rank 0."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        state = optimizer.state_dict()
-        if self.pipeline is None:
-            return state
-        owners = self.pipeline.owners_by_index(optimizer)
-        whole = collect_optimizer_state(state["state"], owners, self.pipeline.mesh)
-        return {**state, "state": whole} if self.is_global_zero else {}
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Reads a checkpoint written by any strategy.
-
-        Raises:
-            CheckpointError: The file is missing, cut short or no checkpoint.
-        """
-        path = self.broadcast(str(checkpoint_path))
-        try:
-            return super().load_checkpoint(path, weights_only=weights_only)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"cannot read the checkpoint {path}: {error}. If it was cut short while being "
-                "written, take an earlier one; if it holds other than tensors and plain values and "
-                "you trust it, pass weights_only=False"
-            ) from error
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over this rank's part of a whole state dict.
-
-        Raises:
-            CheckpointError: Names or shapes do not fit the module.
-        """
-        assert self.lightning_module is not None
-        if self.pipeline is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        self.pipeline.load_state_dict(checkpoint["state_dict"], strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes over the state of this rank's parameters."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if self.pipeline is not None:
-                mine = self.pipeline.resident_indices(optimizer)
-                kept = {index: value for index, value in state["state"].items() if index in mine}
-                state = {**state, "state": kept}
-            optimizer.load_state_dict(state)
-            _optimizer_to_device(optimizer, self.root_device)
 
     # ---------------------------------------------------------------------------------- the end
 

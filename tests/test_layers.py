@@ -21,7 +21,8 @@ ALLOWED = {
     "sampling": {"runtime", "graph", "planning", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
-       "example_batch", "verification", "demo", "model_sources", "__init__"}  # fmt: skip
+       "example_batch", "verification", "demo", "transfer", "checkpointing",
+       "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),

@@ -58,7 +58,7 @@ from lightning_diffpipe.runtime.seeding import microbatch_seed
 from lightning_diffpipe.runtime.shares import GroupShares
 from lightning_diffpipe.runtime.stage import MicrobatchWork, PartitionedStep, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import P2PTransport, Transport
+from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
 
 Step = Callable[..., Any]
 """The user's step: module, batch and further arguments to loss."""
@@ -262,7 +262,7 @@ class Engine:
             StageRunner(stash, mesh.device, check_finite),
             stash,
             self._transport,
-            self._reduce_gradients,
+            self._start_reduction,
             self._clock,
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
@@ -466,9 +466,13 @@ class Engine:
             return None
         return all(view is not None and view.is_splittable for view in views)
 
-    def _reduce_gradients(self) -> None:
-        if self._reduces:
-            self.reducer.reduce()
+    def _start_reduction(self) -> Exchange | None:
+        if not self._reduces:
+            return None
+        reduction = self.reducer.start()
+        if not reduction.works:
+            return None
+        return self._transport.awaited(reduction.works, "summed gradients", reduction.finish)
 
 
 def _lower(

@@ -37,7 +37,7 @@ from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import MessageKey, Transport
+from lightning_diffpipe.runtime.transport import Exchange, MessageKey, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class Executor:
         runner: Forwards and backwards of the stages it holds.
         stash: What lives between instructions; shared with the runner.
         transport: Carries the messages.
-        reduce_gradients: Sums gradients over the ranks that hold the same parameters.
+        start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
+            there is nothing to wait for.
         clock: Stamps the measured timeline.
 
     Attributes:
@@ -75,7 +76,7 @@ class Executor:
         runner: StageRunner,
         stash: Stash,
         transport: Transport,
-        reduce_gradients: Callable[[], None],
+        start_reduction: Callable[[], Exchange | None],
         clock: Clock,
     ) -> None:
         self.local_rank = local_rank
@@ -84,7 +85,7 @@ class Executor:
         self._runner = runner
         self._stash = stash
         self._transport = transport
-        self._reduce_gradients = reduce_gradients
+        self._start_reduction = start_reduction
         self._clock = clock
 
     def run(
@@ -150,7 +151,10 @@ class Executor:
                 exchange.wait()
                 frozen.deliver()
             case ReduceGradients():
-                self._reduce_gradients()
+                reduction = self._start_reduction()
+                if reduction is not None:
+                    yield Waiting(instruction, reduction.is_ready)
+                    reduction.wait()
             case ForwardNoGrad() | UpdateWeights():
                 raise ScheduleError(
                     f"{instruction} cannot be run yet; it can be planned and simulated"

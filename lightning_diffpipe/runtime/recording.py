@@ -20,6 +20,7 @@ from lightning_diffpipe.planning.instruction import (
     Encode,
     ExchangeFrozen,
     Instruction,
+    ReduceGradients,
     Staged,
     Wait,
 )
@@ -81,12 +82,13 @@ class Recording:
     @property
     def waiting_s(self) -> float:
         """Seconds of waiting in which no frozen work ran either."""
-        waits = sum(s.duration_s for s in self.spans if isinstance(s.instruction, _WAITS))
-        return waits - self.filled_s
+        waits = [s for s in self.spans if isinstance(s.instruction, Wait | ExchangeFrozen)]
+        filled_s = sum(s.duration_s for s in self._encodes if _lies_in(s, waits))
+        return sum(s.duration_s for s in waits) - filled_s
 
     @property
     def filled_s(self) -> float:
-        """Seconds of frozen work inside waits."""
+        """Seconds of frozen work inside waits, and while gradients are summed."""
         waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
         return sum(s.duration_s for s in self._encodes if _lies_in(s, waits))
 
@@ -121,7 +123,7 @@ class Recording:
         return max((s.stop_s for s in self.spans if isinstance(s.instruction, Staged)), default=0.0)
 
 
-_WAITS = (Wait, ExchangeFrozen)
+_WAITS = (Wait, ExchangeFrozen, ReduceGradients)
 
 
 def _lies_in(span: Span, others: Sequence[Span]) -> bool:

@@ -5,13 +5,15 @@ when two stages read it (tied weights, a module called twice). Each holder has t
 samples and calls it saw, and losses are scaled by their share of all samples, so the true gradient is
 the plain sum over the holders, whatever the reason they share it.
 
+Sums travel while the rank does something else, if it has something: frozen layers of the next batch.
+
 The global norm counts each parameter once: its first holder in the pipeline contributes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.runtime.mesh import Mesh
 
 _BUCKET_BYTES = 32 * 1024 * 1024
+_MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
 
 
 class GradientReducer:
@@ -46,23 +49,13 @@ class GradientReducer:
             name for name in parameters if min(pipeline.intersection(holders[name])) == mesh.rank
         )
 
-    def reduce(self) -> None:
-        """Sums `.grad` in place; a holder without a gradient contributes zeros.
+    def start(self) -> Reduction:
+        """Begins to sum gradients; `finish` puts the sums into `.grad`.
 
-        Every holder must call it at the same point of its program.
+        A holder without a gradient contributes zeros. Every holder must call it at the same point of
+        its program.
         """
-        for ranks, bucket in self._buckets:
-            gradients = [
-                parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                for parameter in bucket
-            ]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self._mesh.reduction_group(ranks))
-            start = 0
-            for parameter, gradient in zip(bucket, gradients, strict=True):
-                summed = flat[start : start + gradient.numel()].view_as(gradient)
-                parameter.grad = gradient.copy_(summed)
-                start += gradient.numel()
+        return Reduction(self._mesh, self._buckets)
 
     def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, each parameter counted once.
@@ -91,6 +84,55 @@ class GradientReducer:
         total = total.pow(norm_type).sum()
         dist.all_reduce(total, group=group)
         return total.pow(1.0 / norm_type)
+
+
+class Reduction:
+    """Gradients on their way to be summed.
+
+    Args:
+        mesh: The groups.
+        buckets: Parameters that travel together, and who holds them.
+    """
+
+    def __init__(
+        self, mesh: Mesh, buckets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]]
+    ) -> None:
+        self._mesh = mesh
+        self._later = list(buckets[_MOST_UNDER_WAY:])
+        self._under_way = [self._begin(*bucket) for bucket in buckets[:_MOST_UNDER_WAY]]
+
+    @property
+    def works(self) -> list[dist.Work]:
+        """What is under way now."""
+        return [work for work, _, _ in self._under_way]
+
+    def finish(self) -> None:
+        """Waits for all sums and puts them into `.grad`."""
+        while self._under_way:
+            work, flat, bucket = self._under_way.pop(0)
+            work.wait()
+            start = 0
+            for parameter in bucket:
+                summed = flat[start : start + parameter.numel()].view_as(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(summed)
+                start += parameter.numel()
+            if self._later:
+                self._under_way.append(self._begin(*self._later.pop(0)))
+
+    def _begin(
+        self, ranks: tuple[int, ...], bucket: list[nn.Parameter]
+    ) -> tuple[dist.Work, Tensor, list[nn.Parameter]]:
+        flat = torch.cat(
+            [
+                (p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1)
+                for p in bucket
+            ]
+        )
+        work = dist.all_reduce(flat, group=self._mesh.reduction_group(ranks), async_op=True)
+        assert work is not None
+        return work, flat, bucket
 
 
 def _buckets(

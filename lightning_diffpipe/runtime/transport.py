@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -68,6 +68,15 @@ class Transport(Protocol):
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
         """Starts sending and receiving many messages at once."""
 
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Operations that were started elsewhere, to be waited for in the same way.
+
+        Args:
+            works: The operations.
+            what: Their name in the error of a timeout.
+            then: Is called by `wait` when they are over.
+        """
+
     def finish(self) -> None:
         """Waits until every send has left."""
 
@@ -76,13 +85,13 @@ class Transport(Protocol):
 
 
 class Exchange(Protocol):
-    """Many messages under way."""
+    """Many operations under way."""
 
     def is_ready(self) -> bool:
         """Whether `wait` would return at once."""
 
     def wait(self) -> None:
-        """Blocks until every receive has its message."""
+        """Blocks until all are over."""
 
 
 @dataclass
@@ -168,6 +177,10 @@ class P2PTransport:
     def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
         self.await_work(posted.work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
 
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Operations that were started elsewhere; see `Transport`."""
+        return _P2PExchange(self, list(works), what, then)
+
     def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
         """Waits for operations in a thread."""
         return self._waiter.watch(lambda: self.await_works(works, what))
@@ -192,7 +205,14 @@ class P2PTransport:
         ]
         self.num_bytes_sent += sum(buffer.numel() for buffer in outgoing)
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _P2PExchange(self, works, list(zip(receives, staging, strict=True)), outgoing)
+
+        def unstage() -> None:
+            outgoing.clear()  # kept alive until sent
+            for parcel, buffer in zip(receives, staging, strict=True):
+                if buffer is not parcel.buffer:
+                    parcel.buffer.copy_(buffer)
+
+        return self.awaited(works, "frozen results", unstage)
 
     def _operation(self, operation: Any, parcel: Parcel, buffer: Tensor) -> dist.P2POp:
         return dist.P2POp(
@@ -240,25 +260,23 @@ class P2PTransport:
 class _P2PExchange:
     transport: P2PTransport
     works: list[dist.Work]
-    receives: list[tuple[Parcel, Tensor]]
-    outgoing: list[Tensor]  # kept alive until sent
+    what: str
+    then: Callable[[], None]
     pending: Pending | None = None
 
     def is_ready(self) -> bool:
         if not self.transport.blocks_host:
             return True
         if self.pending is None:
-            self.pending = self.transport.watch(self.works, "frozen results")
+            self.pending = self.transport.watch(self.works, self.what)
         return self.pending.is_over()
 
     def wait(self) -> None:
         if self.pending is not None:
             self.pending.result()
         else:
-            self.transport.await_works(self.works, "frozen results")
-        for parcel, buffer in self.receives:
-            if buffer is not parcel.buffer:
-                parcel.buffer.copy_(buffer)
+            self.transport.await_works(self.works, self.what)
+        self.then()
 
 
 class LoopbackTransport:
@@ -301,6 +319,10 @@ class LoopbackTransport:
         for parcel in receives:
             self.receive(parcel.key, parcel.buffer, parcel.peer)
         return _LoopbackExchange(self, [parcel.key for parcel in receives])
+
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Nothing is started elsewhere in one process."""
+        raise NotImplementedError(f"no {what} between processes in one process")
 
     def finish(self) -> None:
         """Nothing is in flight: sends are copies."""

@@ -1,0 +1,110 @@
+"""The checkpoint hooks of the strategy: one ordinary Lightning file, however many ranks there are.
+
+Parameters are known by their fully qualified names, optimizer states by their numbers on one device. Rank
+0 collects what the others hold and writes; when reading, every rank takes what is its own. So a
+checkpoint moves between strategies and numbers of ranks in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state
+
+
+class CheckpointHooks(ParallelStrategy):
+    """What Lightning asks a strategy about states.
+
+    Attributes:
+        pipeline: This rank's part, while there is one.
+    """
+
+    pipeline: Pipeline | None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Which parameters are this rank's is known only after the set-up."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of all stages; complete on rank 0, empty elsewhere."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        if self.pipeline is None:
+            return state
+        return collect(state, self.pipeline.owners, self.pipeline.mesh)
+
+    def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Brings tensors that belong to parameters together, for checkpoints; collective.
+
+        Args:
+            tensors: By the parameters' names, in one order on all ranks; those of other ranks'
+                parameters are placeholders.
+
+        Returns:
+            Complete on rank 0, empty elsewhere.
+        """
+        if self.pipeline is None:
+            return dict(tensors)
+        return collect(tensors, self.pipeline.owners, self.pipeline.mesh)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer state of all stages, numbered as on one device; empty except on rank 0."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        state = optimizer.state_dict()
+        if self.pipeline is None:
+            return state
+        owners = self.pipeline.owners_by_index(optimizer)
+        whole = collect_optimizer_state(state["state"], owners, self.pipeline.mesh)
+        return {**state, "state": whole} if self.is_global_zero else {}
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint written by any strategy.
+
+        Raises:
+            CheckpointError: The file is missing, cut short or no checkpoint.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        try:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read the checkpoint {path}: {error}. If it was cut short while being "
+                "written, take an earlier one; if it holds other than tensors and plain values and "
+                "you trust it, pass weights_only=False"
+            ) from error
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes over this rank's part of a whole state dict.
+
+        Raises:
+            CheckpointError: Names or shapes do not fit the module.
+        """
+        assert self.lightning_module is not None
+        if self.pipeline is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        self.pipeline.load_state_dict(checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes over the state of this rank's parameters."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if self.pipeline is not None:
+                mine = self.pipeline.resident_indices(optimizer)
+                kept = {index: value for index, value in state["state"].items() if index in mine}
+                state = {**state, "state": kept}
+            optimizer.load_state_dict(state)
+            _optimizer_to_device(optimizer, self.root_device)
