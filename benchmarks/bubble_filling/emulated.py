@@ -31,7 +31,8 @@ from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.runtime.engine import Filling
 from lightning_diffpipe.viewing.measured import measured_timeline
 
-NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 96, 0.0015
+SAMPLES = 15  # of a microbatch: groups of one sample, about 15 for each rank
+NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 32, 0.006 / SAMPLES
 _TIMER_S = 1.5e-4  # sleeping takes about this much longer than asked for
 
 
@@ -45,8 +46,8 @@ class Emulated:
 
     @property
     def batch_size(self) -> int:
-        """Four samples a microbatch, and a whole number of samples for each rank."""
-        return 4 * self.num_microbatches
+        """Samples of all microbatches."""
+        return SAMPLES * self.num_microbatches
 
 
 CASES = {
@@ -152,7 +153,8 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
             engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
             upcoming = (batch, ())
         steps, ratios = [], []
-        for index in range(rounds + 4):
+        warmup = 12 if upcoming else 2  # shares settle within ten steps
+        for index in range(warmup + rounds):
             dist.barrier()
             started_s = time.perf_counter()
             result = engine.run_step(batch, index, upcoming=upcoming)
@@ -161,7 +163,7 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
             spans: list[Any] = [None] * case.num_ranks
             dist.all_gather_object(spans, list(result.recording.spans))
             timeline = measured_timeline(spans, [0.0] * case.num_ranks, pipeline.plan.placement)
-            if index >= 4:
+            if index >= warmup:
                 steps.append(took_s)
                 ratios.append(timeline.bubble_ratio)
         planned = pipeline.plan.planned

@@ -53,16 +53,26 @@ def unfilled(model: Workload, batch: Batch, microbatches: int, rank: int) -> Ste
 
 
 def filled(
-    model: Workload, batch: Batch, microbatches: int, rank: int, group_size: int | None = None
+    model: Workload,
+    batch: Batch,
+    microbatches: int,
+    rank: int,
+    group_size: int | None = None,
+    **options: Any,
 ) -> Step:
     """Ours, frozen layers of the next batch in the bubbles of this one."""
-    pipeline = prepared(model, batch, microbatches, rank, "shares")
+    pipeline = prepared(model, batch, microbatches, rank, "shares", **options)
     engine = pipeline.engine
     if group_size is not None:
         engine._group_size = group_size
     engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
     numbers = iter(range(10**9))
     return lambda: engine.run_step(batch, next(numbers), upcoming=(batch, ()))
+
+
+def filled_zero_bubble(*arguments: Any) -> Step:
+    """The same on a schedule with fewer bubbles, for frozen work that is shorter than 1F1B's."""
+    return filled(*arguments, schedule="zero_bubble")
 
 
 def half_of(batch: Batch, rank: int) -> Batch:
@@ -200,6 +210,7 @@ def limit(model: Workload, batch: Batch, microbatches: int, rank: int) -> Step:
 
 SYSTEMS: dict[str, Callable[..., Step]] = {
     "filled": filled,
+    "filled zero-bubble": filled_zero_bubble,
     "unfilled": unfilled,
     "limit": limit,
     "torch 1F1B": torch_1f1b,

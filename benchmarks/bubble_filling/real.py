@@ -15,7 +15,7 @@ from benchmarks.bubble_filling.workloads import BATCH, make
 from benchmarks.harness import interleaved, medians, on_ranks, table
 from benchmarks.two_ranks.main import worst_error
 
-STEPS_PER_TURN = 3
+STEPS_PER_TURN = 2
 CASES = [(name, m) for name in ("stable_diffusion", "controlnet") for m in (2, 4)]
 
 
@@ -34,7 +34,7 @@ def compare(
         step = SYSTEMS[name](own, batch, microbatches, rank)
         errors[name] = parity(name, step, own, wanted)
         steps[name] = turns(step, own)
-    times = interleaved(steps, rounds, warmup_rounds=3)
+    times = interleaved(steps, rounds, warmup_rounds=4)
     return {
         "times": {n: [t / STEPS_PER_TURN for t in times[n]] for n in times},
         "errors": errors,
@@ -99,7 +99,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         found = on_ranks(2, compare, workload, microbatches, arguments.rounds, systems)
         median = medians(found["times"])
         ours = median["filled"]
-        others = [s for s in systems if s not in ("filled", "limit")]
+        others = [s for s in systems if s not in ("filled", "limit", "filled zero-bubble")]
         rows.append(
             {
                 "workload": workload,
@@ -107,6 +107,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "x": found["frozen share"],
                 "filled, ms": 1e3 * ours,
                 "limit / filled": median["limit"] / ours,
+                "limit / filled zero-bubble": median["limit"] / median["filled zero-bubble"],
                 **{f"{name} / filled": median[name] / ours for name in others},
                 "worst gradient error": f"{max(found['errors'].values()):.0e}",
             }
@@ -126,7 +127,7 @@ def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[
     for name, size in (("whole shares", BATCH // 2), ("parts of 2", 2), ("parts of 1", 1)):
         own = copy.deepcopy(model)
         steps[name] = turns(filled(own, batch, microbatches, rank, group_size=size), own)
-    times = interleaved(steps, rounds, warmup_rounds=3)
+    times = interleaved(steps, rounds, warmup_rounds=4)
     return {name: [t / STEPS_PER_TURN for t in values] for name, values in times.items()}
 
 

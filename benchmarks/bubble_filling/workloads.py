@@ -19,8 +19,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.two_ranks.main import WIDTH, Block
 
-BATCH, LAYERS, TOKENS, TEXT = 8, 8, 128, 16
-IMAGE = (3, 64, 128)  # 32 x 64 latents, in patches of 4 x 4 (of 4 channels): 128 tokens
+BATCH, LAYERS, TOKENS, TEXT = 32, 8, 64, 16
+IMAGE = (3, 64, 64)  # 32 x 32 latents of 4 channels, in patches of 4 x 4: 64 tokens
 Batch = dict[str, Tensor]
 
 
