@@ -65,6 +65,16 @@ def test_options_of_the_pipeline_are_passed_on(folder_of):
     assert (as_array(found) == expected).all()
 
 
+def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
+    predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="auto")
+    found = predictor(prompts_of("stable_diffusion"), **SETTINGS, **options_of("stable_diffusion"))
+    assert (
+        as_array(found) == by_diffusers(folder_of("stable_diffusion"), "stable_diffusion")
+    ).all()
+    assert predictor.report.reason == "there is one rank"
+    assert "chosen        there is one rank" in str(predictor.report)
+
+
 def test_guidance_by_two_calls_a_step(folder_of):
     options = {"negative_prompt": ["bad", "ugly"], "true_cfg_scale": 3.0}
     expected = by_diffusers(folder_of("flux"), "flux", **options)

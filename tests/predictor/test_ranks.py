@@ -44,7 +44,10 @@ def drawn(jobs, num_ranks=2):
 
 
 def test_prompts_are_divided_over_the_data_axis(job):
-    for each, (found, report) in drawn([job("sdxl", method="single"), job("dit", method="single")]):
+    path, prompts, *rest = job("dit", method="single")
+    jobs = [job("sdxl", method="single"), (path, prompts, *rest), (path, prompts[:1], *rest)]
+    for each, (found, report) in drawn(jobs):
+        assert len(found) == len(each[1])
         assert close(found, alone(each))
         assert report.mesh == "data=2"
         assert set(report.bytes_sent) == set()
