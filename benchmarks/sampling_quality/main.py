@@ -118,7 +118,7 @@ def compare(
     return rows, shown
 
 
-def compare_norms(folder: Path, settings: list[tuple[int, int, int]]) -> Rows:
+def compare_norms(folder: Path, settings: list[tuple[int, ...]]) -> Rows:
     """Group norm rules, paired picture by picture: gain over "stale" with its standard error.
 
     Args:
@@ -180,6 +180,12 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=Path(__file__).parent)
     parser.add_argument("--weights", type=Path, default=ROOT / "outputs" / "sampling_quality")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--norms",
+        nargs="+",
+        default=["50:2:16", "50:4:16", "50:8:24", "10:2:16", "10:4:16", "10:8:24"],
+        help="steps:bands:pictures of the comparison of group norm rules",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     bands: dict[str, Method] = {"DistriFusion": with_distrifusion, "naive": with_naive_patches}
@@ -197,7 +203,7 @@ def main() -> None:
         grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
         grid.save(arguments.pictures / "unet.png")
     if arguments.part in (None, "norms"):
-        settings = [(50, 2, 16), (50, 4, 16), (50, 8, 24), (10, 2, 16), (10, 4, 16), (10, 8, 24)]
+        settings = [tuple(map(int, setting.split(":"))) for setting in arguments.norms]
         results["norms"] = compare_norms(arguments.weights, settings)
     for name, rows in results.items():
         print(f"\n{name}\n{table(rows)}")

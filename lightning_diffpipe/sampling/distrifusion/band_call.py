@@ -212,10 +212,8 @@ class BandCall(TorchFunctionMode):
 
     def with_all_bands(self, key: Tensor, value: Tensor, joint: JointKeys) -> tuple[Tensor, Tensor]:
         """Keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
-        size = key.shape[-2] - joint.before - joint.after
-        both = torch.stack([key, value])
-        before, mine, after = both.split([joint.before, size, joint.after], -2)
-        mine = _private(mine)
+        start, stop = joint.before, key.shape[-2] - joint.after
+        mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
         others = self._track.exchange.swap(
             "key_value",
             self._count(),
@@ -225,8 +223,11 @@ class BandCall(TorchFunctionMode):
         )
         if others is None:
             return key, value
-        key, value = torch.cat([before, *self._in_order(mine, others), after], -2).unbind(0)
-        return key, value
+        keys, values = zip(*self._in_order(mine, others), strict=True)
+        return (
+            torch.cat([key[..., :start, :], *keys, key[..., stop:, :]], -2),
+            torch.cat([value[..., :start, :], *values, value[..., stop:, :]], -2),
+        )
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
         """Moments of the whole picture, as the rule has it; None if the band is all it may know."""

@@ -186,7 +186,8 @@ class Exchange:
 
     def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> _Stale:
         stale = _Stale(self._step, {})
-        dtype = next(x.dtype for x in (*outgoing.values(), *expected.values()))
+        dtypes = [x.dtype for x in outgoing.values()] + [x.dtype for x in expected.values()]
+        dtype = dtypes[0]
         group = self._ranges.setdefault((kind, dtype), _Range())
         for peer, tensor in outgoing.items():
             group.outgoing[peer].append(tensor.reshape(-1))

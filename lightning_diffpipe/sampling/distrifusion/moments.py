@@ -146,8 +146,9 @@ def predicted(
     if earlier is None:
         return stale(before, now, band, shares)
     mean = before.mean + _next_change(now.mean, before.mean, earlier.mean, band)
-    logs = [(m.variance + _TINY).log() for m in (now, before, earlier)]
-    change = _next_change(*logs, band).clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
+    new, old, older = ((m.variance + _TINY).log() for m in (now, before, earlier))
+    change = _next_change(new, old, older, band)
+    change = change.clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
     return stale(Moments(before.variance * change.exp(), mean), now, band, shares)
 
 

@@ -19,6 +19,7 @@ from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, find_facts, signature
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.distrifusion.verification import (
+    failing_on,
     first_difference,
     profiled,
     refusal,
@@ -143,12 +144,14 @@ class Tracks:
                 return forward(*args, **kwargs)
 
         bands, tolerance = self._new_track(facts, latents).bands, tolerance_of(latents)
-        result, wanted = on_bands(), plain()
+        wanted = plain()
+        with failing_on(bands):
+            result = on_bands()
         error: float = self._links.broadcast_object(lambda: relative_error(result, wanted))
         if not error <= tolerance:
             name = first_difference(profiled(plain), profiled(on_bands), bands, tolerance)
             names = [self._links.broadcast_object(lambda: name)]
-            raise refusal(error, tolerance, bands, name or names[0])
+            raise refusal(error, tolerance, bands, names[0] or name)
 
     def _new_track(self, facts: Facts, latents: Tensor) -> Track:
         return Track(

@@ -8,7 +8,8 @@ whole. The first function that differs is where the band was told another story.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 
 Profile = tuple[str, list[Tensor]]
@@ -97,8 +98,28 @@ def refusal(error: float, tolerance: float, bands: Bands, name: str | None) -> G
     )
 
 
+@contextlib.contextmanager
+def failing_on(bands: Bands) -> Iterator[None]:
+    """Gives a reason for errors of a model that runs on the whole, but not on a band.
+
+    Raises:
+        GraphError: The model failed.
+    """
+    try:
+        yield
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        raise GraphError(
+            f"on a band of {bands.size} of {bands.num_rows} rows this model fails ({type(error).__name__}: "
+            f"{error}), most likely because it makes positions for all rows by itself; sample it with "
+            "PipeFusion, sequence parallelism or one process"
+        ) from error
+
+
 def profiled(run: Callable[[], Any]) -> list[Profile]:
     """Runs something and returns its profiles."""
-    with Profiles() as notes:
+    notes = Profiles()
+    with notes:
         run()
     return notes.profiles

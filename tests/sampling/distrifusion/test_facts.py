@@ -142,6 +142,14 @@ def test_operators_without_a_rule_are_refused_by_name(name):
         last_prediction(Inside(make().double()), [normal(1, 3, 16, 8)], 2)
 
 
+@pytest.mark.parametrize("name", ["lumina2", "qwen"])
+def test_models_that_make_positions_for_all_rows_by_themselves_are_refused(name):
+    with pytest.raises(
+        GraphError, match=r"on a band of \d+ of \d+ rows this model fails \(RuntimeError"
+    ):
+        emulate(request_for(name), 2)
+
+
 def test_sizes_that_do_not_fit_are_refused_with_numbers():
     tiny = build("sd")
     with pytest.raises(ConfigurationError, match="30 rows"):
