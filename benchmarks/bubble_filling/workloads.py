@@ -89,7 +89,7 @@ def make(name: str) -> tuple[Workload, Batch]:
     torch.manual_seed(0)
     encoders = {
         "stable_diffusion": lambda: Encoders(0),
-        "controlnet": lambda: Encoders(13),
+        "controlnet": lambda: Encoders(12),
         "long_layer": lambda: Encoders(1, LongBlock),
     }
     model = Workload(encoders[name]())
