@@ -34,14 +34,14 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.runtime.engine import (
-    Engine,
+from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.partitioned import (
     PartitionedStepCache,
     Step,
     cut_for,
     holders_of,
 )
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
 from lightning_diffpipe.verification import compare, run_whole

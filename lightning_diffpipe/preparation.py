@@ -32,9 +32,9 @@ from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject
-from lightning_diffpipe.runtime.engine import Step
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
+from lightning_diffpipe.runtime.partitioned import Step
 
 Auto = Literal["auto"]
 _NUM_PROBED_SAMPLES = 2

@@ -22,8 +22,9 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import StageView
-from lightning_diffpipe.runtime.engine import Engine, Step
+from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.seeding import microbatch_seed
 
 _log = logging.getLogger(__name__)

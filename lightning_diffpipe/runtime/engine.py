@@ -14,8 +14,8 @@ It knows no Lightning: a step is a function of the module and a batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,13 +25,6 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.cut import Cut, cut, uncut
-from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
-from lightning_diffpipe.graph.layer_run import Memo
-from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
     encode_parts,
@@ -40,7 +33,7 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.filling import Filler, FillingMode, FillingTimes
 from lightning_diffpipe.runtime.frozen import FrozenWork
@@ -51,17 +44,15 @@ from lightning_diffpipe.runtime.microbatch import (
     num_samples,
     split,
 )
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
 from lightning_diffpipe.runtime.seeding import microbatch_seed
 from lightning_diffpipe.runtime.shares import GroupShares
-from lightning_diffpipe.runtime.stage import MicrobatchWork, PartitionedStep, StageRunner
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
-
-Step = Callable[..., Any]
-"""The user's step: module, batch and further arguments to loss."""
 
 
 @dataclass(frozen=True)
@@ -126,82 +117,6 @@ class StepResult:
     loss: Tensor
     logged: list[Logged]
     recording: Recording
-
-
-class PartitionedStepCache:
-    """One cut step for each signature of a microbatch.
-
-    Args:
-        root: The module.
-        step: The user's step.
-        graph: The graph that was planned with.
-        positions: Where its path is cut.
-        placement: Ranks of the stages.
-        local_rank: This rank's position.
-        interception: The installed wrappers.
-        device: Where this rank computes.
-        verify: Fill dummies with NaN.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        step: Step,
-        graph: LayerGraph,
-        positions: Sequence[int],
-        placement: Placement,
-        local_rank: int,
-        interception: Interception,
-        device: torch.device,
-        verify: bool = False,
-    ) -> None:
-        self._root = root
-        self._step = step
-        self._verify = verify
-        self._graph = graph
-        self._positions = tuple(positions)
-        self._stages = placement.stages_of(local_rank)
-        self._alone = placement.num_ranks == 1
-        self._interception = interception
-        self._made: dict[str, PartitionedStep] = {}
-        self._memo: Memo | None = None
-        if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
-            self._made[graph.signature] = self._partition(graph)
-
-    def of(self, microbatch: Any) -> PartitionedStep:
-        """The cut step for a microbatch; probes sizes that were not seen before.
-
-        Raises:
-            GraphError: With these sizes the step calls other layers.
-        """
-        key = batch_signature(microbatch)
-        if key not in self._made:
-            graph = reprobe(self._root, self._step, microbatch, self._graph)
-            self._made[key] = self._partition(graph)
-        return self._made[key]
-
-    def remember(self, memo: Memo | None) -> None:
-        """From now on frozen layers are called through a memo; None: as they are."""
-        self._memo = memo
-        for partitioned in self._made.values():
-            partitioned.remember(memo)
-
-    def _partition(self, graph: LayerGraph) -> PartitionedStep:
-        pieces = cut_for(graph, self._positions, self._alone)
-        views = {
-            stage: StageView(
-                self._root, graph, pieces.stages[stage], self._interception, verify=self._verify
-            )
-            for stage in self._stages
-        }
-        frozen = (
-            FrozenView(self._root, graph, pieces.frozen, self._interception, verify=self._verify)
-            if pieces.frozen.layers
-            else None
-        )
-        partitioned = PartitionedStep(graph, pieces, views, frozen)
-        partitioned.remember(self._memo)
-        return partitioned
 
 
 class Engine:
@@ -487,21 +402,3 @@ def _lower(
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
     return lower(prefix_frozen(schedule, parts, encoded=groups is not None)), parts
-
-
-def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
-    """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
-    pieces = cut(graph, positions)
-    if not alone:
-        return pieces
-    nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())
-    return replace(pieces, frozen=nothing, stages=(uncut(graph),))
-
-
-def holders_of(cut_step: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
-    """World ranks that hold each trained parameter, over all pipelines."""
-    stages_of: dict[str, set[int]] = {}
-    for stage in cut_step.stages:
-        for name in stage.parameters & trained:
-            stages_of.setdefault(name, set()).add(stage.index)
-    return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}

@@ -29,8 +29,9 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime import engine
-from lightning_diffpipe.runtime.engine import Engine, PartitionedStepCache, cut_for, holders_of
+from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for, holders_of
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from tests.distributed.scenarios import assert_close
 from tests.ranks import run_ranks

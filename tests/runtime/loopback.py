@@ -26,10 +26,11 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.runtime.engine import Engine, PartitionedStepCache, cut_for, holders_of
+from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import run_together
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import split
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for, holders_of
 from lightning_diffpipe.runtime.transport import LoopbackTransport
 
 CPU = torch.device("cpu")

@@ -1,0 +1,123 @@
+"""One callable, cut into stages for every size of microbatch it is called with.
+
+Which layers a step calls is known from one probe; shapes are not: the last batch of an epoch is smaller,
+images come in several sizes. A signature that was not seen before is probed again and cut at the same
+places. It is never planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_diffpipe.graph.cut import Cut, cut, uncut
+from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer_run import Memo
+from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.stage import PartitionedStep
+
+Step = Callable[..., Any]
+"""The user's step: module, batch and further arguments to loss."""
+
+
+class PartitionedStepCache:
+    """One cut step for each signature of a microbatch.
+
+    Args:
+        root: The module.
+        step: The user's step.
+        graph: The graph that was planned with.
+        positions: Where its path is cut.
+        placement: Ranks of the stages.
+        local_rank: This rank's position.
+        interception: The installed wrappers.
+        device: Where this rank computes.
+        verify: Fill dummies with NaN.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        step: Step,
+        graph: LayerGraph,
+        positions: Sequence[int],
+        placement: Placement,
+        local_rank: int,
+        interception: Interception,
+        device: torch.device,
+        verify: bool = False,
+    ) -> None:
+        self._root = root
+        self._step = step
+        self._verify = verify
+        self._graph = graph
+        self._positions = tuple(positions)
+        self._stages = placement.stages_of(local_rank)
+        self._alone = placement.num_ranks == 1
+        self._interception = interception
+        self._made: dict[str, PartitionedStep] = {}
+        self._memo: Memo | None = None
+        if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
+            self._made[graph.signature] = self._partition(graph)
+
+    def of(self, microbatch: Any) -> PartitionedStep:
+        """The cut step for a microbatch; probes sizes that were not seen before.
+
+        Raises:
+            GraphError: With these sizes the step calls other layers.
+        """
+        key = batch_signature(microbatch)
+        if key not in self._made:
+            graph = reprobe(self._root, self._step, microbatch, self._graph)
+            self._made[key] = self._partition(graph)
+        return self._made[key]
+
+    def remember(self, memo: Memo | None) -> None:
+        """From now on frozen layers are called through a memo; None: as they are."""
+        self._memo = memo
+        for partitioned in self._made.values():
+            partitioned.remember(memo)
+
+    def _partition(self, graph: LayerGraph) -> PartitionedStep:
+        pieces = cut_for(graph, self._positions, self._alone)
+        views = {
+            stage: StageView(
+                self._root, graph, pieces.stages[stage], self._interception, verify=self._verify
+            )
+            for stage in self._stages
+        }
+        frozen = (
+            FrozenView(self._root, graph, pieces.frozen, self._interception, verify=self._verify)
+            if pieces.frozen.layers
+            else None
+        )
+        partitioned = PartitionedStep(graph, pieces, views, frozen)
+        partitioned.remember(self._memo)
+        return partitioned
+
+
+def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
+    """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
+    pieces = cut(graph, positions)
+    if not alone:
+        return pieces
+    nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())
+    return replace(pieces, frozen=nothing, stages=(uncut(graph),))
+
+
+def holders_of(cut_step: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
+    """World ranks that hold each trained parameter, over all pipelines."""
+    stages_of: dict[str, set[int]] = {}
+    for stage in cut_step.stages:
+        for name in stage.parameters & trained:
+            stages_of.setdefault(name, set()).add(stage.index)
+    return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
