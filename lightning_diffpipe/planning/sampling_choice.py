@@ -210,6 +210,8 @@ def _with_reason(
     num_ranks: int,
     num_steps: int,
 ) -> SamplingChoice:
+    if num_ranks == 1:
+        return replace(chosen, reason="there is one rank")
     others: dict[str, float] = {}
     for choice in found:
         if choice.method != chosen.method:
@@ -218,9 +220,7 @@ def _with_reason(
     against = ", ".join(f"{method} {seconds:.3g} s" for method, seconds in named)
     reason = f"{chosen.method} is expected to take {chosen.seconds:.3g} s"
     reason += f" against {against}" if against else ""
-    if num_ranks == 1:
-        reason = "there is one rank"
-    elif num_steps < MIN_STEPS:
+    if num_steps < MIN_STEPS:
         reason += f"; {num_steps} steps are too few for stale activations, which need {MIN_STEPS}"
     elif chosen.is_exact and any(not c.is_exact and c.seconds < chosen.seconds for c in found):
         reason += "; it is exact and at most a tenth slower than the fastest"
