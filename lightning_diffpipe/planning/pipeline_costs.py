@@ -167,6 +167,8 @@ def pipeline_costs(
 
     def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
         """Seconds by microbatch; computed once for each size."""
+        if len(distinct) == 1:
+            return (seconds(sizes[0]),) * len(sizes)
         of_size = {size: seconds(size) for size in distinct}
         return tuple(of_size[size] for size in sizes)
 
