@@ -29,6 +29,15 @@ NOBODY = -1
 _FIRST_TEXT = -2
 
 
+Units = range | tuple[range, ...]
+"""Some units, in increasing order."""
+
+
+def ranges_of(units: Units) -> tuple[range, ...]:
+    """Units as ranges."""
+    return (units,) if isinstance(units, range) else units
+
+
 def text_token(number: int | Tensor) -> int | Tensor:
     """The owner code of a text token; units are their own codes."""
     return _FIRST_TEXT - number
@@ -39,12 +48,12 @@ class Part:
     """What one run of the model computes: some tokens of some samples.
 
     Attributes:
-        units: Units of rows; None means all tokens, text included.
+        units: Units of rows, one range or several; None means all tokens, text included.
         text: `(k, n)`: the k-th of n equal shares of the text tokens; None means none of them.
         samples: `(k, n)`: the k-th of n equal shares of the samples; None means all.
     """
 
-    units: range | None = None
+    units: Units | None = None
     text: tuple[int, int] | None = None
     samples: tuple[int, int] | None = None
 
@@ -163,7 +172,9 @@ class TokenAxis:
     def _mask(self, part: Part, num_text: int, ghost: bool) -> Tensor | None:
         if part.units is None:
             return None
-        mask = (self.owner >= part.units.start) & (self.owner < part.units.stop)
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for units in ranges_of(part.units):
+            mask |= (self.owner >= units.start) & (self.owner < units.stop)
         text = self.owner <= _FIRST_TEXT
         if part.text is not None:
             k, n = part.text
@@ -291,9 +302,20 @@ class Layout:
                 f"{what}={num_parts}, but the latents have {self.num_rows} rows, which tokens group by "
                 f"{self.rows_per_unit}: choose {what} between 1 and {self.num_units}"
             )
-        size, longer = divmod(self.num_units, num_parts)
-        bounds = [i * size + min(i, longer) for i in range(num_parts + 1)]
-        return [range(a, b) for a, b in itertools.pairwise(bounds)]
+        return _balanced(range(self.num_units), num_parts)
+
+    def split_range(self, units: range, num_parts: int) -> list[range]:
+        """Shares of one patch for the ranks of a stage.
+
+        Raises:
+            ConfigurationError: There are more ranks than units.
+        """
+        if num_parts > len(units):
+            raise ConfigurationError(
+                f"a patch of {len(units)} x {self.rows_per_unit} rows cannot be shared by {num_parts} ranks of "
+                f"a stage; choose at most {self.num_units // num_parts} patches, or fewer ranks"
+            )
+        return _balanced(units, num_parts)
 
     def rows(self, x: Tensor, units: range | None) -> Tensor:
         """A view of the rows of some units of a tensor shaped like the latents; None means all."""
@@ -301,6 +323,30 @@ class Layout:
             return x
         per_unit = self.rows_per_unit
         return x.narrow(self.axis, units.start * per_unit, len(units) * per_unit)
+
+    def take_rows(self, x: Tensor, units: Units | None) -> Tensor:
+        """A dense copy of the rows of some units."""
+        if units is None:
+            return x.clone(memory_format=torch.contiguous_format)
+        return torch.cat([self.rows(x, each) for each in ranges_of(units)], self.axis)
+
+    def put_rows(self, x: Tensor, units: Units | None, values: Tensor) -> None:
+        """Writes the rows of some units."""
+        if units is None:
+            x.copy_(values)
+            return
+        at = 0
+        for each in ranges_of(units):
+            rows = self.rows(x, each)
+            size = rows.shape[self.axis]
+            rows.copy_(values.narrow(self.axis, at, size))
+            at += size
+
+
+def _balanced(units: range, num_parts: int) -> list[range]:
+    size, longer = divmod(len(units), num_parts)
+    bounds = [units.start + i * size + min(i, longer) for i in range(num_parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def shapes_of(arguments: Any) -> tuple[Any, ...]:

@@ -44,12 +44,14 @@ class PipeFusionSetting:
         layout: Of the model, for the request's shapes.
         stages: Who runs which blocks.
         patches: What each patch computes.
+        shares: For each patch, what each rank of a stage computes of it.
         plan: Turns, bytes and messages.
     """
 
     layout: Layout
     stages: Stages
     patches: tuple[Part, ...]
+    shares: tuple[tuple[Part, ...], ...]
     plan: PipeFusionPlan
 
 
@@ -66,6 +68,9 @@ class PipeFusion:
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
             there; 2 suits guidance in the batch. Without effect on models whose samples cannot be told apart.
+        sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch
+            and trade them for heads in attention (Ulysses). Then `links` join the ranks of equal position in
+            their stages.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, and check the age of all keys.
 
@@ -85,6 +90,7 @@ class PipeFusion:
         text_with: int = 0,
         hide_unseen: bool = True,
         warmup_microbatches: int = 1,
+        sequence_links: Links | None = None,
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -102,6 +108,7 @@ class PipeFusion:
                 f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
             )
         self.model, self.links = model, links or Alone()
+        self.sequence_links = sequence_links or Alone()
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
         self.warmup_microbatches = warmup_microbatches
@@ -117,7 +124,10 @@ class PipeFusion:
             ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
             LayoutError: The model cannot be sampled in patches; on all ranks.
         """
-        layout, self.positions = self.links.broadcast_object(lambda: self._decide(request))
+        # Rank 0 of the first stage decides for all of its stage, and each of these tells its pipeline.
+        layout, self.positions = self.links.broadcast_object(
+            lambda: self.sequence_links.broadcast_object(lambda: self._decide(request))
+        )
         return self.setting(layout, self.positions, request.num_steps)
 
     def setting(
@@ -125,9 +135,14 @@ class PipeFusion:
     ) -> PipeFusionSetting:
         """The setting of a request whose layout and split are known."""
         stages = Stages.split(layout, positions)
-        patches = tuple(
-            Part(units, text=(0, 1) if m == self.text_with else None)
-            for m, units in enumerate(layout.split_units(self.num_patches))
+        units = layout.split_units(self.num_patches)
+        patches = tuple(self._part(m, each, (0, 1)) for m, each in enumerate(units))
+        n = self.sequence_links.num_ranks
+        shares = tuple(
+            tuple(
+                self._part(m, share, (k, n)) for k, share in enumerate(layout.split_range(each, n))
+            )
+            for m, each in enumerate(units)
         )
         plan = PipeFusionPlan(
             num_steps,
@@ -137,7 +152,10 @@ class PipeFusion:
             stages.num_visits,
             self.warmup_microbatches if layout.cuts_samples else 1,
         )
-        return PipeFusionSetting(layout, stages, patches, plan)
+        return PipeFusionSetting(layout, stages, patches, shares, plan)
+
+    def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
+        return Part(units, text=text if patch == self.text_with else None)
 
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler`.
@@ -147,18 +165,21 @@ class PipeFusion:
         """
         with torch.inference_mode():
             setting = self.prepare(request)
-            before = self.links.traffic.copy()
+            before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
             self.statistics = SamplingStatistics()
             watch = Stopwatch(self.statistics, self.links.rank)
             try:
                 return PipeFusionRun(self, request, setting, watch).run(on_step)
             finally:
                 watch.stop()
-                self.statistics.traffic = self.links.traffic.since(before)
+                self.statistics.traffic = self.links.traffic.since(before[0]).plus(
+                    self.sequence_links.traffic.since(before[1])
+                )
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self._layouts.layout_for(request)
-        layout.split_units(self.num_patches)
+        for units in layout.split_units(self.num_patches):
+            layout.split_range(units, self.sequence_links.num_ranks)
         if self.num_patches > 1:
             refuse_unless_elementwise(request, layout.axis)
         if self.split is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,18 @@ from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling_pipefusion import Turn
 from lightning_diffpipe.sampling.kv_cache import KvCache
 from lightning_diffpipe.sampling.layout import Part
-from lightning_diffpipe.sampling.links import Incoming, Links, MessageKind, TensorShape
+from lightning_diffpipe.sampling.links import (
+    Incoming,
+    Links,
+    MessageKind,
+    TensorShape,
+    start_all_gather,
+)
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
+from lightning_diffpipe.sampling.sequence_attention import Ulysses
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 if TYPE_CHECKING:
@@ -45,9 +52,11 @@ class PipeFusionRun:
         self._watch = watch
         layout, links = setting.layout, sampler.links
         self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
+        self._sequence = sampler.sequence_links
+        shared = self._sequence.num_ranks > 1
         self._cache = KvCache(
             setting.patches,
-            ghost=layout.ghost,
+            ghost=layout.ghost and not shared,
             hide_unseen=sampler.hide_unseen,
             verify=sampler.verify,
         )
@@ -57,14 +66,16 @@ class PipeFusionRun:
             layout,
             setting.stages.stages[links.rank],
             self._interception,
-            self._cache,
+            Ulysses(self._sequence, self._share, layout.ghost, self._cache)
+            if shared
+            else self._cache,
             request.latents.device,
             self._fill,
         )
         self._scaler = InputScaler(request)
         rows = [
             (p.units.start * layout.rows_per_unit, len(p.units) * layout.rows_per_unit)
-            for p in setting.patches
+            for p in (shares[self._sequence.rank] for shares in setting.shares)
         ]
         self._schedulers = PatchSchedulers(
             request.scheduler, request.step_kwargs, rows, layout.axis
@@ -117,9 +128,29 @@ class PipeFusionRun:
         return latents
 
     def _part(self, turn: Turn) -> Part:
-        if turn.patch is not None:
-            return self._setting.patches[turn.patch]
-        return Part(samples=turn.microbatch if turn.microbatch[1] > 1 else None)
+        """What this rank computes in a turn."""
+        return self._shares(turn.patch, turn.microbatch)[1][self._sequence.rank]
+
+    def _shares(
+        self, patch: int | None, microbatch: tuple[int, int]
+    ) -> tuple[Part, Sequence[Part]]:
+        """What all ranks of the stage compute together, and the part of each."""
+        setting, n = self._setting, self._sequence.num_ranks
+        if patch is not None:
+            return setting.patches[patch], setting.shares[patch]
+        together = Part(samples=microbatch if microbatch[1] > 1 else None)
+        if n == 1:
+            return together, (together,)
+        # The rows that are a rank's own in patches are its own in synchronous steps.
+        units = [tuple(shares[k].units for shares in setting.shares) for k in range(n)]
+        return together, [replace(together, units=units[k], text=(k, n)) for k in range(n)]
+
+    def _share(self, part: Part) -> tuple[Part, Sequence[Part]]:
+        """The same, for a part of this rank."""
+        for patch, shares in enumerate(self._setting.shares):
+            if part == shares[self._sequence.rank]:
+                return self._setting.patches[patch], shares
+        return self._shares(None, part.samples or (0, 1))
 
     def _unread(self, latents: Tensor) -> Tensor:
         return torch.full_like(latents, self._fill)
@@ -149,8 +180,8 @@ class PipeFusionRun:
     def _give_back(self, turn: Turn, latents: Tensor) -> None:
         if self._is_first or turn.step == self._setting.plan.num_steps - 1:
             return
-        rows = self._rows(latents, turn)
-        self._links.send(rows.clone(memory_format=torch.contiguous_format), 0, "latents")
+        rows = self._setting.layout.take_rows(latents, self._part(turn).units)
+        self._links.send(rows, 0, "latents")
 
     def _take_back(self, turn: Turn, latents: Tensor) -> None:
         """Waits for the rows this turn starts from; after a synchronous step all come at once."""
@@ -161,7 +192,10 @@ class PipeFusionRun:
             return
         with self._watch.waiting():
             _, message = self._returned.take()
-        (latents if after_synchronous else self._rows(latents, turn)).copy_(message)
+        # After a synchronous step all rows come at once, on the first turn of the next.
+        units = self._shares(None, (0, 1))[1][self._sequence.rank].units
+        units = units if after_synchronous else self._part(turn).units
+        self._setting.layout.put_rows(latents, units, message)
 
     def _latent_shapes(self) -> Iterator[list[TensorShape]]:
         if not self._is_first or self._is_last:
@@ -169,21 +203,30 @@ class PipeFusionRun:
         plan, latents = self._setting.plan, self._request.latents
         for turn in plan.turns:
             if turn.step < plan.num_steps - 1 and (turn.patch is not None or turn.is_last):
-                yield [TensorShape.of(self._rows(latents, turn))]
-
-    def _rows(self, latents: Tensor, turn: Turn) -> Tensor:
-        units = None if turn.patch is None else self._setting.patches[turn.patch].units
-        return self._setting.layout.rows(latents, units)
+                rows = self._setting.layout.take_rows(latents, self._part(turn).units)
+                yield [TensorShape.of(rows)]
 
     def _share_result(self, latents: Tensor) -> Tensor:
-        """The last rank's latents, on all ranks."""
+        """The last stage's latents, on all ranks."""
         links = self._links
         last = links.num_ranks - 1
         if not self._is_last:
             return links.receive(TensorShape.of(latents), last, "result").wait()
+        if self._sequence.num_ranks > 1:
+            self._collect_rows(latents)
         for rank in range(last):
             links.send(latents, rank, "result")
         return latents
+
+    def _collect_rows(self, latents: Tensor) -> None:
+        """Brings together what the ranks of the last stage have stepped."""
+        layout, (_, parts) = self._setting.layout, self._shares(None, (0, 1))
+        rows = [layout.take_rows(latents, part.units) for part in parts]
+        shapes = [TensorShape.of(each) for each in rows]
+        gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, "result")()
+        for part, values in zip(parts, gathered, strict=True):
+            layout.put_rows(latents, part.units, values)
+        self._sequence.finish()
 
 
 @dataclass

@@ -13,7 +13,9 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import share
-from lightning_diffpipe.sampling.kv_cache import AttentionCall
+from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.layout import Part, Selection
 from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
@@ -33,12 +35,19 @@ class _OverRanks:
 
     Args:
         links: Between the ranks.
-        parts: Of each rank.
+        share: Tells, for this rank's part, what all ranks compute together and the part of each.
         ghost: Blocks are fed a ghost token instead of no text.
+        inner: Answers the call for all ranks' tokens together; plain attention if None.
     """
 
-    def __init__(self, links: Links, parts: Sequence[Part], ghost: bool) -> None:
-        self._links, self._parts, self._ghost = links, tuple(parts), ghost
+    def __init__(
+        self,
+        links: Links,
+        share: Callable[[Part], tuple[Part, Sequence[Part]]],
+        ghost: bool,
+        inner: PartAttention | None = None,
+    ) -> None:
+        self._links, self._share, self._ghost, self._inner = links, share, ghost, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
 
     def attend(
@@ -54,15 +63,18 @@ class _OverRanks:
         """Attends from this rank's tokens to those of all ranks."""
         if options.get("is_causal"):
             raise LayoutError(f"{where.block.name} attends causally; only full attention is split")
-        owned = [where.tokens.owned(part, where.block.num_text) for part in self._parts]
+        together, parts = self._share(where.part)
+        owned = _positions(where, together, parts)
         fed = where.tokens.fed(where.part, where.block.num_text, self._ghost)
         ghost_of = None
         if len(fed) > len(owned[self._links.rank]):
-            own = torch.isin(fed.index, owned[self._links.rank].index).nonzero().squeeze(1)
-            ghost_of = Selection(len(fed), own)
+            own = where.tokens.owned(where.part, where.block.num_text)
+            ghost_of = Selection(len(fed), torch.isin(fed.index, own.index).nonzero().squeeze(1))
             fed_shape = (*q.shape[:-1], v.shape[-1])
             q, k, v = (ghost_of.take(x, x.ndim - 2) for x in (q, k, v))
         mask = self._whole_mask(attn_mask, fed, ghost_of, owned, where)
+        if self._inner is not None:
+            attend = partial(self._inner.attend, replace(where, part=together), attend)
         out = self._attend(attend, q, k, v, mask, owned, options)
         if ghost_of is None:
             return out
@@ -101,7 +113,7 @@ class _OverRanks:
         if ghost_of is not None:
             mask = ghost_of.take(mask, mask.ndim - 1)
         lead = tuple(mask.shape[:-1])
-        whole = mask.new_zeros(*lead, where.tokens.size)
+        whole = mask.new_zeros(*lead, owned[0].size)
         pieces = exchange(
             self._links,
             dict.fromkeys(self._peers, mask),
@@ -111,6 +123,16 @@ class _OverRanks:
         for rank, piece in (pieces | {self._links.rank: mask}).items():
             owned[rank].put(whole, whole.ndim - 1, piece)
         return whole
+
+
+def _positions(where: AttentionCall, together: Part, parts: Sequence[Part]) -> list[Selection]:
+    """Where the tokens of each part are among those of all parts together."""
+    num_text = where.block.num_text
+    owned = [where.tokens.owned(part, num_text) for part in parts]
+    whole = where.tokens.owned(together, num_text)
+    if whole.index is None:
+        return owned
+    return [Selection(len(whole), torch.searchsorted(whole.index, each.index)) for each in owned]
 
 
 class Ulysses(_OverRanks):

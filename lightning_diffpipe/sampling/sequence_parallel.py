@@ -139,7 +139,7 @@ class SequenceParallel:
             layout,
             Stages.split(layout, ()).stages[0],
             interception,
-            _MODES[self.mode](links, parts, layout.ghost),
+            _MODES[self.mode](links, lambda part: (Part(), parts), layout.ghost),
             request.latents.device,
             float("nan") if self.verify else 0.0,
         )

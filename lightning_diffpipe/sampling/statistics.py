@@ -40,6 +40,14 @@ class Traffic:
             self.messages_sent - before.messages_sent,
         )
 
+    def plus(self, other: Traffic) -> Traffic:
+        """What was counted here and there."""
+        return Traffic(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.messages_sent + other.messages_sent,
+        )
+
 
 @dataclass
 class SamplingStatistics:
