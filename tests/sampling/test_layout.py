@@ -15,6 +15,7 @@ from lightning_diffpipe.sampling.layout import Part
 from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.stages import Stages, resident_parameters
 from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords
 from tests.sampling.models import build, request_for, scheduler_for
 
@@ -86,6 +87,19 @@ def test_weights_do_not_matter():
     assert layout.readers == expected.readers
     assert layout.constants == expected.constants
     assert all(p.isnan().all() for p in tiny.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["pixart", "dit"])
+def test_a_rank_holds_its_share_of_the_blocks_and_what_is_shared(name):
+    tiny = build(name)
+    layout = layout_of(name, tiny)
+    stages = Stages.split(layout, (1, 2, 3))
+    sizes = {key: p.numel() for key, p in tiny.model.named_parameters()}
+    blocks = sum(size for key, size in sizes.items() if key.startswith("transformer_blocks."))
+    shared = sum(sizes.values()) - blocks + sum(sizes[key] for key in layout.glue_parameters)
+    for rank in range(4):
+        own = resident_parameters(tiny.model, layout, stages, rank)
+        assert sum(sizes[key] for key in own) <= blocks / 4 + shared
 
 
 def test_layouts_are_plain_data():
