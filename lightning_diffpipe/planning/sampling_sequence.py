@@ -53,7 +53,7 @@ def ulysses_bytes(size: AttentionSize, tokens: Sequence[int]) -> int:
 
     Example:
         >>> ulysses_bytes(AttentionSize(1, 4, 4, 8, 8, 2), [50, 50])     # 4 (N - 1) / N e B t h
-        6400
+        12800
     """
     n, total = len(tokens), 0
     for rank in range(n):
