@@ -27,8 +27,19 @@ class Clock(Protocol):
     def seconds(self, start: Any, stop: Any) -> float:
         """Seconds between two stamps that are past."""
 
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass on the host."""
 
-class HostClock:
+
+class _Sleeping:
+    """What all clocks of real machines do alike."""
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock`."""
+        time.sleep(seconds)
+
+
+class HostClock(_Sleeping):
     """For work that is done when the call returns."""
 
     def stamp(self) -> float:
@@ -47,7 +58,7 @@ class HostClock:
         return stop - start
 
 
-class CudaClock:
+class CudaClock(_Sleeping):
     """For work in the current stream of a GPU; gaps in which the GPU waits for the host count.
 
     Args:

@@ -329,9 +329,10 @@ class Engine:
         recording, ended_s = self.executor.recording, time.perf_counter()
         if following is not None and self._shares is not None and self._shares.adapts:
             assert following.step.frozen is not None
-            between_s = recording.started_s - (self._ended_s or recording.started_s)
+            before_s = self._ended_s or recording.started_s
             self._shares.observe(
-                recording.compute_s + between_s,
+                ended_s - before_s,
+                recording.compute_s + recording.started_s - before_s,
                 recording.encode_s,
                 following.step.frozen.num_own_groups,
                 following.step.total_groups,

@@ -6,8 +6,9 @@
 A `Filler` holds this rank's frozen parts of the next batch as runs that pause at every layer. At each
 wait it goes on, layer by layer, for as long as the wait is expected to last:
 
-* *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer that would
-  probably end after the message came is not started: being late delays every other rank.
+* *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer of which
+  more than half would probably come after the message is not started, as being late delays every other
+  rank; unless the message is overdue.
 * *planned*, where waits are ordered on the device (NCCL): the host cannot know when a message arrives,
   so it puts as many layers in front of the wait as took its time in the steps before.
 
@@ -35,6 +36,7 @@ from lightning_diffpipe.runtime.recording import Recording
 FillingMode = Literal["opportunistic", "planned"]
 
 _SMOOTHING = 0.3  # weight of the newest measurement
+_POLL_S = 3e-4
 _NO_WAIT_S = 2e-4  # a wait that took less did not wait
 _SHRINK = 0.9  # what is made of a wait that was filled for too long, nobody knows by how much
 
@@ -150,12 +152,15 @@ class Filler:
             is_ready: Whether it can go on.
             recording: Of the running step.
         """
-        start = recording.stamp()
+        filled = start = recording.stamp()
         limit = _Limit(self._times, wait, is_ready)
-        while not self.done and (self._run is not None or limit.allows(_BEGINNING)):
-            if not self._go_on(limit.allows, recording):
+        while not self.done:
+            begins = self._run is not None or limit.allows(_BEGINNING)
+            ended = begins and self._go_on(limit.allows, recording)
+            filled = recording.stamp()
+            if not ended and not limit.is_overdue():
                 break
-        self._waits.append((wait, start, recording.stamp()))
+        self._waits.append((wait, start, filled))
 
     def finish(self, recording: Recording) -> None:
         """Runs all that is left."""
@@ -200,21 +205,42 @@ class _Limit:
         self._budget_s = times.budgets.expected_s(wait)
         self._spent_s = 0.0
         self._start = times.clock.stamp()
-        self._is_ready = is_ready if times.mode == "opportunistic" else _never
+        self._asks = times.mode == "opportunistic"
+        self._is_ready = is_ready if self._asks else _never
+        self._refused_s = 0.0
 
     def allows(self, layer: str) -> bool:
         """Whether a layer should be started now; it counts as run if so."""
         times = self._times
         expected_s = times.pace.expected_s(layer)
-        if times.mode == "opportunistic":
-            self._spent_s = times.clock.seconds(self._start, times.clock.stamp())
+        if self._asks:
+            self._spent_s = self._elapsed_s
             expected_s = expected_s or 0.0  # whoever can look for the message may try
         elif expected_s is None:
             return False  # runs behind the pipeline once, and is timed there
+        self._refused_s = expected_s
         if self._is_ready() or self._spent_s + expected_s / 2 > self._budget_s:
             return False
         self._spent_s += expected_s
         return True
+
+    def is_overdue(self) -> bool:
+        """Waits; says yes if the message is not there when the refused layer would have been half done.
+
+        Then the wait is longer than those before it, nobody knows by how much, and all layers may run.
+        """
+        until_s = self._budget_s + self._refused_s / 2
+        while self._asks and not self._is_ready():
+            if self._elapsed_s > until_s:
+                self._budget_s = float("inf")
+                return True
+            self._times.clock.sleep(_POLL_S)
+        return False
+
+    @property
+    def _elapsed_s(self) -> float:
+        clock = self._times.clock
+        return clock.seconds(self._start, clock.stamp())
 
 
 class _Lap:

@@ -7,6 +7,9 @@ numbers and compute the same new shares from them:
     busy    rank 0 |=========|              groups   5
             rank 1 |=============|                   3        busy + groups x group_s: equal
 
+What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved
+slower are left again, for good.
+
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
 them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
 also take the same course.
@@ -14,13 +17,15 @@ also take the same course.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from lightning_diffpipe.planning.filling_shares import shares
 
-_WORTHWHILE = 0.25  # of a group's time must be won
+_WORTHWHILE = 0.5  # of a group's time must be won
+_SLOWER = 1.01  # than the best that was tried
 _SMOOTHING = 0.4
-_FIRST, _EVERY = 4, 16  # steps: doubling at first, then at this distance
+_AT_FIRST, _LATER = 4, 16  # steps between two looks
 
 
 class GroupShares:
@@ -50,6 +55,8 @@ class GroupShares:
         self._steps = 0
         self._busy_s: float | None = None
         self._group_s: float | None = None
+        self._steps_s: list[float] = []
+        self._tried: dict[tuple[int, ...], float] = {}
 
     def counts(self, num_groups: int) -> tuple[int, ...]:
         """Groups of a batch for each rank; they add up.
@@ -60,10 +67,13 @@ class GroupShares:
         """
         return _rounded([weight * num_groups / sum(self._weights) for weight in self._weights])
 
-    def observe(self, busy_s: float, encode_s: float, num_groups: int, total_groups: int) -> None:
+    def observe(
+        self, step_s: float, busy_s: float, encode_s: float, num_groups: int, total_groups: int
+    ) -> None:
         """Takes in a step; every rank of the pipeline must call it after the same steps.
 
         Args:
+            step_s: Seconds since the step before.
             busy_s: Seconds this rank was busy with anything but frozen work.
             encode_s: Seconds of its frozen work.
             num_groups: Groups it encoded.
@@ -71,25 +81,38 @@ class GroupShares:
         """
         if not self.adapts:
             return
+        self._steps_s.append(step_s)
         self._busy_s = _smoothed(self._busy_s, busy_s)
         if num_groups:
             self._group_s = _smoothed(self._group_s, encode_s / num_groups)
         self._steps += 1
-        if self._steps >= _FIRST and (self._steps < _EVERY or not self._steps % _EVERY):
+        if not self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
             self._adapt(total_groups)
 
     def _adapt(self, total: int) -> None:
-        gathered = self._gather([self._busy_s or 0.0, self._group_s or 0.0])
-        busy_s = [busy for busy, _ in gathered]
-        known = [group for _, group in gathered if group > 0]
+        own = [statistics.median(self._steps_s), self._busy_s or 0.0, self._group_s or 0.0]
+        gathered = self._gather(own)
+        self._steps_s.clear()
+        known = [group for _, _, group in gathered if group > 0]
         if not known:
             return
-        group_s = sum(known) / len(known)
-        proposed = shares([max(busy_s) - busy for busy in busy_s], group_s, total)
-        if _end_s(busy_s, self.counts(total), group_s) - _end_s(busy_s, proposed, group_s) > (
-            _WORTHWHILE * group_s
-        ):
+        current = self.counts(total)
+        self._tried[current] = max(step for step, _, _ in gathered)
+        best = min(self._tried, key=lambda counts: (self._tried[counts], counts))
+        if self._tried[current] > _SLOWER * self._tried[best]:
+            self._weights = [float(count) for count in best]
+            return
+        busy_s = [busy for _, busy, _ in gathered]
+        proposed = _proposed(busy_s, sum(known) / len(known), current)
+        if proposed not in self._tried:
             self._weights = [float(count) for count in proposed]
+
+
+def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...]) -> tuple[int, ...]:
+    """Shares with which all ranks would end together, if that wins enough over the current ones."""
+    counts = shares([max(busy_s) - busy for busy in busy_s], group_s, sum(current))
+    won_s = _end_s(busy_s, current, group_s) - _end_s(busy_s, counts, group_s)
+    return counts if won_s > _WORTHWHILE * group_s else current
 
 
 def _end_s(busy_s: Sequence[float], groups: Sequence[int], group_s: float) -> float:
