@@ -28,7 +28,7 @@ from benchmarks.harness import environment, table
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_choice import DenoiserProfile, choose_sampling
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
-from lightning_diffpipe.sampling.links import LoopbackNetwork
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.links import LoopbackNetwork
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from tests.sampling.models import STEPS, build, request_for
 

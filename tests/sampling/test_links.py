@@ -9,12 +9,8 @@ import torch
 
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.links import (
-    LoopbackNetwork,
-    TensorShape,
-    exchange,
-    start_all_gather,
-)
+from lightning_diffpipe.sampling.links import TensorShape, exchange, start_all_gather
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
-from lightning_diffpipe.sampling.links import Links, LoopbackNetwork
+from lightning_diffpipe.sampling.links import Links
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.request import Request
 
 

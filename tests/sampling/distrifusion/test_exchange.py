@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
-from lightning_diffpipe.sampling.links import LoopbackNetwork, TensorShape
+from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 

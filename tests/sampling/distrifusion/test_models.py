@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.links import Alone, LoopbackNetwork
+from lightning_diffpipe.sampling.links import Alone
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
 from tests.sampling.distrifusion.models import (
     TRANSFORMERS,
