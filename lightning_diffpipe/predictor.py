@@ -36,7 +36,6 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.auto import choose, mesh_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
-from lightning_diffpipe.sampling.links import Alone
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
 from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
 from lightning_diffpipe.sampling.report import SamplingReport, merge
@@ -125,7 +124,7 @@ class Predictor:
             method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
         )
         where = _device(device)
-        world = World(Alone(where), "gloo") if alone else join_world(where, timeout_s)
+        world = World.alone(where) if alone else join_world(where, timeout_s)
         source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
         return cls(source, options, world, where, timeout_s)
 
@@ -185,7 +184,7 @@ class Predictor:
             pictures = self._lead(settings)
         else:
             pictures = None
-            self._sample(self._world.links.broadcast_object(_not_here))
+            self._sample(self._world.requests.broadcast_object(_not_here))
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return pictures
@@ -216,12 +215,12 @@ class Predictor:
                 if not isinstance(error, DiffPipeError):
                     reason = DiffPipeError(f"rank 0 failed before sampling: {error!r}")
                 with contextlib.suppress(Exception):
-                    self._world.links.broadcast_object(lambda: _raise(reason))
+                    self._world.requests.broadcast_object(lambda: _raise(reason))
             raise
 
     def _announce(self, call: Call) -> Tensor:
         self._announced = True
-        return self._sample(self._world.links.broadcast_object(call.packed))
+        return self._sample(self._world.requests.broadcast_object(call.packed))
 
     def _sample(self, packed: Call) -> Tensor:
         call = packed.unpacked(self.device)
@@ -242,7 +241,7 @@ class Predictor:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
             link = self._world.measured_link() if self.options.method == "auto" else None
-            chosen = self._world.links.broadcast_object(lambda: self._choose(call, link))
+            chosen = self._world.requests.broadcast_object(lambda: self._choose(call, link))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 

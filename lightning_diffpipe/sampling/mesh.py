@@ -28,8 +28,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.sampling.links import (
@@ -163,12 +164,20 @@ class World:
     """All ranks.
 
     Attributes:
-        links: Between all of them, over gloo: requests and pictures are rare and travel on the host.
+        links: Between all of them, over gloo: what is rare travels on the host.
+        requests: The same for what may take long on one rank: loading, encoding prompts, choosing a
+            method, and whatever the caller does between two requests.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
     """
 
     links: Links
+    requests: Links
     backend: str
+
+    @classmethod
+    def alone(cls, device: torch.device) -> World:
+        """A world of this process only."""
+        return cls(Alone(device), Alone(device), "gloo")
 
     @property
     def rank(self) -> int:
@@ -182,11 +191,7 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Plain data of all ranks, on all ranks."""
-        if not isinstance(self.links, ProcessLinks):
-            return [value]
-        values = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.links.control)
-        return values
+        return _gathered(self.links, value)
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on this rank, if it works on all; else the first error, on all ranks."""
@@ -195,7 +200,7 @@ class World:
             value = make()
         except DiffPipeError as raised:
             error = raised
-        for raised_there in self.gather(error):
+        for raised_there in _gathered(self.requests, error):
             if raised_there is not None:
                 raise error or raised_there
         return value
@@ -209,8 +214,22 @@ class World:
 
     def disconnect(self) -> None:
         """Destroys the groups made for these links; the default group stays."""
-        if isinstance(self.links, ProcessLinks):
-            self.links.disconnect()
+        for links in (self.links, self.requests):
+            if isinstance(links, ProcessLinks):
+                links.disconnect()
+
+
+def _gathered(links: Links, value: Any) -> list[Any]:
+    if not isinstance(links, ProcessLinks):
+        return [value]
+    values = [None] * links.num_ranks
+    try:
+        dist.all_gather_object(values, value, group=links.control)
+    except RuntimeError as error:
+        raise PipelineTimeoutError(
+            f"rank {links.rank} lost a peer, which stopped; its own error says why"
+        ) from error
+    return values
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
@@ -221,10 +240,15 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return World(Alone(device), "gloo")
+        return World.alone(device)
     ranks = list(range(dist.get_world_size()))
-    links = ProcessLinks.connect([ranks], device, "gloo", timeout_s)
-    return World(links, "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo")
+    patience_s = max(timeout_s, default_pg_timeout.total_seconds())
+    links, requests = (
+        ProcessLinks.connect([ranks], device, "gloo", seconds)
+        for seconds in (timeout_s, patience_s)
+    )
+    backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
+    return World(links, requests, backend)
 
 
 def _one_gpu_each() -> bool:

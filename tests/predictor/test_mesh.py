@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -20,6 +20,7 @@ from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitti
 sizes = st.integers(1, 4)
 
 
+@settings(deadline=None)
 @given(st.builds(SamplingMesh, sizes, st.integers(1, 2), sizes, sizes))
 def test_every_rank_is_in_one_group_of_each_axis(mesh):
     for axis in ("data", "guidance", "parallel", "sequence"):
@@ -31,6 +32,7 @@ def test_every_rank_is_in_one_group_of_each_axis(mesh):
             assert all(place == places[0] for place in places)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.sampled_from(sorted(AXES)))
 def test_fitting_meshes_have_all_ranks_and_are_all(num_ranks, method):
     meshes = list(fitting_meshes(num_ranks, AXES[method]))
@@ -92,6 +94,7 @@ def test_the_reason_is_one_line_with_numbers():
     assert "\n" not in reason
 
 
+@settings(deadline=None, max_examples=25)
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 30), st.integers(1, 5))
 def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)
