@@ -26,10 +26,9 @@ from lightning_diffpipe.planning.schedules import INTERLEAVED, schedule_of
 from lightning_diffpipe.planning.simulator import makespan, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
-FILLINGS_KNOWN = ("diffusionpipe", "shares")
-
-NOT_RUN = 1.005
-"""Filling like DiffusionPipe, which can only be planned, must be this much faster to be chosen."""
+FILLINGS_RUN = ("shares",)
+"""What `filling="auto"` chooses from, beside no filling: plans that can be run. The policy of
+DiffusionPipe, which moves samples between ranks in the middle of an encoder, is planned when asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +140,17 @@ class Evaluator:
         plans = [unfilled]
         if self.fills:
             wanted = self.options.filling
-            for policy in FILLINGS_KNOWN if wanted == "auto" else (wanted,):
+            for policy in FILLINGS_RUN if wanted == "auto" else (wanted,):
                 plans.append(self.filled_plan(proposal, policy, unfilled))
         if self.options.filling not in ("none", "auto"):
             plans = plans[-1:]
-        return min(plans, key=rank_of)
+        return min(plans, key=lambda plan: plan.planned.iteration_s)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
         """Frozen work in front of the pipeline."""
-        shape, schedule = proposal.shape, self.frame(proposal).schedule
-        costs = self.costs(proposal)
+        schedule, costs = self.frame(proposal).schedule, self.costs(proposal)
         timeline = simulate(lower(schedule), costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
-        computed = (s for s in timeline.spans if isinstance(s.instruction, Compute))
         planned = Planned(
             iteration_s=iteration_s,
             bubble_ratio=bubble_ratio,
@@ -161,7 +158,7 @@ class Evaluator:
             unfilled_bubble_ratio=bubble_ratio,
             frozen_s=math.fsum(costs.encode_s),
             leftover_s=0.0,
-            no_bubble_limit_s=sum(s.duration_s for s in computed) / shape.num_ranks,
+            no_bubble_limit_s=_no_bubble_limit_s(timeline),
             peak_memory_bytes=self.peak_bytes(proposal),
             samples_per_s=self._rate(iteration_s),
         )
@@ -191,6 +188,7 @@ class Evaluator:
             unfilled.planned,
             iteration_s=timeline.iteration_s,
             bubble_ratio=timeline.bubble_ratio,
+            no_bubble_limit_s=_no_bubble_limit_s(timeline),
             frozen_s=math.fsum(filled.piece_s),
             leftover_s=filled.leftover_s,
             samples_per_s=self._rate(timeline.iteration_s),
@@ -237,6 +235,12 @@ class Evaluator:
         return ((),) * placement.num_stages
 
 
+def _no_bubble_limit_s(timeline: Timeline) -> float:
+    """All work divided by all ranks."""
+    computed = (span for span in timeline.spans if isinstance(span.instruction, Compute))
+    return sum(span.duration_s for span in computed) / timeline.num_ranks
+
+
 def fill(
     policy: str,
     schedule: Schedule,
@@ -251,9 +255,3 @@ def fill(
     else:
         placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), num_samples)
     return weave(schedule, timeline, placed)
-
-
-def rank_of(plan: PipelinePlan) -> float:
-    """What plans are compared by: the time of a step, and whether they can be run."""
-    only_planned = plan.options.filling == "diffusionpipe"
-    return plan.planned.iteration_s * (NOT_RUN if only_planned else 1.0)

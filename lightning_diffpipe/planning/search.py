@@ -18,7 +18,7 @@ from lightning_diffpipe.planning.baselines import baseline_cuts
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, rank_of
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -81,7 +81,7 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
     plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
     if search.evaluator.fills and options.filling == "auto":
         plans.append(find_plan(profile, cluster, replace(options, filling="none")))
-    return min(plans, key=rank_of)
+    return min(plans, key=lambda plan: plan.planned.iteration_s)
 
 
 @dataclass

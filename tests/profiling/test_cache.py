@@ -6,11 +6,11 @@ import torch
 
 from lightning_diffpipe import ModelProfile
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling import cache
+from lightning_diffpipe.profiling import bench, cache
 from lightning_diffpipe.profiling.cache import cached_profile, profile_path, write_atomically
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.state import take_samples
-from tests.profiling.toys import toy
+from tests.profiling.toys import CpuClock, toy
 
 OPTIONS = {"sample_counts": (2,), "repeats": 1}
 
@@ -126,6 +126,7 @@ def test_a_profile_of_a_busy_machine_is_measured_anew(
 ):
     """History: a profile taken beside other work stayed, and promised 820 ms where 516 were measured."""
     monkeypatch.setattr(cache, "TOLERANCE", 9.0)
+    monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
     module, step, batch, graph = toy()
     subject = Subject(module, step, batch, graph, **OPTIONS)
     first = cached_profile(subject)
