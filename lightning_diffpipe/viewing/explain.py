@@ -120,7 +120,9 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
         name: step_s - simulate(plan.lowered, changed).iteration_s
         for name, changed in without.items()
     }
-    saved["pipeline warm-up and cooldown"] = _fill_s(plan, costs)
+    # Waiting that frozen work has filled is none: no more than all bubbles can be won.
+    winnable_s = step_s - plan.planned.no_bubble_limit_s
+    saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
     found = (Part(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
 

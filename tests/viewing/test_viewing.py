@@ -146,6 +146,16 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     assert "so 34.5% could be won at best" in text
 
 
+def test_bubbles_that_are_full_hold_nothing_up():
+    """History: with bubbles full of frozen work, their warm-up was named as a tenth of the step."""
+    _, _, plan = plan_of(filling="shares", num_microbatches=2)
+    explanation = explain(plan)
+    winnable_s = plan.planned.iteration_s - plan.planned.no_bubble_limit_s
+    warm_up = {part.name: part.saved_s for part in explanation.parts}
+    assert warm_up.get("pipeline warm-up and cooldown", 0) <= winnable_s + 1e-9
+    assert winnable_s >= 0
+
+
 @pytest.mark.parametrize(
     ("cluster", "bottleneck"),
     [
