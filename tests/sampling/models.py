@@ -251,7 +251,7 @@ MODELS = {
     "hunyuandit": hunyuandit,
 }
 MAIN = ("pixart", "pixart, two calls", "dit", "sd3", "flux", "wan")
-"""What the fast tests run; the others run in slow ones."""
+"""The families that are compared with the definition; the others run elsewhere."""
 
 _SCHEDULERS = {
     "pixart": "DPMSolverMultistepScheduler",

@@ -40,22 +40,28 @@ def tiny():
     return build("pixart")
 
 
+@pytest.fixture(scope="module")
+def synchronous(tiny):
+    """All steps compute all tokens, but patches are stepped apart; the model is probed once."""
+    return PipeFusion(tiny.model, num_patches=4, warmup_steps=99)
+
+
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_synchronous_steps_in_patches_are_one_process(name, tiny):
+def test_synchronous_steps_in_patches_are_one_process(name, tiny, synchronous):
     """Histories of multistep solvers and the scaling of Euler's input included."""
     request = request_for("pixart", make(name), tiny=tiny)
     expected = sample_plainly(request)
-    result = PipeFusion(tiny.model, num_patches=4, warmup_steps=99).sample(request)
+    result = synchronous.sample(request)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     assert getattr(request.scheduler, "_step_index", None) is None  # the request's own is untouched
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny):
+def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny, synchronous):
     def request():
         return request_for("pixart", make(name), tiny=tiny, generator=generator())
 
-    result = PipeFusion(tiny.model, num_patches=4, warmup_steps=99).sample(request())
+    result = synchronous.sample(request())
     torch.testing.assert_close(result, sample_plainly(request()), rtol=1e-12, atol=1e-12)
 
 
@@ -72,13 +78,13 @@ def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_eta_is_passed_on(tiny):
+def test_eta_is_passed_on(tiny, synchronous):
     def request(eta):
         return request_for(
             "pixart", make("DDIMScheduler"), tiny=tiny, eta=eta, generator=generator()
         )
 
-    result = PipeFusion(tiny.model, num_patches=2, warmup_steps=99).sample(request(0.7))
+    result = synchronous.sample(request(0.7))
     torch.testing.assert_close(result, sample_plainly(request(0.7)), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(result, sample_plainly(request(0.0)))
 

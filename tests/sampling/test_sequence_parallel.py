@@ -11,13 +11,13 @@ from diffusers import DDPMScheduler
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from tests.sampling.models import MODELS, build, request_for, sample_plainly
+from tests.sampling.models import build, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
-FAST = ("pixart", "flux", "wan, frames", "lumina2")
+FAST = ("pixart", "sd3", "lumina2")
 CASES = [
     pytest.param(name, mode, marks=() if name in FAST else pytest.mark.slow)
-    for name in MODELS
+    for name in (*FAST, "flux", "qwen", "wan, frames", "hunyuandit")
     for mode in ("ulysses", "ring")
 ]
 
