@@ -24,7 +24,7 @@ can be negative (the band's own is then taken, as in the original). "Predicted" 
 statistics move along the path of the sampler, and how much of a change bands have in common. Means are predicted,
 and logarithms of variances, so that these stay positive; g and l_j are one number for each sample and layer,
 from all groups, so that a group that hardly moved decides nothing; a variance changes by at most a factor of
-two. Without two steps of history "predicted" is "stale".
+two. In the first displaced step, without two steps of history, changes are taken to be shared: g = 0, l_j = 1.
 
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481, section 4.3: the corrected rule
@@ -143,23 +143,28 @@ def predicted(
     Returns:
         Moments of the whole picture.
     """
-    if earlier is None:
-        return stale(before, now, band, shares)
-    mean = before.mean + _next_change(now.mean, before.mean, earlier.mean, band)
-    new, old, older = ((m.variance + _TINY).log() for m in (now, before, earlier))
-    change = _next_change(new, old, older, band)
+    last = None if earlier is None else before.mean - earlier.mean
+    mean = before.mean + _next_change(now.mean - before.mean[band], last, band)
+    old = _log(before)
+    last = None if earlier is None else old - _log(earlier)
+    change = _next_change(_log(now) - old[band], last, band)
     change = change.clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
     return stale(Moments(before.variance * change.exp(), mean), now, band, shares)
 
 
-def _next_change(now: Tensor, before: Tensor, earlier: Tensor, band: int) -> Tensor:
-    """Of all bands, `(bands, samples, groups)`, from their last one and the two last ones of this band."""
-    last = before - earlier
-    own, own_last = now - before[band], last[band]
+def _next_change(own: Tensor, last: Tensor | None, band: int) -> Tensor:
+    """Of all bands, from that of this band and the last one of all, `(bands, samples, groups)`."""
+    if last is None:
+        return own
+    own_last = last[band]
     size = own_last.square().sum(-1, keepdim=True).clamp_min(_TINY)
     pace = ((own * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
     shared = ((last * own_last).sum(-1, keepdim=True) / size).clamp(0.0, 1.0)
     return pace * last + shared * (own - pace * own_last)
+
+
+def _log(moments: Moments) -> Tensor:
+    return (moments.variance + _TINY).log()
 
 
 def normalised(

@@ -95,8 +95,9 @@ def test_predicted_follows_bands_that_move_apart_steadily():
     assert (corrected(before, now.band(1), 1, SHARES)[0].mean - wanted).abs().min() > 1
 
 
-def test_predicted_without_history_is_stale():
-    before, now = of_bands(picture(0)), of_bands(picture(1)).band(0)
-    assert torch.equal(
-        predicted(before, None, now, 0, SHARES).mean, stale(before, now, 0, SHARES).mean
-    )
+def test_predicted_without_history_takes_changes_to_be_shared():
+    before = of_bands(picture(0))
+    now = Moments(before.variance * 1.1, before.mean + 0.3)
+    found, wanted = predicted(before, None, now.band(1), 1, SHARES), now.combined(SHARES)
+    assert torch.allclose(found.mean, wanted.mean)
+    assert torch.allclose(found.variance, wanted.variance)
