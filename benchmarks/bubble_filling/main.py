@@ -30,7 +30,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, default="two_ranks")
-    parser.add_argument("--only", help="one case, for example controlnet-2, or 4 emulated ranks")
+    parser.add_argument(
+        "--only", help="some cases, for example controlnet-2,controlnet-4; or 4 emulated ranks"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=6, help="counted turns of each system")
     arguments = parser.parse_args()

