@@ -39,7 +39,7 @@ def relative(a, b):
 def test_synchronous_bands_compute_what_one_process_computes(name, tiny_models):
     request = request_for(name, tiny_models(name), num_steps=2)
     wanted = OneProcess().sample(request)
-    for num_bands in (2, 3):  # of 32 rows in units of 4 or 2, three bands are uneven
+    for num_bands in (2, 3) if name in UNETS else (3,):  # three bands of 32 rows are uneven
         found, _ = emulate(request, num_bands, mode="synchronous", verify=False)
         assert relative(found, wanted) < 1e-12
     naive, _ = emulate(request, 2, mode="naive", warmup_steps=0, verify=False)
@@ -56,8 +56,9 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
         assert not torch.equal(emulate(request, 2, mode=mode, warmup_steps=1)[0], wanted)
 
 
-@pytest.mark.parametrize("group_norm", ["predicted", "corrected", "stale"])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("name", "group_norm"), [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")]
+)
 def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
     tiny = tiny_models(name)
     call, x = tiny.denoise(tiny.model), tiny.latents

@@ -59,7 +59,6 @@ MODES = [
     {"warmup_steps": 1},
     {"warmup_steps": 0},
     {"warmup_steps": 3, "calls_per_message": 2},
-    {"warmup_steps": 9},
     {"warmup_steps": 1, "group_norm": "separate"},
     {"warmup_steps": 2, "group_norm": "synchronous", "calls_per_message": 1},
     {"mode": "naive", "warmup_steps": 2},
