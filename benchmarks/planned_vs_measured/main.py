@@ -147,10 +147,12 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             if re.search(only, case.name):
                 turns = on_ranks(2, measure_model, case, arguments.rounds)
                 rows.append(row_of(case.name, turns))
+                print(rows[-1], flush=True)
         for nap in SLEEPING:
             if re.search(only, nap.name):
                 turns = on_ranks(nap.num_ranks, measure_sleeping, nap, arguments.rounds)
                 rows.append(row_of(nap.name, turns))
+                print(rows[-1], flush=True)
     return rows
 
 
