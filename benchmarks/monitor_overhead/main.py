@@ -6,6 +6,7 @@ python benchmarks/monitor_overhead/main.py --json out.json
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -78,6 +79,8 @@ def measure(
     rank: int, batch_size: int, blocks: int, every_n_steps: int
 ) -> tuple[list[float], list[float]]:
     warnings.simplefilter("ignore")
+    # Lightning starts processes of its own unless it is told that they are there.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.manual_seed(0)
     sample = {"x": torch.randn(TOKENS, WIDTH), "y": torch.randn(TOKENS, WIDTH)}
     loader = DataLoader([sample] * (batch_size * BLOCK * (2 * blocks + 2)), batch_size)
