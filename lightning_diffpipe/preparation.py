@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
+from lightning_diffpipe.graph.frozen import why_not_splittable
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
@@ -146,6 +147,9 @@ def _make_plan(
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
         filling=_runnable_filling(options.filling),
+        frozen_splittable=not any(
+            why_not_splittable(subject.graph.layers[index]) for index in subject.graph.frozen
+        ),
     )
     return find_plan(profile, cluster, wishes)
 

@@ -18,6 +18,7 @@ groups are: they begin at multiples of `group_size`, whoever runs them and whene
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,12 +72,8 @@ class FrozenView:
         """What keeps frozen layers from running on some of the samples only; empty if nothing does."""
         for index in sorted(self.cut.layers):
             layer = self.graph.layers[index]
-            if layer.draws_random:
-                return f"{layer.name} draws random numbers, which depend on the number of samples"
-            if layer.written_buffers:
-                return f"{layer.name} updates statistics over all samples; call .eval() on it"
-            if not layer.splits_samples:
-                return f"{layer.name} has arguments or outputs without a dimension of samples"
+            if reason := why_not_splittable(layer):
+                return f"{layer.name} {reason}"
         return ""
 
     @property
@@ -171,6 +168,17 @@ class FrozenView:
         self._samples_compared = True
 
 
+def why_not_splittable(layer: Layer) -> str:
+    """What keeps a frozen layer from running on some of the samples only; empty if nothing is seen."""
+    if layer.draws_random:
+        return "draws random numbers, which depend on the number of samples"
+    if layer.written_buffers:
+        return "updates statistics over all samples; call .eval() on it"
+    if not layer.splits_samples:
+        return "has arguments or outputs without a dimension of samples"
+    return ""
+
+
 def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
     """Cuts a range of samples at the multiples of a size.
 
@@ -179,7 +187,7 @@ def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
         ((2, 4), (4, 8), (8, 9))
     """
     cuts = [start, *range((start // size + 1) * size, stop, size), stop]
-    return tuple(zip(cuts, cuts[1:], strict=False))
+    return tuple(itertools.pairwise(cuts))
 
 
 def join_samples(graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]]) -> Results:
