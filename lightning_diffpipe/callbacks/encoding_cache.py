@@ -20,7 +20,7 @@ from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import LayerMemo, repeatable, why_not_remembered
 from lightning_diffpipe.pipeline import Pipeline
-from lightning_diffpipe.runtime.encodings import EncodingStore
+from lightning_diffpipe.runtime.encoding_store import EncodingStore
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.viewing.units import percent, size

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.graph.memo import Entry
-from lightning_diffpipe.runtime.encodings import EncodingStore
+from lightning_diffpipe.runtime.encoding_store import EncodingStore
 
 KEY = "ab" * 32
 
