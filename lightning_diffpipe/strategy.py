@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpointing import CheckpointHooks
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
-from lightning_diffpipe.loader import AlignedLoader, aligned
+from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
@@ -117,7 +117,6 @@ class DiffPipeStrategy(CheckpointHooks):
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self.last_step: StepResult | None = None
-        self.training_loader: AlignedLoader | None = None
         self.upcoming: Any = None
         self._options = PipelineOptions(
             num_stages=num_stages,
@@ -294,7 +293,7 @@ class DiffPipeStrategy(CheckpointHooks):
         assert self.lightning_module is not None
         trainer, pipeline = self.lightning_module.trainer, self.pipeline
         training = trainer.state.stage == RunningStage.TRAINING
-        loader = aligned(
+        return aligned(
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
@@ -302,9 +301,6 @@ class DiffPipeStrategy(CheckpointHooks):
             compare=pipeline.compare_over_pipeline,
             looks_ahead=training and pipeline.fills,
         )
-        if training:
-            self.training_loader = loader
-        return loader
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -488,7 +484,7 @@ class DiffPipeStrategy(CheckpointHooks):
             self._clip_grad_by_norm = None
         if self._transfer is not None:
             self._transfer.uninstall()
-        self.training_loader = self.upcoming = self._transfer = None
+        self.upcoming = self._transfer = None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             whole = {}

@@ -22,6 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.loader import AlignedLoader
 from lightning_diffpipe.runtime.engine import Filling
 from lightning_diffpipe.runtime.filling import FillingMode
 from lightning_diffpipe.strategy import DiffPipeStrategy
@@ -82,10 +83,9 @@ class BubbleFilling(L.Callback):
         """Shows the strategy the next batch."""
         strategy = _strategy(trainer)
         assert strategy.pipeline is not None
-        loader = strategy.training_loader
-        if loader is None or not strategy.pipeline.fills:
+        if not strategy.pipeline.fills:
             return
-        upcoming = loader.take()
+        upcoming = _next_batch(trainer)
         if upcoming is None or _is_last(trainer, strategy):
             return
         # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
@@ -104,6 +104,19 @@ class BubbleFilling(L.Callback):
 def _strategy(trainer: L.Trainer) -> DiffPipeStrategy:
     assert isinstance(trainer.strategy, DiffPipeStrategy)
     return trainer.strategy
+
+
+def _next_batch(trainer: L.Trainer) -> Any:
+    """The batch behind the one that is trained on now, of all loaders together; `None` if not known."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    if not all(isinstance(loader, AlignedLoader) for loader in combined.flattened):
+        return None
+    upcoming = [loader.take() for loader in combined.flattened]
+    if combined._mode == "sequential" or any(batch is None for batch in upcoming):
+        return None
+    _, structure = pytree.tree_flatten(combined.iterables)
+    return pytree.tree_unflatten(upcoming, structure)
 
 
 def _is_last(trainer: L.Trainer, strategy: DiffPipeStrategy) -> bool:
