@@ -57,16 +57,19 @@ def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
 def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
     """Samples on which frozen layers run at a time, so that shares can be moved between ranks.
 
-    A share is a number of groups, so small groups balance better, and large ones run faster on a GPU:
-    each rank gets eight to sixteen. Within that, the size that leaves the fewest groups half empty.
+    A share is a number of groups, so small groups balance better, and large ones run faster: groups have
+    four samples where each rank then gets two of them, and more where it gets four. Within half of that,
+    the size that leaves the fewest groups half empty.
 
     Example:
         >>> group_size_of([16, 16], num_ranks=2), group_size_of([4, 4], 4), group_size_of([128] * 4, 8)
-        (2, 1, 8)
+        (4, 1, 16)
         >>> group_size_of([16, 16, 16], num_ranks=2)
-        2
+        4
     """
-    most = max(1, min(sum(microbatch_sizes) // (8 * num_ranks), min(microbatch_sizes)))
+    samples = sum(microbatch_sizes)
+    most = max(samples // (4 * num_ranks), min(4, samples // (2 * num_ranks)))
+    most = max(1, min(most, min(microbatch_sizes)))
 
     def unused(group_size: int) -> int:
         return sum(-size % group_size for size in microbatch_sizes)
