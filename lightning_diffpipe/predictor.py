@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Predictor:
         path: str | Path,
         method: str = "pipefusion",
         num_patches: int | None = None,
-        warmup_steps: int | None = 1,
+        warmup_steps: int | Literal["auto"] | None = 1,
         *,
         data: int | None = None,
         guidance: int | None = None,
@@ -104,11 +104,11 @@ class Predictor:
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
                 `"naive"` and `"synchronous"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion; None takes as many as stages.
-            warmup_steps: Sampler warm-up: synchronous steps at the start.
+            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until predictions hardly change.
             data: Ranks among which the prompts are divided.
             guidance: 2 computes the branches of classifier-free guidance on two halves of the ranks.
             parallel: Pipeline stages, or bands of rows; None takes the ranks that are left.
-            sequence: Ranks among which tokens are divided inside attention.
+            sequence: Ranks among which tokens are divided inside attention; under PipeFusion, those of a stage.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
             timeout_s: Longest wait for a message, in seconds.

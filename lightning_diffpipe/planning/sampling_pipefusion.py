@@ -56,6 +56,8 @@ class PipeFusionPlan:
         num_ranks: N.
         num_visits: G, calls of the model in one step.
         warmup_microbatches: n.
+        automatic: W is found while sampling, at least 2: after every synchronous step but the first, the last rank
+            tells the others whether patches may flow from now on. Before that is known, W is S.
 
     Example:
         >>> plan = PipeFusionPlan(num_steps=20, warmup_steps=1, num_patches=8, num_ranks=8)
@@ -69,6 +71,7 @@ class PipeFusionPlan:
     num_ranks: int
     num_visits: int = 1
     warmup_microbatches: int = 1
+    automatic: bool = False
 
     def __post_init__(self) -> None:
         small = min(self.num_steps, self.num_patches, self.num_ranks, self.num_visits)
@@ -84,6 +87,22 @@ class PipeFusionPlan:
         if self.num_patches == 1:
             return self.num_steps
         return min(self.warmup_steps, self.num_steps)
+
+    def may_be_last_synchronous(self, step: int) -> bool:
+        """Whether patches may flow in the step after this one, which then reads what this one leaves."""
+        if self.automatic and self.num_patches > 1:
+            return 0 < step < min(self.num_synchronous, self.num_steps - 1)
+        return step == self.num_synchronous - 1 < self.num_steps - 1
+
+    def decides_after(self, turn: Turn) -> bool:
+        """Whether the last rank then tells the others if there will be another synchronous step."""
+        ends_step = turn.patch is None and turn.is_last
+        return self.automatic and ends_step and self.may_be_last_synchronous(turn.step)
+
+    @property
+    def num_decisions(self) -> int:
+        """How often the last rank tells the others."""
+        return sum(map(self.decides_after, self.turns))
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -104,7 +123,7 @@ class PipeFusionPlan:
     # --- bytes and messages, of all ranks together --------------------------------------------------
 
     def bytes_sent(self, cut_bytes: Sequence[int], latent_bytes: int) -> dict[str, int]:
-        """Payload on the wire by kind, independent of M and W.
+        """Payload on the wire by kind, independent of M and W, but for a byte per decision.
 
         Args:
             cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step: `e B p h`
@@ -118,7 +137,7 @@ class PipeFusionPlan:
             "hidden": self.num_steps * sum(cut_bytes),
             "latents": (self.num_steps - 1) * latent_bytes,
             "result": (self.num_ranks - 1) * latent_bytes,
-        }
+        } | self._control()
 
     def messages_sent(self, messages_per_call: Sequence[int]) -> dict[str, int]:
         """Messages on the wire by kind.
@@ -135,7 +154,12 @@ class PipeFusionPlan:
             "hidden": turns * sum(messages_per_call),
             "latents": back - (self.num_patches if patched else 1),
             "result": self.num_ranks - 1,
-        }
+        } | self._control()
+
+    def _control(self) -> dict[str, int]:
+        """Messages of one byte."""
+        told = self.num_decisions * (self.num_ranks - 1)
+        return {"control": told} if told else {}
 
     # --- time ---------------------------------------------------------------------------------------
 

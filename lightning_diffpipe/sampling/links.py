@@ -39,7 +39,7 @@ MessageKind = Literal[
     "statistics",  # of normalisation
     "prediction",  # of the model, to all
     "result",  # final latents, to all
-    "control",  # plain data: layouts, costs
+    "control",  # whether synchronous steps go on
 ]
 _KINDS: tuple[MessageKind, ...] = MessageKind.__args__  # type: ignore[attr-defined]
 _TURNS = 1 << 20

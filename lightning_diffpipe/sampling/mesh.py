@@ -3,7 +3,7 @@
     data      prompts are divided; no messages but the pictures
     guidance  two halves compute one branch of classifier-free guidance each; a prediction per step and pair
     parallel  stages of a pipeline (PipeFusion), or bands of rows (DistriFusion)
-    sequence  tokens divided inside every attention call
+    sequence  tokens divided inside every attention call; with stages, among the ranks of one stage
 
     8 ranks as data=2 x guidance=2 x parallel=2:
 
@@ -106,13 +106,13 @@ def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[Sam
 
 AXES: dict[str, tuple[Axis, ...]] = {
     "single": ("data", "guidance"),
-    "pipefusion": ("data", "guidance", "parallel"),
+    "pipefusion": ("data", "guidance", "parallel", "sequence"),
     "distrifusion": ("data", "guidance", "parallel"),
     "naive": ("data", "guidance", "parallel"),
     "synchronous": ("data", "guidance", "parallel"),
     "sequence": ("data", "guidance", "sequence"),
 }
-"""Axes along which each method can use ranks; the last one takes what is left."""
+"""Axes along which each method can use ranks."""
 
 _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
@@ -261,6 +261,11 @@ class Place:
 
     Collective: all ranks make it at the same time.
 
+    Attributes:
+        links: Along the parallel axis: to the same share of other stages, or to other bands.
+        sequence_links: Along the sequence axis: to the ranks that share this one's tokens.
+        branches: Along the guidance axis.
+
     Args:
         mesh: The same on all ranks.
         rank: World rank.
@@ -282,13 +287,14 @@ class Place:
         self.data, self.guidance = at["data"], at["guidance"]
         self.parallel, self.sequence = at["parallel"], at["sequence"]
 
-        def links(*axes: Axis) -> Links:
-            groups = mesh.groups(*axes)
+        def links(axis: Axis) -> Links:
+            groups = mesh.groups(axis)
             if len(groups[0]) == 1:
                 return Alone(device)
             return ProcessLinks.connect(groups, device, backend, timeout_s)
 
-        self.links = links("parallel", "sequence")
+        self.links = links("parallel")
+        self.sequence_links = links("sequence")
         self.branches = links("guidance")
 
     def exchange(self, prediction: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,6 +310,6 @@ class Place:
 
     def disconnect(self) -> None:
         """Destroys the groups made for this place."""
-        for links in (self.links, self.branches):
+        for links in (self.links, self.sequence_links, self.branches):
             if isinstance(links, ProcessLinks):
                 links.disconnect()

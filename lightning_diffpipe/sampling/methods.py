@@ -2,7 +2,7 @@
 
 | method | what the ranks share | exact |
 |---|---|---|
-| `pipefusion` | layers; patches of the latent flow through them | M = 1 or W >= steps |
+| `pipefusion` | layers, through which patches of the latent flow; tokens inside a stage | M = 1 or W >= steps |
 | `distrifusion` | bands of rows; neighbours' activations are one step old | W >= steps |
 | `sequence` | tokens inside attention | yes |
 | `single` | prompts only | yes |
@@ -41,7 +41,7 @@ class MethodOptions:
     Attributes:
         method: One of `METHODS`, or `"auto"`.
         num_patches: Patches of PipeFusion; None takes as many as stages.
-        warmup_steps: Sampler warm-up: synchronous steps at the start.
+        warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`.
         data: Size of the data axis of the mesh, if wished; so are the next three.
         guidance: Of the guidance axis.
         parallel: Of the axis of stages or bands.
@@ -67,14 +67,21 @@ class MethodOptions:
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ConfigurationError(f"{name} must be at least {least}; got {value}")
+        if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
+            )
 
 
-def make_sampler(model: nn.Module, links: Links, options: MethodOptions) -> Sampler:
+def make_sampler(
+    model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
+) -> Sampler:
     """Builds the sampler of one rank.
 
     Args:
         model: The denoiser, or this rank's part of it.
-        links: To the ranks that share one branch of guidance.
+        links: Between stages, or bands.
+        sequence_links: Between ranks that share tokens.
         options: With the method.
     """
     assert options.mesh is not None
@@ -88,12 +95,17 @@ def make_sampler(model: nn.Module, links: Links, options: MethodOptions) -> Samp
 
                 patches = options.num_patches or options.mesh.parallel
                 return PipeFusion(
-                    model, links, num_patches=patches, warmup_steps=warmup, **options.further
+                    model,
+                    links,
+                    num_patches=patches,
+                    warmup_steps=warmup,
+                    sequence_links=sequence_links,
+                    **options.further,
                 )
             case "sequence":
                 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
-                return SequenceParallel(model, links, **options.further)
+                return SequenceParallel(model, sequence_links, **options.further)
             case mode:
                 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 
@@ -126,7 +138,9 @@ class Worker:
         self.options, self.world = options, world
         self.place = Place(options.mesh, world.rank, device, world.backend, timeout_s)
         self._model, self._weights = source.denoiser, source.weights
-        self._sampler: Any = make_sampler(self._model, self.place.links, options)
+        self._sampler: Any = make_sampler(
+            self._model, self.place.links, self.place.sequence_links, options
+        )
         self._num_steps = 0
         self._before = self.place.branches.traffic.copy()
 

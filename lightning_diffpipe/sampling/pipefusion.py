@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class PipeFusionSetting:
         stages: Who runs which blocks.
         patches: What each patch computes.
         shares: For each patch, what each rank of a stage computes of it.
-        plan: Turns, bytes and messages.
+        plan: Turns, bytes and messages; of synchronous steps only while W is to be found.
     """
 
     layout: Layout
@@ -62,10 +63,12 @@ class PipeFusion:
         model: The transformer. Weights of blocks of other ranks are never used and may be placeholders.
         links: Between the ranks; one rank alone if None, which is the emulator of any number of ranks.
         num_patches: M. At least as many as ranks keeps all of them busy.
-        warmup_steps: W, first steps that compute all tokens at once, as one process would.
+        warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until two
+            neighbouring predictions differ by less than `settled`.
         split: Blocks in front of which to cut, one fewer than ranks; by measured cost if None.
         text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
+        settled: Relative change of the prediction that ends the automatic warm-up.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
             there; 2 suits guidance in the batch. Without effect on models whose samples cannot be told apart.
         sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch
@@ -85,20 +88,18 @@ class PipeFusion:
         links: Links | None = None,
         *,
         num_patches: int = 1,
-        warmup_steps: int = 1,
+        warmup_steps: int | Literal["auto"] = 1,
         split: Sequence[int] | None = None,
         text_with: int = 0,
         hide_unseen: bool = True,
+        settled: float = 0.1,
         warmup_microbatches: int = 1,
         sequence_links: Links | None = None,
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ConfigurationError(
-                f"warmup_steps={warmup_steps!r}; PipeFusion needs a number, at least 0: all ranks must know "
-                "beforehand what comes when"
-            )
+        if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
+            raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
         if num_patches < 1:
             raise ConfigurationError(
                 f"num_patches={num_patches}; choose at least one, at best one per rank"
@@ -111,6 +112,7 @@ class PipeFusion:
         self.sequence_links = sequence_links or Alone()
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
+        self.settled = settled
         self.warmup_microbatches = warmup_microbatches
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
@@ -144,13 +146,15 @@ class PipeFusion:
             )
             for m, each in enumerate(units)
         )
+        automatic = self.warmup_steps == "auto"
         plan = PipeFusionPlan(
             num_steps,
-            self.warmup_steps,
+            num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
             stages.num_visits,
             self.warmup_microbatches if layout.cuts_samples else 1,
+            automatic,
         )
         return PipeFusionSetting(layout, stages, patches, shares, plan)
 
@@ -168,10 +172,12 @@ class PipeFusion:
             before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
             self.statistics = SamplingStatistics()
             watch = Stopwatch(self.statistics, self.links.rank)
+            run = PipeFusionRun(self, request, setting, watch)
             try:
-                return PipeFusionRun(self, request, setting, watch).run(on_step)
+                return run.run(on_step)
             finally:
                 watch.stop()
+                self.statistics.num_synchronous = run.plan.num_synchronous
                 self.statistics.traffic = self.links.traffic.since(before[0]).plus(
                     self.sequence_links.traffic.since(before[1])
                 )

@@ -1,7 +1,14 @@
-"""One request of PipeFusion on one rank: the loop over turns, and what it sends and waits for."""
+"""One request of PipeFusion on one rank: the loop over turns, and what it sends and waits for.
+
+With an automatic warm-up, what comes after a synchronous step is not known before its prediction is. The last
+rank compares that with the one before and tells the others; until they know, they post no receive for what may
+be of another shape.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,13 +50,17 @@ class PipeFusionRun:
         request: What is sampled.
         setting: What was decided about it.
         watch: Gets spans and steps.
+
+    Attributes:
+        plan: Of the request; W is put in as soon as it is known.
     """
 
     def __init__(
         self, sampler: PipeFusion, request: Request, setting: PipeFusionSetting, watch: Stopwatch
     ) -> None:
         self._links, self._request, self._setting = sampler.links, request, setting
-        self._watch = watch
+        self._watch, self.plan = watch, setting.plan
+        self._settled, self._before = sampler.settled, None
         layout, links = setting.layout, sampler.links
         self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
         self._sequence = sampler.sequence_links
@@ -80,30 +91,42 @@ class PipeFusionRun:
         self._schedulers = PatchSchedulers(
             request.scheduler, request.step_kwargs, rows, layout.axis
         )
-        self._hidden = _Inbox(links, links.rank - 1, "hidden", self._hidden_shapes())
-        self._returned = _Inbox(links, links.num_ranks - 1, "latents", self._latent_shapes())
+        self._hidden = _Inbox(links, links.rank - 1, "hidden")
+        self._returned = _Inbox(links, links.num_ranks - 1, "latents")
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all turns; returns the final latents."""
         self._interception.install()
         try:
-            latents = self._turns(on_step)
+            latents = self._run_turns(on_step)
         finally:
             self._interception.uninstall()
         latents = self._share_result(latents)
         self._links.finish()
         return latents
 
-    def _turns(self, on_step: Callable[[int], None] | None) -> Tensor:
-        plan, request = self._setting.plan, self._request
+    def _turns(self) -> Iterator[Turn]:
+        """All turns in order, with their receives announced as soon as it is known what they are."""
+        turns, start = self.plan.turns, 0
+        while start < len(turns):
+            ends = (turn.index + 1 for turn in turns[start:] if self.plan.decides_after(turn))
+            stop = next(ends, len(turns))
+            self._hidden.expect(self._hidden_shapes(turns[start:stop]))
+            self._returned.expect(self._latent_shapes(turns[start:stop]))
+            yield from turns[start:stop]
+            turns, start = self.plan.turns, stop  # the plan may be another by now
+
+    def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
+        request = self._request
         latents = request.latents.clone()
         # Only the first rank reads latents; the last one steps them.
         seen = latents if self._is_first else self._unread(latents)
         earlier: list[PartRun] = []
-        for turn in plan.turns:
+        for turn in self._turns():
             if turn.is_first:
-                is_last_synchronous = turn.step == plan.num_synchronous - 1 < plan.num_steps - 1
-                self._cache.start_step(turn.step, keep=is_last_synchronous)
+                keep = self.plan.may_be_last_synchronous(turn.step)
+                self._cache.start_step(turn.step, keep)
+                self._runner.start_step()
             self._take_back(turn, latents)
             t = request.timesteps[turn.step]
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
@@ -122,6 +145,7 @@ class PipeFusionRun:
                     self._schedulers.step(latents, run.prediction, t, turn.patch)
                     self._give_back(turn, latents)
             if turn.is_last:
+                self._end_warmup_if_settled(turn, run.prediction)
                 self._watch.step_done()
                 if on_step is not None:
                     on_step(turn.step)
@@ -152,6 +176,44 @@ class PipeFusionRun:
                 return self._setting.patches[patch], shares
         return self._shares(None, part.samples or (0, 1))
 
+    # --- automatic warm-up ----------------------------------------------------------------------------
+
+    def _end_warmup_if_settled(self, turn: Turn, prediction: Tensor | None) -> None:
+        """Lets patches flow from the next step on, on all ranks, if predictions hardly change any more."""
+        if not self.plan.automatic or turn.patch is not None:
+            return
+        change = math.inf if prediction is None else self._change_to(prediction)
+        if not self.plan.decides_after(turn):
+            return
+        links = self._links
+        last = links.num_ranks - 1
+        if self._is_last:
+            settled = change < self._settled
+            for rank in range(last):
+                told = torch.tensor([settled], dtype=torch.uint8, device=links.device)
+                links.send(told, rank, "control")
+        else:
+            told = links.receive(TensorShape((1,), torch.uint8), last, "control").wait()
+            settled = bool(told.item())
+        if settled:
+            self.plan = replace(self.plan, warmup_steps=turn.step + 1)
+
+    def _change_to(self, prediction: Tensor) -> float:
+        """Distance from the prediction of the step before, relative to this one; infinite at first."""
+        _, parts = self._shares(None, (0, 1))
+        rows = self._setting.layout.take_rows(prediction, parts[self._sequence.rank].units)
+        before, self._before = self._before, rows
+        if before is None:
+            return math.inf
+        mine = torch.stack([x.double().square().sum() for x in (rows - before, rows)])
+        squares = mine
+        if len(parts) > 1:  # every rank of the stage has rows of its own
+            shapes = [TensorShape.of(mine)] * len(parts)
+            gathered = start_all_gather(self._sequence, mine, shapes, "statistics")()
+            squares = torch.stack(gathered).sum(0)
+        changed, size = squares.tolist()
+        return math.sqrt(changed / size) if size else math.inf
+
     def _unread(self, latents: Tensor) -> Tensor:
         return torch.full_like(latents, self._fill)
 
@@ -165,11 +227,11 @@ class PipeFusionRun:
     def _send(self, visit: int, slices: Slices) -> None:
         self._links.send(pack(slices), self._links.rank + 1, "hidden")
 
-    def _hidden_shapes(self) -> Iterator[list[TensorShape]]:
+    def _hidden_shapes(self, turns: Sequence[Turn]) -> Iterator[list[TensorShape]]:
         if self._is_first:
             return
         layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
-        for turn in self._setting.plan.turns:
+        for turn in turns:
             part = self._part(turn)
             for calls in stage.incoming:
                 if calls:
@@ -178,7 +240,7 @@ class PipeFusionRun:
     # --- latents, from the last rank back to the first --------------------------------------------------
 
     def _give_back(self, turn: Turn, latents: Tensor) -> None:
-        if self._is_first or turn.step == self._setting.plan.num_steps - 1:
+        if self._is_first or turn.step == self.plan.num_steps - 1:
             return
         rows = self._setting.layout.take_rows(latents, self._part(turn).units)
         self._links.send(rows, 0, "latents")
@@ -187,7 +249,7 @@ class PipeFusionRun:
         """Waits for the rows this turn starts from; after a synchronous step all come at once."""
         if not self._is_first or self._is_last or turn.step == 0:
             return
-        after_synchronous = turn.step <= self._setting.plan.num_synchronous
+        after_synchronous = turn.step <= self.plan.num_synchronous
         if after_synchronous and not turn.is_first:
             return
         with self._watch.waiting():
@@ -197,12 +259,12 @@ class PipeFusionRun:
         units = units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
 
-    def _latent_shapes(self) -> Iterator[list[TensorShape]]:
+    def _latent_shapes(self, turns: Sequence[Turn]) -> Iterator[list[TensorShape]]:
         if not self._is_first or self._is_last:
             return
-        plan, latents = self._setting.plan, self._request.latents
-        for turn in plan.turns:
-            if turn.step < plan.num_steps - 1 and (turn.patch is not None or turn.is_last):
+        latents, last_step = self._request.latents, self.plan.num_steps - 1
+        for turn in turns:
+            if turn.step < last_step and (turn.patch is not None or turn.is_last):
                 rows = self._setting.layout.take_rows(latents, self._part(turn).units)
                 yield [TensorShape.of(rows)]
 
@@ -237,18 +299,21 @@ class _Inbox:
         links: Of this rank.
         source: Who sends.
         kind: What.
-        shapes: Of the tensors in each message to come.
     """
 
     links: Links
     source: int
     kind: MessageKind
-    shapes: Iterable[list[TensorShape]]
 
     def __post_init__(self) -> None:
-        self._to_come = iter(self.shapes)
+        self._to_come: Iterator[list[TensorShape]] = iter(())
         self._posted: deque[tuple[list[TensorShape], Incoming]] = deque()
-        self._post()
+
+    def expect(self, shapes: Iterable[list[TensorShape]]) -> None:
+        """Announces further messages by the shapes of the tensors in each."""
+        self._to_come = itertools.chain(self._to_come, shapes)
+        if not self._posted:
+            self._post()
 
     def take(self) -> tuple[list[TensorShape], Tensor]:
         """Waits for the next message, having posted the receive of the one after it."""

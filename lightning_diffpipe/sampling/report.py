@@ -25,6 +25,7 @@ from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 
 if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.mesh import SamplingMesh
     from lightning_diffpipe.sampling.methods import MethodOptions
 
 
@@ -57,7 +58,7 @@ class SamplingReport:
         method: Name of the method.
         mesh: Sizes of the axes, as text.
         num_patches: Patches of PipeFusion; None for others.
-        warmup_steps: Sampler warm-up; None for exact methods.
+        warmup_steps: Sampler warm-up, the number found if it was `"auto"`; None for exact methods.
         reason: Why this method, if it was chosen automatically.
         num_steps: Denoising steps.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
@@ -122,6 +123,10 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         spans += [replace(span, rank=rank) for span in report.statistics.spans]
     steps = [statistics.median(r.statistics.step_s) for r in reports if r.statistics.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
+    warmup_steps = options.warmup_steps
+    if not isinstance(warmup_steps, int):
+        found = (report.statistics.num_synchronous for report in reports)
+        warmup_steps = next((steps for steps in found if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
         assert options.mesh is not None
@@ -130,7 +135,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         method=options.method,
         mesh=str(options.mesh),
         num_patches=patches,
-        warmup_steps=options.warmup_steps if approximate else None,
+        warmup_steps=warmup_steps if approximate else None,
         reason=options.reason,
         num_steps=num_steps,
         step_s=max(steps, default=0.0),
@@ -140,18 +145,21 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
-        planned=_planned(options, num_steps, spans, patches),
+        planned=_planned(options.mesh, num_steps, spans, patches, warmup_steps or 0),
     )
 
 
 def _planned(
-    options: MethodOptions, num_steps: int, spans: Sequence[Span], patches: int | None
+    mesh: SamplingMesh,
+    num_steps: int,
+    spans: Sequence[Span],
+    patches: int | None,
+    warmup_steps: int,
 ) -> Timeline | None:
     """What the formulas make of the median times of a turn, for one pipeline without guidance halves."""
-    assert options.mesh is not None
-    if patches is None or options.mesh.num_ranks != options.mesh.parallel or not spans:
+    if patches is None or mesh.num_ranks != mesh.parallel or not spans:
         return None
-    plan = PipeFusionPlan(num_steps, int(options.warmup_steps or 0), patches, options.mesh.parallel)
+    plan = PipeFusionPlan(num_steps, warmup_steps, patches, mesh.parallel)
     turns = plan.turns
     busy: dict[tuple[int, int], float] = defaultdict(
         float

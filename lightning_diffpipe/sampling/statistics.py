@@ -59,12 +59,14 @@ class SamplingStatistics:
         spans: What this rank did when, in seconds from the start of the request; waiting is not a span.
             On an accelerator these are the times at which work was handed to it.
         total_s: Seconds of the whole request.
+        num_synchronous: Synchronous steps at the start, where the method has such.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     step_s: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     total_s: float = 0.0
+    num_synchronous: int | None = None
 
 
 class Stopwatch:

@@ -43,11 +43,19 @@ def test_fitting_meshes_have_all_ranks_and_are_all(num_ranks, method):
 
 def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do():
     with pytest.raises(ConfigurationError) as refused:
-        fit_mesh(4, "pipefusion", guidance=2, parallel=4)
+        fit_mesh(4, "distrifusion", guidance=2, parallel=4)
     assert str(refused.value) == (
-        "method=pipefusion cannot use 4 ranks as guidance=2, parallel=4; these fit: parallel=4; "
+        "method=distrifusion cannot use 4 ranks as guidance=2, parallel=4; these fit: parallel=4; "
         "guidance=2 x parallel=2; data=2 x parallel=2; data=2 x guidance=2; data=4"
     )
+
+
+def test_ranks_of_a_stage_may_share_tokens():
+    assert str(fit_mesh(8, "pipefusion", sequence=2)) == "parallel=4 x sequence=2"
+    with pytest.raises(
+        ConfigurationError, match=r"4 ranks as parallel=2, sequence=4; these fit: .*"
+    ):
+        fit_mesh(4, "pipefusion", parallel=2, sequence=4)
 
 
 # Flux-like: 57 blocks, 4608 tokens of 3072 numbers in bf16; a step takes a second.

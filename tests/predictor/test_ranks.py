@@ -80,9 +80,14 @@ def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
     jobs = [
         job("pixart", method="pipefusion", num_patches=1, warmup_steps=0),
         job("flux", method="pipefusion", num_patches=2, warmup_steps=9),
+        job("pixart", method="pipefusion", num_patches=2, warmup_steps="auto", settled=0.0),
     ]
-    for each, (found, _) in drawn(jobs):
+    reports = []
+    for each, (found, report) in drawn(jobs):
         assert (found == alone(each)).all()
+        reports.append(report)
+    assert reports[-1].warmup_steps == 3  # the number that was found
+    assert reports[-1].planned is not None
 
 
 def test_exact_methods_equal_one_process(job):
@@ -96,15 +101,20 @@ def test_exact_methods_equal_one_process(job):
         assert close(found, alone(each)), each
 
 
-def test_halves_of_guidance_times_stages_or_bands(job):
+def test_halves_of_guidance_or_shared_tokens_times_stages_or_bands(job):
     jobs = [
         job("pixart", 4, method="pipefusion", num_patches=2, guidance=2),
         job("stable_diffusion", method="distrifusion", warmup_steps=9, guidance=2),
+        job("pixart", 4, method="pipefusion", num_patches=2, sequence=2),
     ]
-    for (path, prompts, settings, options), (found, report) in drawn(jobs, 4):
-        expected, _ = draw(0, path, prompts, settings, options | {"guidance": 1})
+    meshes = ["guidance=2 x parallel=2"] * 2 + ["parallel=2 x sequence=2"]
+    for mesh, (job_alone, (found, report)) in zip(meshes, drawn(jobs, 4), strict=True):
+        path, prompts, settings, options = job_alone
+        expected, _ = draw(0, path, prompts, settings, options | {"guidance": 1, "sequence": 1})
         assert close(found, expected)
-        assert report.mesh == "guidance=2 x parallel=2"
+        assert report.mesh == mesh
+    assert set(report.bytes_sent) == {"hidden", "latents", "sequence", "result"}
+    assert report.resident_bytes[0] == report.resident_bytes[1] < report.whole_bytes
 
 
 def test_each_rank_of_a_pipeline_holds_its_share_of_the_weights(job):

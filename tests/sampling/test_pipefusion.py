@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +92,36 @@ def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tin
     torch.testing.assert_close(expected, emulate(name, tiny, 2, warmup_steps), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("settled", "found", "num_ranks"), [(10.0, 2, 1), (None, 3, 3), (0.0, 5, 2)]
+)
+def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, tiny_models):
+    """At the first decision, at a later one, never: the bits of as many synchronous steps."""
+    tiny, steps = tiny_models("pixart"), 5
+    settled = changes_of(tiny, steps)[:2].mean() if settled is None else settled
+    options = {"warmup_steps": "auto", "settled": float(settled), "warmup_microbatches": 2}
+    request = {"num_steps": steps}
+    expected = PipeFusion(
+        tiny.model, num_patches=2, warmup_steps=found, warmup_microbatches=2
+    ).sample(request_for("pixart", tiny=tiny, **request))
+    results, samplers = sample_together(
+        "pixart", tiny, num_ranks,
+        lambda m, links: PipeFusion(m, links, num_patches=2, verify=True, **options), **request,
+    )  # fmt: skip
+    assert all(torch.equal(result, expected) for result in results)
+    assert {sampler.statistics.num_synchronous for sampler in samplers} == {found}
+    assert_traffic_is_as_planned(samplers, request_for("pixart", tiny=tiny, **request))
+
+
+def changes_of(tiny, num_steps):
+    """Relative changes of the prediction from step to step, as one process sees them."""
+    request, seen = request_for("pixart", tiny=tiny, num_steps=num_steps), []
+    inner = request.denoise
+    request.denoise = lambda x, t: seen.append(inner(x, t)) or seen[-1]
+    sample_plainly(request)
+    return torch.stack([(b - a).norm() / b.norm() for a, b in itertools.pairwise(seen)])
+
+
 def assert_traffic_is_as_planned(samplers, request):
     """Bytes and messages, of all ranks together, as integers."""
     num_bytes, num_messages = Counter(), Counter()
@@ -99,10 +131,11 @@ def assert_traffic_is_as_planned(samplers, request):
     sampler = samplers[0]
     layout = sampler._layouts.layout_for(request)
     setting = sampler.setting(layout, sampler.positions, request.num_steps)
+    plan = replace(setting.plan, warmup_steps=sampler.statistics.num_synchronous)
     latent_bytes = request.latents.numel() * request.latents.element_size()
     cut_bytes = setting.stages.cut_bytes(layout)
-    assert dict(num_bytes) == setting.plan.bytes_sent(cut_bytes, latent_bytes)
-    assert dict(num_messages) == setting.plan.messages_sent(setting.stages.messages_per_call())
+    assert dict(num_bytes) == plan.bytes_sent(cut_bytes, latent_bytes)
+    assert dict(num_messages) == plan.messages_sent(setting.stages.messages_per_call())
 
 
 @pytest.mark.parametrize("name", ["pixart", "sd3"])
@@ -247,9 +280,9 @@ def test_steps_and_spans_are_reported(tiny_models):
     [
         ({"num_patches": 17}, ConfigurationError, "between 1 and 16"),
         (
-            {"num_patches": 2, "warmup_steps": "auto"},
+            {"num_patches": 2, "warmup_steps": "automatic"},
             ConfigurationError,
-            "PipeFusion needs a number",
+            "0 or more, or 'auto'",
         ),
         ({"num_patches": 0}, ConfigurationError, "at least one"),
         ({"num_patches": 2, "text_with": 2}, ConfigurationError, "choose 0 .. 1"),

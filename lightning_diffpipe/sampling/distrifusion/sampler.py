@@ -103,6 +103,7 @@ class DistriFusion:
             finally:
                 self.num_fallbacks = self._tracks.stop_request()
         stopwatch.stop()
+        self.statistics.num_synchronous = self.num_synchronous
         self.statistics.traffic = self.links.traffic.since(before)
         return latents
 
