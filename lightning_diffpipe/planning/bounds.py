@@ -14,14 +14,19 @@ every stage reach as far as it can.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of
 from lightning_diffpipe.planning.partition import Cut
+
+_SLACK = 1e-9
+"""Relative; keeps rounding from hiding a stage that just fits."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Bounds:
     frozen_first: bool = True
     stages_per_rank: int = 1
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _synced: dict[tuple[int, Link], tuple[float, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _needs: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def frozen_s(self) -> float:
@@ -102,9 +111,7 @@ class Bounds:
         sync_s = 0.0
         if group > 1:
             num_bytes = self.model.gradient_bytes(LayerRun(0, first, stop))
-            cluster = self.model.cluster
-            links = (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
-            sync_s = min(link.all_reduce_s(num_bytes, group) for link in links)
+            sync_s = min(link.all_reduce_s(num_bytes, group) for link in self._reduce_links)
         tail_s = max(self._end_s[first] + back_s, sync_s)
         return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
 
@@ -134,10 +141,55 @@ class Bounds:
         limit = self.model.cluster.memory_bytes
         if limit is None:
             return True
-        run, own = LayerRun(0, first, stop), -(-len(self.sizes) // replicas)
-        alive = own if self.keeps_all else min(-(-later_ranks // replicas) + 1, own)
+        run, alive = LayerRun(0, first, stop), self._alive(replicas, later_ranks)
         kept = alive * self.model.activation_bytes(run, self.sizes[0])
-        return self.model.frozen_bytes + self.model.resident_bytes(run) + kept <= limit
+        kept += self.model.resident_bytes(run) + self._encoding_bytes(run, replicas)
+        return self.model.frozen_bytes + kept <= limit
+
+    def _alive(self, replicas: int, later_ranks: int) -> int:
+        """Microbatches whose activations a rank keeps at least, at a time."""
+        own = -(-len(self.sizes) // replicas)
+        return own if self.keeps_all else min(-(-later_ranks // replicas) + 1, own)
+
+    def _encoding_bytes(self, run: LayerRun, replicas: int) -> float:
+        """Encodings that are held beside activations, at least."""
+        if not self.model.profile.encoders:
+            return 0.0
+        if self.num_ranks == 1:
+            return self.sizes[0] * self.model.read_bytes_per_sample(run)
+        read = sum(self.sizes[::replicas]) * self.model.read_bytes_per_sample(run)
+        return read if self.frozen_first else read + self._made_bytes
+
+    @cached_property
+    def _made_bytes(self) -> float:
+        """With filling: what every rank has made for the next batch, and works on, at least."""
+        group = self.group_size
+        parts = encode_parts(self.sizes, self.num_ranks, self.frozen_splittable, group or 1)
+        made = [0] * self.num_ranks
+        for rank, microbatch in {(part.rank, part.microbatch) for part in parts}:
+            made[rank] += self.sizes[microbatch]
+        working = min(group or self.sizes[0], self.sizes[0]) * self.model.working_bytes_per_sample
+        return min(made) * self.model.encoding_bytes_per_sample + working
+
+    @cached_property
+    def _resident_and_activation_bytes(self) -> tuple[tuple[float, float], ...]:
+        """Running sums over layers; activations of one sample."""
+        runs = (LayerRun(0, 0, stop) for stop in range(self.model.num_layers() + 1))
+        return tuple(
+            (self.model.resident_bytes(run), self.model.activation_bytes(run, 1)) for run in runs
+        )
+
+    @cached_property
+    def _gradient_bytes(self) -> tuple[int, ...]:
+        """Running sums over layers."""
+        stops = range(self.model.num_layers() + 1)
+        return tuple(self.model.gradient_bytes(LayerRun(0, 0, stop)) for stop in stops)
+
+    @cached_property
+    def _reduce_links(self) -> tuple[Link, ...]:
+        """The links over which gradients may be summed."""
+        cluster = self.model.cluster
+        return (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
 
     def cuts_within(self, limit_s: float, replicas: Sequence[int]) -> tuple[Cut, ...] | None:
         """Cuts whose stages are bound by at most `limit_s` and fit into memory; None if there are none.
@@ -160,15 +212,51 @@ class Bounds:
 
     def _furthest(self, first: int, last: int, r: int, later_ranks: int, limit_s: float) -> int:
         """The furthest `stop <= last` of a stage that starts at `first`; `first` if there is none."""
-        low, high = first, last
-        while low < high:
-            stop = (low + high + 1) // 2
-            good = self.stage_s(first, stop, r) <= limit_s
-            if good and self.fits(first, stop, r, later_ranks):
-                low = stop
-            else:
-                high = stop - 1
-        return low
+        # Looked up with a little slack in running sums, then counted exactly.
+        stop = min(last, self._furthest_in_time(first, r, limit_s + _SLACK * abs(limit_s)))
+        if self.model.cluster.memory_bytes is not None:
+            stop = min(stop, self._furthest_in_memory(first, r, later_ranks))
+        while stop > first and not (
+            self.stage_s(first, stop, r) <= limit_s and self.fits(first, stop, r, later_ranks)
+        ):
+            stop -= 1
+        return max(stop, first)
+
+    def _furthest_in_time(self, first: int, r: int, limit_s: float) -> int:
+        work = self._work_s(r)
+        left_s = limit_s - self.frozen_s - self._start_s[first] + work[first]
+        stop = bisect_right(work, left_s - self._end_s[first]) - 1
+        group = r * self.num_pipelines
+        if group == 1:
+            return stop
+        summed = self._gradient_bytes
+        synced = bisect_right(summed, summed[first]) - 1  # layers without gradients
+        for link in self._reduce_links:
+            latency_s, byte_s = _linear(link, group)
+            until = bisect_right(
+                self._synced_s(r, link), left_s - latency_s + byte_s * summed[first]
+            )
+            synced = max(synced, until - 1)
+        return min(stop, synced)
+
+    def _synced_s(self, r: int, link: Link) -> tuple[float, ...]:
+        """Running sums over layers of work and of summing gradients over one link."""
+        if (r, link) not in self._synced:
+            _, byte_s = _linear(link, r * self.num_pipelines)
+            pairs = zip(self._work_s(r), self._gradient_bytes, strict=True)
+            self._synced[r, link] = tuple(w + byte_s * g for w, g in pairs)
+        return self._synced[r, link]
+
+    def _furthest_in_memory(self, first: int, r: int, later_ranks: int) -> int:
+        limit = self.model.cluster.memory_bytes
+        assert limit is not None
+        alive = self._alive(r, later_ranks)
+        if alive not in self._needs:
+            samples, rows = alive * self.sizes[0], self._resident_and_activation_bytes
+            self._needs[alive] = tuple(resident + samples * each for resident, each in rows)
+        needs = self._needs[alive]
+        left = limit - self.model.frozen_bytes + needs[first]
+        return bisect_right(needs, left * (1 + _SLACK)) - 1
 
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf, precision: float = 1e-3
@@ -195,3 +283,9 @@ class Bounds:
             else:
                 cuts, high = better, min(middle, max(self.stage_s(*cut) for cut in better))
         return low, cuts
+
+
+def _linear(link: Link, num_ranks: int) -> tuple[float, float]:
+    """Latency, and seconds for each byte, of an all-reduce."""
+    latency_s = link.latency_s
+    return latency_s, 2 * (num_ranks - 1) / num_ranks / link.bandwidth_bytes_per_s

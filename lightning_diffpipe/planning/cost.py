@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.frozen_parts import grouped_s
@@ -54,6 +54,8 @@ class CostModel:
     _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _read_bytes: dict[LayerRun, int] = field(default_factory=dict, repr=False, compare=False)
+    _frozen: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def num_layers(self, backbone: int = 0) -> int:
         """Layers of a backbone."""
@@ -111,13 +113,36 @@ class CostModel:
     def frozen_bytes(self) -> int:
         """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
         layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
-        return sum(layer.parameter_bytes for layer in layers)
+        return self._once("frozen", lambda: sum(layer.parameter_bytes for layer in layers))
 
     @property
-    def frozen_output_bytes_per_sample(self) -> int:
+    def encoding_bytes_per_sample(self) -> int:
         """Bytes that the encoders hand to the backbone."""
         encoders = self.profile.encoders
-        return sum(encoder.layers[-1].output_bytes_per_sample for encoder in encoders)
+        return self._once("encoding", lambda: sum(e.result_bytes_per_sample for e in encoders))
+
+    @property
+    def working_bytes_per_sample(self) -> int:
+        """Bytes of a frozen layer's input and output, where they are largest."""
+        rows = ([0, *(x.output_bytes_per_sample for x in e.layers)] for e in self.profile.encoders)
+        return self._once(
+            "working", lambda: max((a + b for row in rows for a, b in pairwise(row)), default=0)
+        )
+
+    def read_bytes_per_sample(self, run: LayerRun) -> int:
+        """Bytes of the encodings that a stage of these layers reads."""
+        if run not in self._read_bytes:
+            self._read_bytes[run] = sum(
+                encoder.result_bytes_per_sample
+                if not encoder.results
+                else sum(
+                    result.bytes_per_sample
+                    for result in encoder.results
+                    if any(run.first <= reader < run.stop for reader in result.readers)
+                )
+                for encoder in self.profile.encoders
+            )
+        return self._read_bytes[run]
 
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
         """All frozen encoders for that many samples, on one rank, a group at a time."""
@@ -133,6 +158,12 @@ class CostModel:
         """Weights, gradients and optimizer state of a stage."""
         trained = self.gradient_bytes(run)
         return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
+
+    def _once(self, key: str, of: Callable[[], int]) -> int:
+        """Bytes that do not change, counted once."""
+        if key not in self._frozen:
+            self._frozen[key] = of()
+        return self._frozen[key]
 
     def _sum_bytes(self, run: LayerRun, key: str, of: Callable[[LayerProfile], int]) -> int:
         cached = self._bytes.get((run.backbone, key))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.execution import Execution, execution_of
@@ -14,7 +16,13 @@ from lightning_diffpipe.planning.filling_shares import fill_by_shares
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, group_size_of
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
+from lightning_diffpipe.planning.memory import (
+    FrozenLoad,
+    frozen_loads,
+    peak_memory_bytes,
+    peak_samples,
+    rank_bytes,
+)
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
@@ -49,15 +57,22 @@ class Proposal:
         return tuple(LayerRun(0, first, stop) for first, stop, _ in self.cuts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Frame:
     """What proposals share that differ only in where they cut."""
 
     schedule: Schedule
-    execution: Execution
+    sizes: tuple[int, ...]
     links: PipelineLinks
     parts: tuple[EncodePart, ...]
     peaks: tuple[dict[int, float], ...]
+    loads: tuple[FrozenLoad, ...]
+    need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
+
+    @cached_property
+    def execution(self) -> Execution:
+        """The order of its instructions; only made if something is simulated."""
+        return execution_of(lower(self.schedule)).by_size(self.sizes)
 
 
 @dataclass
@@ -92,15 +107,15 @@ class Evaluator:
         shape = proposal.shape
         key = (shape, proposal.replicas)
         if key not in self._frames:
-            placement = shape.placement(proposal.replicas)
-            parts = () if self.fills else self.parts(shape)
+            placement, parts = shape.placement(proposal.replicas), self.parts(shape)
+            group = self.group_size(shape)
+            loads = frozen_loads(placement, shape.sizes, parts, group, self.fills)
+            parts = () if self.fills else parts
             schedule = schedule_of(shape.schedule, placement, len(shape.sizes))
             schedule = prefix_frozen(schedule, parts)
-            execution = execution_of(lower(schedule)).by_size(shape.sizes)
             links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
-            self._frames[key] = Frame(
-                schedule, execution, links, parts, peak_samples(schedule, shape.sizes)
-            )
+            peaks = peak_samples(schedule, shape.sizes)
+            self._frames[key] = Frame(schedule, shape.sizes, links, parts, peaks, loads)
         return self._frames[key]
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
@@ -126,12 +141,23 @@ class Evaluator:
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
-        return peak_memory_bytes(self.model, self.frame(proposal).peaks, proposal.runs)
+        frame = self.frame(proposal)
+        return peak_memory_bytes(self.model, frame.peaks, proposal.runs, frame.loads)
 
     def fits(self, proposal: Proposal) -> bool:
-        """Whether every rank has enough memory."""
+        """Whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
         limit = self.model.cluster.memory_bytes
-        return limit is None or max(self.peak_bytes(proposal)) <= limit
+        if limit is None:
+            return True
+        frame, runs = self.frame(proposal), proposal.runs
+        for rank, peak in enumerate(frame.peaks):
+            key = (rank, tuple(runs[stage] for stage in peak))
+            if key not in frame.need_bytes:
+                load = frame.loads[rank] if frame.loads else None
+                frame.need_bytes[key] = rank_bytes(self.model, peak, runs, load)
+            if frame.need_bytes[key] > limit:
+                return False
+        return True
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
         """Writes a proposal down as a plan, filled if that is asked for and helps."""
@@ -191,6 +217,7 @@ class Evaluator:
             no_bubble_limit_s=_no_bubble_limit_s(timeline),
             frozen_s=math.fsum(filled.piece_s),
             leftover_s=filled.leftover_s,
+            peak_memory_bytes=self._peak_bytes_filled(proposal, filled),
             samples_per_s=self._rate(timeline.iteration_s),
         )
         return PipelinePlan(
@@ -201,6 +228,20 @@ class Evaluator:
             costs,
             filled.pieces,
         )
+
+    def _peak_bytes_filled(self, proposal: Proposal, filled: Filled) -> tuple[int, ...]:
+        """Memory of every rank with the shares of the frozen work that filling gave it."""
+        frame, sizes = self.frame(proposal), proposal.shape.sizes
+        starts = (0, *accumulate(sizes))
+        parts = {
+            EncodePart(0, piece.rank, m, 0, size)
+            for piece in filled.pieces
+            for m, size in enumerate(sizes)
+            if piece.start < starts[m] + size and starts[m] < piece.stop
+        }
+        group = self.group_size(proposal.shape)
+        loads = frozen_loads(frame.schedule.placement, sizes, tuple(parts), group, True)
+        return peak_memory_bytes(self.model, frame.peaks, proposal.runs, loads)
 
     def _rate(self, iteration_s: float) -> float:
         return self.options.global_batch_size / iteration_s if iteration_s else 0.0

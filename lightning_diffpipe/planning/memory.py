@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule
 
 
 def peak_alive(
@@ -50,27 +52,101 @@ def _samples_of(own: int, sizes: Sequence[int]) -> Callable[[int, int], float]:
     return lambda stage, microbatch: sizes[microbatch] if stage == own else 0
 
 
-def peak_memory_bytes(
-    model: CostModel, peaks: Sequence[dict[int, float]], runs: Sequence[LayerRun]
-) -> tuple[int, ...]:
-    """Bytes of every rank at its fullest moment.
+@dataclass(frozen=True, slots=True)
+class FrozenLoad:
+    """What one rank has to do with frozen work, in samples; what it costs depends on the cuts.
 
-    Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward. A rank that holds several stages is taken to be at its fullest with all of
-    them at once.
+    Attributes:
+        read: By stage: samples whose encodings it reads in a step.
+        made: Samples of all microbatches of which it encodes some: results are kept in tensors of whole
+            microbatches until they have been exchanged.
+        working: Samples on which a frozen layer runs at a time.
+        beside: With filling the rank makes the encodings of the next batch beside its activations,
+            otherwise before there are any.
+    """
+
+    read: Mapping[int, int]
+    made: int
+    working: int
+    beside: bool
+
+    def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
+        """Bytes beside the activations, and those at another time, when there are none.
+
+        Without activations are: encoding in front of the pipeline; and the end of an exchange, when what
+        a stage reads has arrived and is joined, but not yet freed.
+        """
+        read = sum(n * model.read_bytes_per_sample(runs[stage]) for stage, n in self.read.items())
+        made = self.made * model.encoding_bytes_per_sample
+        working = self.working * model.working_bytes_per_sample
+        return read + (made + working if self.beside else 0), made + max(working, 2 * read)
+
+
+def frozen_loads(
+    placement: Placement,
+    sizes: Sequence[int],
+    parts: Sequence[EncodePart],
+    group_size: int | None,
+    fills: bool,
+) -> tuple[FrozenLoad, ...]:
+    """The load of every rank; none if nothing is frozen.
+
+    Args:
+        placement: Where the stages run.
+        sizes: Samples of each microbatch.
+        parts: Who encodes which samples; of the next batch, with filling.
+        group_size: Samples on which frozen layers run at a time; None for whole microbatches.
+        fills: Whether frozen work runs in the bubbles of the batch before.
+    """
+    if not parts:
+        return ()
+    if placement.num_ranks == 1:  # Frozen layers run where they are called.
+        return (FrozenLoad({0: max(sizes)}, 0, max(sizes), False),)
+    working = min(group_size or max(sizes), max(sizes))
+    loads = []
+    for rank in range(placement.num_ranks):
+        read = {
+            stage: sum(sizes[m] for m in placement.microbatches_of(stage, rank, len(sizes)))
+            for stage in placement.stages_of(rank)
+        }
+        made = {part.microbatch for part in parts if part.rank == rank}
+        loads.append(FrozenLoad(read, sum(sizes[m] for m in made), working, fills))
+    return tuple(loads)
+
+
+def peak_memory_bytes(
+    model: CostModel,
+    peaks: Sequence[Mapping[int, float]],
+    runs: Sequence[LayerRun],
+    loads: Sequence[FrozenLoad] = (),
+) -> tuple[int, ...]:
+    """Bytes of every rank at its fullest moment; see `rank_bytes`.
 
     Args:
         model: The cost model.
         peaks: From `peak_samples`.
         runs: The layers of each stage.
+        loads: From `frozen_loads`; none if nothing is frozen.
     """
+    given = loads or (None,) * len(peaks)
     return tuple(
-        round(
-            model.frozen_bytes
-            + sum(
-                model.resident_bytes(runs[stage]) + model.activation_bytes(runs[stage], samples)
-                for stage, samples in of_stage.items()
-            )
-        )
-        for of_stage in peaks
+        rank_bytes(model, of_stage, runs, load) for of_stage, load in zip(peaks, given, strict=True)
     )
+
+
+def rank_bytes(
+    model: CostModel,
+    peak: Mapping[int, float],
+    runs: Sequence[LayerRun],
+    load: FrozenLoad | None,
+) -> int:
+    """Bytes of one rank at its fullest moment.
+
+    Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
+    wait for their backward, beside the encodings there are. A rank that holds several stages is taken to
+    be at its fullest with all of them at once.
+    """
+    resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
+    kept = sum(model.activation_bytes(runs[stage], samples) for stage, samples in peak.items())
+    beside, alone = (0, 0) if load is None else load.num_bytes(model, runs)
+    return round(model.frozen_bytes + resident + max(kept + beside, alone))

@@ -204,6 +204,6 @@ def pipeline_costs(
             sum(sums_s[stage] for stage in placement.stages_of(rank))
             for rank in range(placement.num_ranks)
         ),
-        all_gather_s=links.all_gather_s(sum(sizes) * model.frozen_output_bytes_per_sample),
+        all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
     )

@@ -15,7 +15,9 @@ between and beyond the measured counts; sizes are in bytes:
          "output_bytes_per_sample": 1}]}],
      "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
 
-A backbone may also have `"repeated_s": {"1": 0.001}`; see `BackboneProfile`.
+A backbone may also have `"repeated_s": {"1": 0.001}`; see `BackboneProfile`. An encoder may also have
+`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and
+`"stored_bytes_per_sample": 1`; see `EncoderProfile`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.reading import Node
@@ -148,12 +150,50 @@ class EncoderLayerProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenResult:
+    """Tensors that a frozen encoder hands to the backbone.
+
+    Attributes:
+        bytes_per_sample: Bytes of them.
+        readers: Positions of the backbone's layers that read them, ascending.
+    """
+
+    bytes_per_sample: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderProfile:
-    """A frozen encoder; `needs` names encoders that must have finished first."""
+    """A frozen encoder.
+
+    Attributes:
+        name: What it is called.
+        layers: In call order.
+        needs: Encoders that must have finished first.
+        results: What the backbone reads; if none is named, all that the last layer gives, everywhere.
+        cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
+            unknown.
+        stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
+    """
 
     name: str
     layers: tuple[EncoderLayerProfile, ...]
     needs: tuple[str, ...] = ()
+    results: tuple[FrozenResult, ...] = ()
+    cacheable: bool | None = None
+    stored_bytes_per_sample: int = 0
+
+    @property
+    def result_bytes_per_sample(self) -> int:
+        """Bytes of all that the backbone reads."""
+        if not self.results:
+            return self.layers[-1].output_bytes_per_sample
+        return sum(result.bytes_per_sample for result in self.results)
+
+    @property
+    def disk_bytes_per_sample(self) -> int:
+        """Bytes that storing takes, at least."""
+        return self.stored_bytes_per_sample or self.result_bytes_per_sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +283,7 @@ def _write(profile: ModelProfile) -> str:
                 "name": e.name,
                 "needs": list(e.needs),
                 "layers": [_encoder_layer_to_json(layer) for layer in e.layers],
+                **_results_to_json(e),
             }
             for e in profile.encoders
         ],
@@ -266,6 +307,16 @@ def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
         "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
         "activation_bytes_per_sample": layer.activation_bytes_per_sample,
     }
+
+
+def _results_to_json(encoder: EncoderProfile) -> dict[str, object]:
+    """What is known of them."""
+    known: dict[str, object] = {
+        "results": [asdict(result) for result in encoder.results],
+        "cacheable": encoder.cacheable,
+        "stored_bytes_per_sample": encoder.stored_bytes_per_sample,
+    }
+    return {key: value for key, value in known.items() if value or value is False}
 
 
 def _encoder_layer_to_json(layer: EncoderLayerProfile) -> dict[str, object]:
@@ -322,20 +373,32 @@ def _read_layer(node: Node) -> LayerProfile:
 
 
 def _read_encoder(node: Node) -> EncoderProfile:
-    node.check_keys(("name", "layers"), ("needs",))
+    known = ("results", "cacheable", "stored_bytes_per_sample")
+    node.check_keys(("name", "layers"), ("needs", *known))
     needs = tuple(n.text() for n in node["needs"].elements()) if "needs" in node else ()
-    layers = []
-    for layer in node["layers"].elements():
-        layer.check_keys(("name", "forward_s"), ("parameter_bytes", "output_bytes_per_sample"))
-        layers.append(
-            EncoderLayerProfile(
-                layer["name"].text(),
-                Seconds.from_node(layer["forward_s"]),
-                _bytes(layer, "parameter_bytes"),
-                _bytes(layer, "output_bytes_per_sample"),
-            )
-        )
-    return EncoderProfile(node["name"].text(), tuple(layers), needs)
+    return EncoderProfile(
+        node["name"].text(),
+        tuple(map(_read_encoder_layer, node["layers"].elements())),
+        needs,
+        tuple(map(_read_result, node["results"].elements())) if "results" in node else (),
+        node["cacheable"].flag() if "cacheable" in node else None,
+        _bytes(node, "stored_bytes_per_sample"),
+    )
+
+
+def _read_encoder_layer(node: Node) -> EncoderLayerProfile:
+    sizes = ("parameter_bytes", "output_bytes_per_sample")
+    node.check_keys(("name", "forward_s"), sizes)
+    sizes_bytes = (_bytes(node, key) for key in sizes)
+    return EncoderLayerProfile(
+        node["name"].text(), Seconds.from_node(node["forward_s"]), *sizes_bytes
+    )
+
+
+def _read_result(node: Node) -> FrozenResult:
+    node.check_keys(("bytes_per_sample", "readers"))
+    readers = tuple(reader.integer() for reader in node["readers"].elements())
+    return FrozenResult(node["bytes_per_sample"].integer(), readers)
 
 
 def _bytes(node: Node, key: str) -> int:

@@ -71,17 +71,24 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
             "one; plan each of them from a profile of its own"
         )
     model = CostModel(profile, cluster, options.optimizer_bytes_factor)
-    search = Search(model, options)
+    plans = _fastest(Search(model, options))
+    if options.filling == "auto" and profile.encoders:
+        plans += _fastest(Search(model, replace(options, filling="none")))
+    if not plans:
+        raise _nothing_fits(model, options)
+    return min(plans, key=lambda plan: plan.planned.iteration_s)
+
+
+def _fastest(search: Search) -> list[PipelinePlan]:
+    """The best proposals as plans; none if nothing fits into memory."""
+    model, options = search.model, search.options
     for shape in sorted(shapes(model, options), key=search.estimate_s):
         search.try_shape(shape)
-    if search.best is None:
-        raise _nothing_fits(model, options)
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
-    finalists = search.history[-MOST_FINALISTS:] if search.evaluator.fills else [search.best]
+    finalists = search.history[-MOST_FINALISTS if search.evaluator.fills else -1 :]
     plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
-    if search.evaluator.fills and options.filling == "auto":
-        plans.append(find_plan(profile, cluster, replace(options, filling="none")))
-    return min(plans, key=lambda plan: plan.planned.iteration_s)
+    limit = model.cluster.memory_bytes
+    return [p for p in plans if limit is None or max(p.planned.peak_memory_bytes) <= limit]
 
 
 @dataclass
@@ -186,7 +193,9 @@ class Search:
 
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
         for cut in cuts:
-            self._try(Proposal(shape, cut))
+            proposal = Proposal(shape, cut)
+            if self.evaluator.fits(proposal):  # First, as a simulation takes longer.
+                self._try(proposal)
 
     def _try(self, proposal: Proposal) -> float:
         """Simulates one proposal and keeps it if it is the best."""
@@ -204,8 +213,10 @@ class Search:
             improved = False
             for moved in _neighbours(cuts):
                 proposal = Proposal(shape, moved)
+                if not self.evaluator.fits(proposal):
+                    continue
                 step_s = self._try(proposal)
-                if step_s < current_s * (1 - 1e-4) and self.evaluator.fits(proposal):
+                if step_s < current_s * (1 - 1e-4):
                     current_s, cuts, improved = step_s, moved, True
                     break
 
@@ -224,12 +235,18 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     """Says by how much memory is short, and which single option would help."""
     limit = model.cluster.memory_bytes
     assert limit is not None
+    if options.filling == "auto":
+        options = replace(options, filling="none")
     need, where = min(_least_memory(model, options), key=lambda found: found[0])
+    freed = {
+        "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
+        "data_parallel": "auto", "schedule": "auto", "filling": "none",
+    }  # fmt: skip
     helpful = [
         f"{name}={getattr(plan.options, name)}"
-        for name in ("num_stages", "num_microbatches", "num_replicas", "data_parallel", "schedule")
-        if getattr(options, name) != "auto"
-        if (plan := _plan_if_any(model, PlanOptions.from_dict({**options.to_dict(), name: "auto"})))
+        for name, value in freed.items()
+        if getattr(options, name) not in ("auto", "none")
+        if (plan := _plan_if_any(model, PlanOptions.from_dict({**options.to_dict(), name: value})))
         is not None
     ]
     remedy = f"{' or '.join(helpful)} would fit" if helpful else "use more ranks or smaller batches"
@@ -240,13 +257,10 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
 
 
 def _plan_if_any(model: CostModel, options: PlanOptions) -> PipelinePlan | None:
-    search = Search(model, options)
     try:
-        for shape in sorted(shapes(model, options), key=search.estimate_s):
-            search.try_shape(shape)
+        return next(iter(_fastest(Search(model, options))), None)
     except DiffPipeError:
         return None
-    return None if search.best is None else search.evaluator.plan(search.best)
 
 
 def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:

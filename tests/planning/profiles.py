@@ -7,6 +7,7 @@ from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
+    FrozenResult,
     LayerProfile,
     ModelProfile,
     Seconds,
@@ -47,7 +48,8 @@ def random_profile(rng, num_layers, frozen=False):
                 activation_bytes_per_sample=rng.randint(1, 20),
             )
         )
-    encoder = EncoderProfile("vae", (EncoderLayerProfile("whole", random_times(rng, 2)),))
+    whole = EncoderLayerProfile("whole", random_times(rng, 2), 20, 4)
+    encoder = EncoderProfile("vae", (whole,), (), (FrozenResult(3, (0, num_layers - 1)),))
     return ModelProfile(
         "random", (BackboneProfile("unet", tuple(layers)),), (encoder,) if frozen else ()
     )

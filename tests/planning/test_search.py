@@ -14,7 +14,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of, split_evenly
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.memory import peak_memory_bytes, peak_samples
+from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -84,7 +84,8 @@ def simulated(model, options, pipelines, sizes, runs, schedule):
     links = PipelineLinks(model.cluster, placement, pipelines)
     costs = pipeline_costs(model, links, runs, sizes, parts, group)
     step_s = simulate(lower(schedule, parts), costs).iteration_s
-    return step_s, max(peak_memory_bytes(model, peak_samples(schedule, sizes), runs))
+    loads = frozen_loads(placement, sizes, parts, group, fills=False)
+    return step_s, max(peak_memory_bytes(model, peak_samples(schedule, sizes), runs, loads))
 
 
 def brute_force(profile, cluster, options):
