@@ -17,8 +17,8 @@ from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.baselines import baseline_cuts
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -76,7 +76,7 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
         plans += _fastest(Search(model, replace(options, filling="none")))
     if not plans:
         raise _nothing_fits(model, options)
-    return min(plans, key=lambda plan: plan.planned.iteration_s)
+    return min(plans, key=preference)
 
 
 def _fastest(search: Search) -> list[PipelinePlan]:
@@ -138,6 +138,8 @@ class Search:
 
     def try_shape(self, shape: Shape) -> None:
         """Improves `best` if some way to cut this shape does."""
+        if not self._may_fit(shape):
+            return
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
@@ -147,6 +149,18 @@ class Search:
             self._try_all(shape, (cut for bound, cut in bounded if self._is_better(bound)))
         else:
             self._try_best_bounds(shape)
+
+    def _may_fit(self, shape: Shape) -> bool:
+        """Whether all ranks that hold one copy of the model have enough memory together."""
+        model, limit = self.model, self.model.cluster.memory_bytes
+        if limit is None:
+            return True
+        whole, holders = (
+            LayerRun(0, 0, model.num_layers()),
+            shape.num_stages // shape.stages_per_rank,
+        )
+        need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
+        return need <= holders * (limit - model.frozen_bytes)
 
     def _try_best_bounds(self, shape: Shape) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
@@ -207,14 +221,15 @@ class Search:
 
     def _climb(self, shape: Shape, cuts: tuple[Cut, ...]) -> None:
         """Moves layers between neighbouring stages for as long as that makes the step shorter."""
-        current_s = self.evaluator.step_s(Proposal(shape, cuts))
+        current_s, bounds = self.evaluator.step_s(Proposal(shape, cuts)), self.bounds(shape)
         improved = True
         while improved:
             improved = False
             for moved in _neighbours(cuts):
                 proposal = Proposal(shape, moved)
-                if not self.evaluator.fits(proposal):
-                    continue
+                hopeless = bounds.cuts_s(moved) >= max(current_s, self.best_s)
+                if hopeless or not self.evaluator.fits(proposal):
+                    continue  # Either takes far less time than a simulation.
                 step_s = self._try(proposal)
                 if step_s < current_s * (1 - 1e-4):
                     current_s, cuts, improved = step_s, moved, True
