@@ -12,8 +12,13 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.execution import Execution, execution_of
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
 from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
-from lightning_diffpipe.planning.filling_shares import fill_by_shares
-from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts, group_size_of
+from lightning_diffpipe.planning.filling_shares import fill_by_shares, shares
+from lightning_diffpipe.planning.frozen_parts import (
+    EncodePart,
+    encode_parts,
+    group_samples,
+    group_size_of,
+)
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import (
@@ -37,6 +42,9 @@ from lightning_diffpipe.planning.timeline import Timeline
 FILLINGS_RUN = ("shares",)
 """What `filling="auto"` chooses from, beside no filling: plans that can be run. The policy of
 DiffusionPipe, which moves samples between ranks in the middle of an encoder, is planned when asked for."""
+
+UNFILLED_SHARE = 0.02
+"""How much the unfilled step counts when filled plans are compared: more only where theirs are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,10 @@ class Evaluator:
         splittable = self.options.frozen_splittable
         return group_size_of(shape.sizes, shape.num_ranks) if splittable else None
 
+    def groups(self, shape: Shape) -> tuple[int, ...]:
+        """Samples of every group; microbatches that cannot be split are groups."""
+        return group_samples(shape.sizes, self.group_size(shape) or max(shape.sizes))
+
     def frame(self, proposal: Proposal) -> Frame:
         """What does not depend on where a proposal cuts."""
         shape = proposal.shape
@@ -126,18 +138,33 @@ class Evaluator:
         return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts, group)
 
     def step_s(self, proposal: Proposal) -> float:
-        """The simulated time of a step; with filling, as if bubbles were filled without a loss."""
+        """The simulated time of a step; with filling, an estimate by which proposals are compared.
+
+        The estimate: bubbles are filled without a loss, by whole groups of samples. Often many cuts then
+        take the same time, as frozen work evens out any of them, and the one that needs least of that is
+        the safest: costs are never known exactly. So a little of the unfilled step is added.
+        """
         if proposal not in self._steps:
-            costs, num_ranks = self.costs(proposal), proposal.shape.num_ranks
+            costs = self.costs(proposal)
             step_s = makespan(self.frame(proposal).execution, costs)
             if self.fills:
-                samples = sum(proposal.shape.sizes)
-                group = self.group_size(proposal.shape)
-                frozen_s = num_ranks * self.model.encode_s(samples / num_ranks, group)
-                busy_s = sum(map(sum, costs.forward_s)) + sum(map(sum, costs.backward_s))
-                step_s = max(step_s, (busy_s + frozen_s) / num_ranks)
+                step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
             self._steps[proposal] = step_s
         return self._steps[proposal]
+
+    def _all_done_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
+        """When all ranks are done if none ever waits, each with its own work and its share of groups."""
+        placement, num_ranks = self.frame(proposal).schedule.placement, proposal.shape.num_ranks
+        busy_s = [0.0] * num_ranks
+        for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
+            for microbatch, (forward_s, backward_s) in enumerate(zip(*times, strict=True)):
+                busy_s[placement.rank_of(stage, microbatch)] += forward_s + backward_s
+        num_groups = len(self.groups(proposal.shape))
+        samples = sum(proposal.shape.sizes)
+        group = self.group_size(proposal.shape)
+        group_s = num_ranks * self.model.encode_s(samples / num_ranks, group) / num_groups
+        counts = shares([max(busy_s) - busy for busy in busy_s], group_s, num_groups)
+        return max(busy + n * group_s for busy, n in zip(busy_s, counts, strict=True))
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
@@ -170,7 +197,7 @@ class Evaluator:
                 plans.append(self.filled_plan(proposal, policy, unfilled))
         if self.options.filling not in ("none", "auto"):
             plans = plans[-1:]
-        return min(plans, key=lambda plan: plan.planned.iteration_s)
+        return min(plans, key=preference)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
         """Frozen work in front of the pipeline."""
@@ -205,7 +232,7 @@ class Evaluator:
             frame.schedule,
             timeline,
             self.model.profile.encoders,
-            sum(proposal.shape.sizes),
+            self.groups(proposal.shape),
             self.group_size(proposal.shape),
         )
         costs = replace(costs, encode_s=filled.piece_s)
@@ -276,6 +303,21 @@ class Evaluator:
         return ((),) * placement.num_stages
 
 
+def preference_s(filled_s: float, unfilled_s: float) -> float:
+    """What plans are compared by: the step, and a little of what it would be if nothing were filled.
+
+    Example:
+        >>> preference_s(2.0, unfilled_s=3.0) < preference_s(2.0, unfilled_s=4.0)
+        True
+    """
+    return filled_s + UNFILLED_SHARE * unfilled_s
+
+
+def preference(plan: PipelinePlan) -> float:
+    """By this the best of several plans is chosen; see `preference_s`."""
+    return preference_s(plan.planned.iteration_s, plan.planned.unfilled_iteration_s)
+
+
 def _no_bubble_limit_s(timeline: Timeline) -> float:
     """All work divided by all ranks."""
     computed = (span for span in timeline.spans if isinstance(span.instruction, Compute))
@@ -287,12 +329,12 @@ def fill(
     schedule: Schedule,
     timeline: Timeline,
     encoders: Sequence[EncoderProfile],
-    num_samples: int,
+    groups: Sequence[int],
     group_size: int | None = None,
 ) -> Filled:
     """Fills the bubbles of a pipeline by the policy of that name."""
     if policy == "diffusionpipe":
-        placed = fill_like_diffusionpipe(timeline, encoders, num_samples)
+        placed = fill_like_diffusionpipe(timeline, encoders, sum(groups))
     else:
-        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), num_samples)
+        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), groups)
     return weave(schedule, timeline, placed)

@@ -1,13 +1,15 @@
 """Filling by shares: every rank encodes its own samples, as many as its bubbles have room for.
 
-Rank `r` takes `n_r` samples through all frozen layers, `n_r` in proportion to its idle time. A layer that
-does not fit into what is left of a bubble runs for as many samples as do fit, and for the others later.
-Nothing has to move between ranks before the exchange at the end, which needs each sample once.
+Rank `r` takes `n_r` groups of samples through all frozen layers, so many that all ranks are done at the
+same time, as far as whole groups allow. A layer that does not fit into what is left of a bubble runs for
+as many samples as do fit, and for the others later. Nothing has to move between ranks before the exchange
+at the end, which needs each sample once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lightning_diffpipe.planning.filling import (
     MARGIN,
@@ -20,51 +22,50 @@ from lightning_diffpipe.planning.timeline import Timeline
 
 
 def fill_by_shares(
-    timeline: Timeline, layers: Sequence[FrozenLayer], num_samples: int
+    timeline: Timeline, layers: Sequence[FrozenLayer], groups: Sequence[int]
 ) -> tuple[Placed, ...]:
     """Places the frozen work of a batch.
 
     Args:
         timeline: The pipeline alone.
         layers: The frozen layers, in an order in which they can run.
-        num_samples: Samples of the pipeline's next batch.
+        groups: Samples of each group of the pipeline's next batch.
     """
     placed: list[Placed] = []
     idle = [timeline.idle_s(rank) for rank in range(timeline.num_ranks)]
-    start = 0
-    for rank, samples in enumerate(shares(idle, _per_sample_s(layers, num_samples), num_samples)):
-        placed += _fill_rank(timeline, rank, layers, start, samples, len(placed))
-        start += samples
+    group_s = sum(layer.seconds(sum(groups)) for layer in layers) / len(groups)
+    bounds = (0, *accumulate(groups))
+    first = 0
+    for rank, count in enumerate(shares(idle, group_s, len(groups))):
+        start, stop = bounds[first], bounds[first + count]
+        placed += _fill_rank(timeline, rank, layers, start, stop - start, len(placed))
+        first += count
     return tuple(placed)
 
 
-def _per_sample_s(layers: Sequence[FrozenLayer], num_samples: int) -> float:
-    return sum(layer.seconds(num_samples) for layer in layers) / num_samples
-
-
-def shares(idle_s: Sequence[float], sample_s: float, num_samples: int) -> tuple[int, ...]:
-    """How many samples each rank encodes, so that all are done at the same time.
+def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
+    """How many groups of samples each rank encodes, so that all are done at the same time.
 
     Args:
         idle_s: Idle time of each rank.
-        sample_s: Time of a sample through all frozen layers.
-        num_samples: Samples to share.
+        group_s: Time of a group through all frozen layers.
+        num_groups: Groups to share.
 
     Example:
-        >>> shares([4.0, 2.0, 0.0], sample_s=1.0, num_samples=6), shares([0, 0], 1.0, 3)
+        >>> shares([4.0, 2.0, 0.0], group_s=1.0, num_groups=6), shares([0, 0], 1.0, 3)
         ((4, 2, 0), (2, 1))
     """
     # Every rank works until the same moment: `idle + level`, which may be before its bubbles end.
     ranked = sorted(idle_s, reverse=True)
     level = 0.0
     for count in range(1, len(ranked) + 1):
-        level = (num_samples * sample_s - sum(ranked[:count])) / count
+        level = (num_groups * group_s - sum(ranked[:count])) / count
         if count == len(ranked) or level + ranked[count] <= 0:
             break
-    exact = [max(idle + level, 0.0) / sample_s if sample_s else 0.0 for idle in idle_s]
+    exact = [max(idle + level, 0.0) / group_s if group_s else 0.0 for idle in idle_s]
     whole = [int(n + 1e-9) for n in exact]
     by_rest = sorted(range(len(exact)), key=lambda r: (whole[r] - exact[r], r))
-    for position in range(num_samples - sum(whole)):
+    for position in range(num_groups - sum(whole)):
         whole[by_rest[position % len(whole)]] += 1
     return tuple(whole)
 

@@ -11,7 +11,6 @@ stage. Without bubbles to fill the shares are equal.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -79,7 +78,21 @@ def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
 
 def num_groups_of(microbatch_sizes: Sequence[int], group_size: int) -> int:
     """Groups of a batch; a group never spans two microbatches."""
-    return sum(math.ceil(size / group_size) for size in microbatch_sizes)
+    return len(group_samples(microbatch_sizes, group_size))
+
+
+def group_samples(microbatch_sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Samples of every group of a batch, in order.
+
+    Example:
+        >>> group_samples([6, 3], group_size=4)
+        (4, 2, 3)
+    """
+    return tuple(
+        min(group_size, size - start)
+        for size in microbatch_sizes
+        for start in range(0, size, group_size)
+    )
 
 
 def grouped_s(seconds: Callable[[float], float], samples: float, group_size: int | None) -> float:

@@ -45,7 +45,7 @@ def encoders_of(shape, total_s, batch, chained=False):
 
 def filled_of(policy, schedule, encoders, batch, costs=None):
     timeline = simulate(schedule, costs)
-    filled = fill(policy, schedule, timeline, encoders, batch)
+    filled = fill(policy, schedule, timeline, encoders, [1] * batch)
     costs = TickCosts(encode=filled.piece_s) if costs is None else costs
     return timeline, filled, simulate(lower(filled.schedule), costs)
 
