@@ -130,10 +130,14 @@ def callable_modules(root: nn.Module) -> list[str]:
         if not name or any(name.startswith(prefix) for prefix in closed):
             continue
         names.append(name)
-        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        if compiled or isinstance(module, ATOMIC_TYPES):
+        if is_compiled(module) or isinstance(module, ATOMIC_TYPES):
             closed.append(name + ".")
     return names
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls inside the module cannot be seen because it is compiled."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def choose_layers(

@@ -14,8 +14,9 @@ sends it to the others as it stands.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -27,6 +28,12 @@ from lightning_diffpipe.sampling.links import TensorShape
 
 NOBODY = -1
 _FIRST_TEXT = -2
+
+BETWEEN = -1
+"""Stands for a call of a block where something happens between blocks."""
+
+Place = tuple[int, str, int]
+"""Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
 
 
 Units = range | tuple[range, ...]
@@ -81,9 +88,10 @@ class Selection:
     def __post_init__(self) -> None:
         runs = [] if self.index is None else _runs(self.index.tolist())
         object.__setattr__(self, "_runs", runs)
+        object.__setattr__(self, "_length", sum(stop - start for start, stop in runs))
 
     def __len__(self) -> int:
-        return self.size if self.index is None else len(self.index)
+        return self.size if self.index is None else self._length  # type: ignore[attr-defined,no-any-return]
 
     def take(self, x: Tensor, axis: int) -> Tensor:
         """A dense copy of these positions; the tensor itself if they are all."""
@@ -249,6 +257,40 @@ class Block:
         return sum(shape.nbytes for shape in self.shapes(WHOLE))
 
 
+class LocalCall(NamedTuple):
+    """A call of a module between blocks that treats every token alike.
+
+    Attributes:
+        leaf: Which of the leaves of its `(args, kwargs)` has the tokens.
+        given: Tokens of that.
+        made: Tokens of the result.
+        shape: Of the result.
+        passed: The result is passed; see `Glue`.
+    """
+
+    leaf: int
+    given: TokenAxis
+    made: TokenAxis
+    shape: TensorShape
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Glue:
+    """What code between blocks does with what it is given.
+
+    Attributes:
+        passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.
+        local: Calls of modules that can be run on some tokens.
+        made_for: For calls of other modules whose result is only handed on to blocks: to which calls of
+            blocks, and its shape.
+    """
+
+    passed: frozenset[tuple[int, int]] = frozenset()
+    local: Mapping[Place, LocalCall] = field(default_factory=dict)
+    made_for: Mapping[Place, tuple[frozenset[int], TensorShape]] = field(default_factory=dict)
+
+
 @dataclass
 class Layout:
     """Everything there is to know about a model in order to run it in parts, for one shape of latents.
@@ -262,8 +304,11 @@ class Layout:
             `len(blocks)` stands for the prediction itself.
         ghost: Some block cannot run without text tokens, and gets one whose result is dropped.
         cuts_samples: Blocks can run on a part of the samples.
-        constants: Linear layers whose result is the same at every step: (call or -1 between blocks, name of
-            the module, how often it was called there before).
+        constants: Modules whose result is the same at every step, by place, with the shapes of their
+            arguments in a run on all tokens.
+        step_constants: Those whose result is the same for every patch of a step.
+        glue: What is known about code between blocks.
+        attention_by_name: Blocks look up attention by its name whenever they call it.
         glue_parameters: Parameters inside blocks that code between blocks reads.
     """
 
@@ -274,7 +319,10 @@ class Layout:
     readers: list[frozenset[int]]
     ghost: bool = False
     cuts_samples: bool = False
-    constants: frozenset[tuple[int, str, int]] = frozenset()
+    constants: dict[Place, Any] = field(default_factory=dict)
+    step_constants: dict[Place, Any] = field(default_factory=dict)
+    glue: Glue = field(default_factory=Glue)
+    attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
 
     @property
@@ -355,3 +403,11 @@ def shapes_of(arguments: Any) -> tuple[Any, ...]:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
         for x in pytree.tree_leaves(arguments)
     )
+
+
+def shapes_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Shapes of the tensors given to a module; None if there may be others inside containers."""
+    given = (*args, *kwargs.values())
+    if any(isinstance(x, (list, tuple, dict)) for x in given):
+        return None
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in given)

@@ -9,26 +9,45 @@ except on the last rank, which makes the prediction.
     closure    patchify ── block 0 ── block 1 ── block 2 ── block 3 ── unpatchify ── guidance
     rank 0     all rows    patch      patch, send, stop
     rank 1     all rows    dummy      received   patch      patch      all rows      prediction
+
+Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
+without memory, and whoever gets this object takes the tokens instead (`glue.py`). Modules that make the same for
+every patch are run once (`kept.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import cut_arguments
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
-from lightning_diffpipe.sampling.layout import Block, Layout, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.layout import (
+    BETWEEN,
+    WHOLE,
+    Block,
+    Layout,
+    Part,
+    Place,
+    Selection,
+    TokenAxis,
+    shapes_of_call,
+)
+from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.stages import Stage
 from lightning_diffpipe.sampling.tracing import Attend, AttentionIntercepted
+
+_ALIGNMENT = 64  # bytes; of everything torch allocates
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""
@@ -45,11 +64,10 @@ class PartRunner:
     Attributes:
         layout: Of the model.
         stage: What this rank runs.
-        interception: Of the model's blocks and constant linear layers.
+        interception: Of the model's blocks, and of modules whose results are kept.
         attention: How tokens attend.
         device: Where it runs.
         fill: Value of everything that must not be read.
-        constants: Results of linear layers that do not change, as they were first computed.
     """
 
     layout: Layout
@@ -58,12 +76,40 @@ class PartRunner:
     attention: PartAttention
     device: torch.device
     fill: float = 0.0
-    constants: dict[Any, tuple[torch.Size, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.block_names = frozenset(self.layout.block_names)
-        self.constant_places = self.layout.constants
-        self.interception.watch(self.block_names | {name for _, name, _ in self.constant_places})
+        layout = self.layout
+        self.block_names = frozenset(layout.block_names)
+        self._of_request: dict[Any, Any] = {}
+        self._of_step: dict[Any, Any] = {}
+        self._same: dict[tuple[int, int], bool] = {}
+        glue = layout.glue.local.keys() | layout.glue.made_for.keys()
+        places = layout.constants.keys() | layout.step_constants.keys() | glue
+        self.interception.watch(self.block_names | {name for _, name, _ in places})
+        compiled = any(is_compiled(module) for module in self.interception.root.modules())
+        # Compilers have looked names up for good.
+        by_name = layout.attention_by_name and not compiled
+        self.attention_answered_by = AttentionByName if by_name else AttentionIntercepted
+
+    def start_step(self) -> None:
+        """Forgets what is the same in one step only."""
+        self._of_step.clear()
+
+    def same_tokens(self, one: TokenAxis, other: TokenAxis) -> bool:
+        """Whether two axes hold the same tokens in the same order."""
+        key = (id(one), id(other))
+        if key not in self._same:
+            same = one.axis == other.axis and torch.equal(one.owner, other.owner)
+            self._same[key] = one is other or same
+        return self._same[key]
+
+    def kept_at(self, place: Place) -> tuple[dict[Any, Any], Any] | None:
+        """Results kept of a place, with the shapes of its arguments on all tokens; None if none are."""
+        if place in self.layout.constants:
+            return self._of_request, self.layout.constants[place]
+        if place in self.layout.step_constants:
+            return self._of_step, self.layout.step_constants[place]
+        return None
 
     def run(
         self,
@@ -120,14 +166,23 @@ class PartRun:
         self._received: set[int] = set()
         self._inside: int | None = None
         self._turns: Counter[tuple[int, str]] = Counter()
+        self._keeping = False
+        # Objects that stand for tokens of this part, by identity.
+        self._tokens_of: dict[int, _Known] = {}
+        self._cut: dict[Any, Tensor] = {}
+        self._held: list[Tensor] = []  # so that identities stay what they are
+        self._hands_on = self.part.units is not None and self.part.samples is None
+        self._hands_on &= not self.runner.layout.ghost
 
     # --- what an interception asks ------------------------------------------------------------------
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers the call of a block or of a linear layer that may be constant."""
+        """Answers the call of a block, or of a module whose result may be kept."""
+        if self._keeping:  # inside a module whose result will be kept
+            return site.diffpipe_original(*args, **kwargs)
         if self._inside is None and site.name in self.runner.block_names:
             return self._block(site, args, kwargs)
-        return self._linear(site, args, kwargs)
+        return self._module(site, args, kwargs)
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Sampling does not log."""
@@ -162,7 +217,7 @@ class PartRun:
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Slices:
-        layout, block = self.runner.layout, self.runner.layout.blocks[here]
+        block = self.runner.layout.blocks[here]
         flat, spec = pytree.tree_flatten((args, kwargs))
         for leaf, tokens in block.inputs.items():
             if flat[leaf].shape[tokens.axis] != tokens.size:
@@ -170,12 +225,10 @@ class PartRun:
                     f"{site.name} was called with {flat[leaf].shape[tokens.axis]} tokens, its probe saw "
                     f"{tokens.size}; requests of other shapes need a layout of their own"
                 )
-        args, kwargs = pytree.tree_unflatten(
-            cut_arguments(block, flat, self.part, layout.ghost), spec
-        )
+        args, kwargs = pytree.tree_unflatten(self._cut_arguments(block, flat), spec)
         self._inside = here
         try:
-            with AttentionIntercepted(self._attention(here, block)):
+            with self.runner.attention_answered_by(self._attention(here, block)):
                 out = site.diffpipe_original(*args, **kwargs)
         finally:
             self._inside = None
@@ -184,6 +237,25 @@ class PartRun:
             self._without_ghost(leaves[leaf], tokens, block)
             for leaf, tokens in sorted(block.outputs.items())
         ]
+
+    def _cut_arguments(self, block: Block, flat: list[Any]) -> list[Any]:
+        if not self._hands_on:
+            return cut_arguments(block, flat, self.part, self.runner.layout.ghost)
+        flat = list(flat)
+        for leaf, tokens in block.inputs.items():
+            x = flat[leaf]
+            known = self._tokens_of.get(id(x))
+            if known is not None and self.runner.same_tokens(known.tokens, tokens):
+                flat[leaf] = known.slices
+                continue
+            # Tables of rope are the same object for many blocks.
+            selection = tokens.owned(self.part, block.num_text)
+            key = (id(x), tokens.axis, id(selection))
+            if key not in self._cut:
+                self._cut[key] = selection.take(x, tokens.axis)
+                self._held.append(x)
+            flat[leaf] = self._cut[key]
+        return flat
 
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
         numbers = iter(range(len(block.attention)))
@@ -204,7 +276,8 @@ class PartRun:
         if len(own) < len(fed):
             mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
             x = Selection(len(fed), mine).take(x, tokens.axis)
-        return x.contiguous()  # as it would be received: strides decide about the last bit
+        # As it would be received: strides and alignment decide about the last bit.
+        return x if _is_as_received(x) else x.clone(memory_format=torch.contiguous_format)
 
     def _slices(self, call: int) -> Slices:
         """Tokens of the part in the results of a call, own or received."""
@@ -218,41 +291,112 @@ class PartRun:
         return self.slices[call]
 
     def _whole(self, call: int) -> Any:
-        """Results of a call at full size; what is not known is a dummy."""
-        block = self.runner.layout.blocks[call]
+        """Results of a call at full size; what is not known, or not looked at, is a dummy."""
+        block, glue = self.runner.layout.blocks[call], self.runner.layout.glue
         pieces = [(run.part, run.slices[call]) for run in self.earlier]
         pieces.append((self.part, self._slices(call)))
-        leaves, fill = self._dummy(block), self.runner.fill
+        leaves = self._dummy(block)
         for i, (leaf, tokens) in enumerate(sorted(block.outputs.items())):
-            if len(pieces) == 1 and self.part == Part():
+            if len(pieces) == 1 and self.part == WHOLE:
                 leaves[leaf] = pieces[0][1][i]
                 continue
-            result = block.results[leaf]
-            full = torch.full(result.shape, fill, dtype=result.dtype, device=self.runner.device)
-            for part, slices in pieces:
-                view = full
-                if part.samples is not None and leaf in block.output_samples:
-                    axis = block.output_samples[leaf]
-                    samples = part.samples_of(full.shape[axis])
-                    view = full.narrow(axis, samples.start, samples.stop - samples.start)
-                tokens.owned(part, block.num_text).put(view, tokens.axis, slices[i])
-            leaves[leaf] = full
+            if not self._hands_on or (call, leaf) not in glue.passed:
+                own = [(part, slices[i]) for part, slices in pieces]
+                axis = block.output_samples.get(leaf)
+                leaves[leaf] = self._full(block.results[leaf], tokens, block.num_text, own, axis)
+            if self._hands_on:
+                known = _Known(leaves[leaf], pieces[-1][1][i], tokens, block.num_text)
+                self._tokens_of[id(leaves[leaf])] = known
         return block.nested(leaves)
+
+    def _full(
+        self,
+        shape: TensorShape,
+        tokens: TokenAxis,
+        num_text: int,
+        pieces: Sequence[tuple[Part, Tensor]],
+        sample_axis: int | None = None,
+    ) -> Tensor:
+        """Tokens of parts in a tensor of full size."""
+        runner = self.runner
+        full = torch.full(shape.shape, runner.fill, dtype=shape.dtype, device=runner.device)
+        for part, values in pieces:
+            view = full
+            if part.samples is not None and sample_axis is not None:
+                samples = part.samples_of(full.shape[sample_axis])
+                view = full.narrow(sample_axis, samples.start, samples.stop - samples.start)
+            tokens.owned(part, num_text).put(view, tokens.axis, values)
+        return full
 
     def _dummy(self, block: Block) -> list[Any]:
         return block.dummy(self.runner.fill, self.runner.device)
 
-    # --- linear layers that do not change -------------------------------------------------------------
+    # --- modules whose result is kept -----------------------------------------------------------------
 
-    def _linear(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where = -1 if self._inside is None else self._inside
-        turn = self._turns[where, site.name]
+    def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = BETWEEN if self._inside is None else self._inside
+        place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        runner = self.runner
-        if (where, site.name, turn) not in runner.constant_places or not args:
+        kept = self.runner.kept_at(place)
+        if kept is None:
+            return self._made_between(place, site, args, kwargs)
+        results, shapes = kept
+        # What was cut is of this part only, and must not be taken for another's.
+        is_whole = where == BETWEEN or shapes == shapes_of_call(args, kwargs)
+        key = (place, None if is_whole else self.part)
+        if key not in results:
+            self._keeping = True
+            try:
+                results[key] = site.diffpipe_original(*args, **kwargs)
+            finally:
+                self._keeping = False
+        return results[key]
+
+    def _made_between(
+        self, place: Place, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answers a call between blocks: on the part if it can be, not at all if nobody wants it."""
+        glue, runner = self.runner.layout.glue, self.runner
+        readers, shape = glue.made_for.get(place, (None, None))
+        if readers is not None and shape is not None and not readers & runner.stage.own:
+            return _dummy(shape, runner.fill, runner.device)
+        call = glue.local.get(place)
+        if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
-        samples = None if self._inside is None else self.part.samples
-        key, shape = (where, site.name, turn, samples), args[0].shape
-        if key not in runner.constants or runner.constants[key][0] != shape:
-            runner.constants[key] = (shape, site.diffpipe_original(*args, **kwargs))
-        return runner.constants[key][1]
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        known = self._tokens_of.get(id(flat[call.leaf]))
+        if known is None or not runner.same_tokens(known.tokens, call.given):
+            return site.diffpipe_original(*args, **kwargs)
+        flat[call.leaf] = known.slices
+        args, kwargs = pytree.tree_unflatten(flat, spec)
+        made = site.diffpipe_original(*args, **kwargs)
+        if call.passed:
+            full = _dummy(call.shape, runner.fill, runner.device)
+        else:
+            full = self._full(call.shape, call.made, known.num_text, [(self.part, made)])
+        self._tokens_of[id(full)] = _Known(full, made, call.made, known.num_text)
+        return full
+
+
+class _Known(NamedTuple):
+    """An object of full size and the tokens of the part that it stands for."""
+
+    full: Tensor
+    slices: Tensor
+    tokens: TokenAxis
+    num_text: int
+
+
+def _dummy(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
+    """A shape without memory."""
+    return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
+
+
+def _is_as_received(x: Tensor) -> bool:
+    """Whether it is laid out like a message: dense, and in memory of its own or aligned like that."""
+    stride = 1
+    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if own != stride:
+            return False
+        stride *= size
+    return x.data_ptr() % _ALIGNMENT == 0

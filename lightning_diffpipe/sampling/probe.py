@@ -9,8 +9,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
    attention mixes tokens: the model is refused, and the operator named;
 3. one clean run traces the arguments of each kind of block (`blocks.py`);
 4. blocks are stubbed, and the result of one after the other is marked: who reads it through code between blocks?
-5. two runs with all latents marked find linear layers whose result never changes: keys and values of
-   cross-attention, projections of the prompt.
+5. runs with all latents marked find modules whose result need not be computed for every patch (`kept.py`); one
+   with stubs finds results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 5` runs of the model. Weights do not matter, so placeholders will do.
 """
@@ -18,7 +18,6 @@ That is about `log2(units) + 5` runs of the model. Weights do not matter, so pla
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +31,10 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize
+from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import BlockTracer
+from lightning_diffpipe.sampling.glue import find_glue
+from lightning_diffpipe.sampling.kept import find_kept
 from lightning_diffpipe.sampling.layout import Block, Layout, TokenAxis, shapes_of, text_token
 from lightning_diffpipe.sampling.leaks import mixing_operator
 from lightning_diffpipe.sampling.links import TensorShape
@@ -42,7 +44,6 @@ from lightning_diffpipe.sampling.tracing import (
     AttentionHandler,
     AttentionIntercepted,
     CodeWords,
-    all_to_all,
     lines,
     marked,
     token_local,
@@ -82,7 +83,7 @@ class _Probe:
         default = 1 if ndim == 3 else -2
         self._axis = (default if axis is None else axis) % ndim - ndim
         self._names = _block_candidates(self._model)
-        self._flops: dict[str, int] = {}
+        self._by_name = True
 
     def run(self) -> Layout:
         num_rows = self._latents.shape[self._axis]
@@ -97,10 +98,19 @@ class _Probe:
         self._names = [name for name in self._names if name in used]
         blocks, ghost, cuts_samples = self._blocks([c for name, c in owners if name in used])
         readers, glue_parameters = self._readers(blocks)
-        constants = self._constants()
+        constants, step_constants = find_kept(
+            self._run, self._model, self._names, self._latents, self._t, self._other_t
+        )
+        glue = find_glue(
+            lambda wrap: self._run(self._latents, self._t, wrap),
+            self._model,
+            blocks,
+            constants.keys() | step_constants.keys(),
+            self._latents.device,
+        )
         return Layout(
             blocks, self._axis, num_rows, per_unit, readers, ghost, cuts_samples, constants,
-            glue_parameters,
+            step_constants, glue, self._by_name, glue_parameters,
         )  # fmt: skip
 
     # --- 1, 2: units, and who owns which key --------------------------------------------------------
@@ -191,9 +201,10 @@ class _Probe:
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
             kind = _kind(self._model.get_submodule(name), args, kwargs, attention)
-            flops = _Flops()
-            with AttentionIntercepted(flops.attention), flops:
+            flops, named = _Flops(), _Named()
+            with AttentionIntercepted(flops.attention), AttentionByName(named.attention), flops:
                 out = forward(*args, **kwargs)
+            self._by_name &= named.count == len(flops.sizes)
             if kind not in known:
                 block = _new_block(name, out, attention, flops)
                 tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
@@ -238,47 +249,6 @@ class _Probe:
                 reading.add(len(blocks))
             readers.append(frozenset(reading))
         return readers, frozenset(touched.names)
-
-    # --- 5: what never changes ----------------------------------------------------------------------
-
-    def _constants(self) -> frozenset[tuple[int, str, int]]:
-        if torch.equal(self._t, self._other_t):
-            return frozenset()
-        first, second = self._linear_results(self._t), self._linear_results(self._other_t)
-        return frozenset(
-            key for key, x in first.items() if key in second and torch.equal(x, second[key])
-        )
-
-    def _linear_results(self, t: Tensor) -> dict[tuple[int, str, int], Tensor]:
-        """Results of linear layers that do not depend on the latents."""
-        found: dict[tuple[int, str, int], Tensor] = {}
-        turns: Counter[tuple[int, str]] = Counter()
-        position, inside = -1, False
-
-        def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-            nonlocal position, inside
-            position, inside = position + 1, True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                inside = False
-
-        def linear(name: str, forward: Forward) -> Forward:
-            def recorded(*args: Any, **kwargs: Any) -> Any:
-                out = forward(*args, **kwargs)
-                where = (position if inside else -1, name)
-                if not out.isnan().any():
-                    found[(*where, turns[where])] = out
-                turns[where] += 1
-                return out
-
-            return recorded
-
-        latents = torch.full_like(self._latents, _NAN)
-        names = [n for n, m in self._model.named_modules() if isinstance(m, nn.Linear)]
-        with forward_replaced(self._model, names, linear):
-            self._run(latents, t, wrap, all_to_all)
-        return found
 
     def _run(
         self,
@@ -331,6 +301,18 @@ class _Flops(TorchDispatchMode):
             )
         )
         return q
+
+
+class _Named:
+    """Counts the attention that is looked up by name."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def attention(self, attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
+        self.count += 1
+        out: Tensor = attend(*tensors, **options)
+        return out
 
 
 class _Touched(TorchFunctionMode):

@@ -147,6 +147,7 @@ class SequenceParallel:
         scales = request.scale_input and hasattr(scheduler, "scale_model_input")
         for step, t in enumerate(request.timesteps):
             x = scheduler.scale_model_input(latents, t) if scales else latents
+            runner.start_step()
             with watch.working(ForwardNoGrad(links.rank, step)):
                 run = runner.run(
                     lambda x=x, t=t: request.denoise(x, t), parts[links.rank], _nothing, _nowhere

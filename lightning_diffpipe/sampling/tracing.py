@@ -14,7 +14,7 @@ Booleans cannot be NaN; they are flipped and compared with an unmarked run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -31,6 +31,7 @@ AttentionHandler = Callable[..., Tensor]
 
 UNREACHED, MIXED = -1, -2
 _NAN = float("nan")
+_ATTENTION = F.scaled_dot_product_attention  # its name may stand for something else later
 
 
 class AttentionIntercepted(TorchFunctionMode):
@@ -45,12 +46,19 @@ class AttentionIntercepted(TorchFunctionMode):
     ) -> Any:
         """Calls the handler for attention, everything else as it is."""
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func is not _ATTENTION:
             return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        query, key, value = (options.pop(name) for name in names[:3])
-        return self._handler(func, query, key, value, **options)
+        return answer_attention(self._handler, func, args, kwargs)
+
+
+def answer_attention(
+    handler: AttentionHandler, attend: Attend, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Hands a call of attention to a handler."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    options = dict(zip(names, args, strict=False)) | dict(kwargs)
+    query, key, value = (options.pop(name) for name in names[:3])
+    return handler(attend, query, key, value, **options)
 
 
 class CodeWords:

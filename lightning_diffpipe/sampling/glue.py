@@ -1,0 +1,266 @@
+"""What code between blocks does with the results of blocks, so that little of it runs for every patch.
+
+Glue sees full shapes (`patch.py`), but most of it never looks into what a block returns: it hands it to the next.
+One run with stubbed blocks follows every result as an object through the glue:
+
+    block 0 ── x ── block 1 ── y ── norm_out ── proj_out ── unpatchify
+
+* x is *passed*: nothing but blocks gets it. It needs no memory; the next block takes the tokens of the part.
+* norm_out and proj_out are *local*: of a part of the tokens they make that part of what they make of all, whatever
+  their weights are. They run on the part, and y is passed, too.
+* what is made for a block that another rank runs, such as the embedding of the latents, is not made at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
+from lightning_diffpipe.sampling.layout import (
+    BETWEEN,
+    Block,
+    Glue,
+    LocalCall,
+    Place,
+    TokenAxis,
+)
+from lightning_diffpipe.sampling.links import TensorShape
+
+_LOOKS_AT_NO_NUMBER = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+    ),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
+    torch.is_tensor, torch.is_floating_point,
+}  # fmt: skip
+_MIN_TOKENS = 3  # fewer may be broadcast
+_NEARLY = 0.05  # of the largest number; where numbers are this coarse, a module that is not local differs by more
+
+
+def find_glue(
+    run: Callable[[Callable[..., Any]], Tensor],
+    model: nn.Module,
+    blocks: list[Block],
+    kept: Collection[Place],
+    device: torch.device,
+) -> Glue:
+    """Follows the results of blocks.
+
+    Args:
+        run: Runs the request's closure; its argument answers the calls of blocks.
+        model: The denoiser.
+        blocks: Its calls of blocks.
+        kept: Places whose results are kept anyway.
+        device: Where it runs.
+    """
+    follower = _Follower(model, blocks, kept, device)
+    with forward_replaced(model, _outside(model, blocks), follower.make), follower:
+        follower.touch(run(follower.answer))
+    return follower.found()
+
+
+def _outside(model: nn.Module, blocks: list[Block]) -> set[str]:
+    """Modules that are no blocks, contain none and are in none."""
+    names = {block.name for block in blocks}
+    inside = tuple(f"{name}." for name in names)
+    return {
+        name
+        for name in callable_modules(model)
+        if name not in names
+        and not name.startswith(inside)
+        and not any(block.startswith(f"{name}.") for block in names)
+    }
+
+
+class _Known(NamedTuple):
+    """An object that is followed: where it comes from, and which of its axes runs over tokens."""
+
+    value: Tensor
+    key: Any
+    tokens: TokenAxis | None
+    num_text: int
+
+
+class _Follower(TorchFunctionMode):
+    """Follows objects through one run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        kept: Collection[Place],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._model, self._blocks, self._kept, self._device = model, blocks, kept, device
+        self._known: dict[int, _Known] = {}
+        self._touched: set[Any] = set()
+        self._local: dict[Place, LocalCall] = {}
+        self._made_for: dict[Place, tuple[set[int], TensorShape]] = {}
+        self._turns: Counter[str] = Counter()
+        self._position, self._inside, self._keeping = 0, 0, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes whose numbers are looked at."""
+        if func not in _LOOKS_AT_NO_NUMBER:
+            self.touch((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def touch(self, tree: Any) -> None:
+        """Everything in a tree is looked at."""
+        for x in pytree.tree_leaves(tree):
+            if id(x) in self._known:
+                self._touched.add(self._known[id(x)].key)
+
+    def answer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Answers the call of a block."""
+        here, self._position = self._position, self._position + 1
+        for x in pytree.tree_leaves((args, kwargs)):
+            known = self._known.get(id(x))
+            if known is not None and known.key in self._made_for:
+                self._made_for[known.key][0].add(here)
+        block = self._blocks[here]
+        leaves = block.dummy(0.0, self._device)
+        for leaf, tokens in block.outputs.items():
+            self._follow(leaves[leaf], (here, leaf), tokens, block.num_text)
+        return block.nested(leaves)
+
+    def make(self, name: str, forward: Forward) -> Forward:
+        """Makes the wrapper of a module between blocks."""
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if self._keeping:
+                return forward(*args, **kwargs)
+            place = (BETWEEN, name, self._turns[name])
+            self._turns[name] += 1
+            if place in self._kept:
+                return self._within("_keeping", forward, args, kwargs)
+            if self._inside:
+                return forward(*args, **kwargs)
+            return self._outermost(place, forward, args, kwargs)
+
+        return followed
+
+    def found(self) -> Glue:
+        """What was found out."""
+        block_results = {
+            (here, leaf) for here, block in enumerate(self._blocks) for leaf in block.outputs
+        }
+        local = {
+            place: call._replace(passed=place not in self._touched)
+            for place, call in self._local.items()
+        }
+        made_for = {
+            place: (frozenset(readers), shape)
+            for place, (readers, shape) in self._made_for.items()
+            if place not in self._touched and readers
+        }
+        return Glue(frozenset(block_results - self._touched), local, made_for)
+
+    def _outermost(self, place: Place, forward: Forward, args: Any, kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [i for i, x in enumerate(flat) if id(x) in self._known]
+        source = self._known[id(flat[leaves[0]])] if len(leaves) == 1 else None
+        axis = None
+        if source is not None and source.tokens is not None:
+            with _Aside(self):
+                module = self._model.get_submodule(place[1])
+                trial = _Trial(module, flat, spec, leaves[0], source.tokens.axis)
+                axis = trial.axis_of_tokens()
+        if axis is None or source is None or source.tokens is None:
+            out = self._within("_inside", forward, args, kwargs)
+            if isinstance(out, Tensor) and id(out) not in self._known:
+                self._made_for[place] = (set(), TensorShape.of(out))
+                self._follow(out, place, None, 0)
+            return out
+        del self._known[id(source.value)]
+        out = self._within("_inside", forward, args, kwargs)
+        self._known[id(source.value)] = source
+        made = TokenAxis(axis, source.tokens.owner)
+        self._local[place] = LocalCall(leaves[0], source.tokens, made, TensorShape.of(out), False)
+        self._follow(out, place, made, source.num_text)
+        return out
+
+    def _within(self, flag: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        before = getattr(self, flag)
+        setattr(self, flag, True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            setattr(self, flag, before)
+
+    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis | None, num_text: int) -> None:
+        self._known[id(x)] = _Known(x, key, tokens, num_text)
+
+
+class _Aside:
+    """What runs meanwhile is none of the request's."""
+
+    def __init__(self, follower: _Follower) -> None:
+        self._follower = follower
+
+    def __enter__(self) -> None:
+        follower = self._follower
+        self._before = follower._known, follower._keeping
+        follower._known, follower._keeping = {}, True
+
+    def __exit__(self, *error: object) -> None:
+        self._follower._known, self._follower._keeping = self._before
+
+
+class _Trial:
+    """Tries a module with random weights on all tokens and on parts of them."""
+
+    def __init__(self, module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int) -> None:
+        self._module, self._flat, self._spec = module, flat, spec
+        self._leaf, self._axis = leaf, axis
+        x = flat[leaf]
+        self._draw = torch.Generator(x.device).manual_seed(0)
+        self._weights = {
+            name: self._random(p) for name, p in module.named_parameters() if p.is_floating_point()
+        }
+        self._x = self._random(x)
+
+    def axis_of_tokens(self) -> int | None:
+        """Axis of the result that runs over the same tokens; None if the module is not local."""
+        size = self._x.shape[self._axis]
+        if size < _MIN_TOKENS or not self._x.is_floating_point():
+            return None
+        whole, cut = self._run(self._x), size // 3
+        if whole is None:
+            return None
+        axes = [axis for axis in range(whole.ndim) if whole.shape[axis] == size]
+        for start, length in ((0, cut), (cut, size - cut)):
+            part = self._run(self._x.narrow(self._axis, start, length))
+            axes = [a for a in axes if _close(part, whole.narrow(a, start, length))]
+        return axes[0] if axes else None
+
+    def _run(self, x: Tensor) -> Tensor | None:
+        flat = list(self._flat)
+        flat[self._leaf] = x.contiguous()
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        try:
+            out = torch.func.functional_call(self._module, self._weights, args, kwargs)
+        except (RuntimeError, IndexError, ValueError):
+            return None
+        return out if isinstance(out, Tensor) and out.is_floating_point() else None
+
+    def _random(self, like: Tensor) -> Tensor:
+        drawn = torch.randn(like.shape, generator=self._draw, device=like.device)
+        return drawn.to(like.dtype)
+
+
+def _close(part: Tensor | None, expected: Tensor) -> bool:
+    if part is None or part.shape != expected.shape:
+        return False
+    scale = max(float(expected.abs().amax()), 1.0)
+    difference = float((part - expected).abs().amax())
+    return difference <= min(256 * torch.finfo(expected.dtype).eps, _NEARLY) * scale

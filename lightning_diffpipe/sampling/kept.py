@@ -1,0 +1,183 @@
+"""Which modules give the same result for every patch of a step, or in every step of a request.
+
+Their results are kept: the embedding of the timestep and what blocks make of it for modulation are computed once
+per step instead of once per patch; keys and values of cross-attention, the projected prompt and tables of rope once
+per request. Three runs tell which. Attention lets one NaN in a key reach every output, and
+
+    latents        NaN    as they are    NaN
+    timestep       t      t              t'
+    result         ------ equal ------            the same for every patch of a step
+                   ---------- equal ----------    the same in every step
+
+A result without NaN that is the same without NaN in the latents does not depend on them, not even by a comparison.
+Of modules inside each other the outermost one is kept. What is changed in place later on is not kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
+from lightning_diffpipe.sampling.layout import BETWEEN, Place, shapes_of_call
+from lightning_diffpipe.sampling.tracing import all_to_all
+
+Run = Callable[..., Tensor]
+"""`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
+
+Kept = dict[Place, tuple[Any, ...] | None]
+"""Shapes of the arguments in a run on all tokens, by place."""
+
+
+def find_kept(
+    run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
+) -> tuple[Kept, Kept]:
+    """Finds the places whose results are the same in every step, and those that are so within one.
+
+    Args:
+        run: Runs the request's closure.
+        model: The denoiser.
+        blocks: Names of its blocks.
+        latents: Of the request.
+        t: A timestep.
+        other_t: Another one, or the same if there is no other.
+    """
+    names = _candidates(model, blocks)
+    unknown = torch.full_like(latents, float("nan"))
+
+    def record(x: Tensor, at: Tensor) -> list[_Call]:
+        recorder = _Recorder()
+        with forward_replaced(model, names, recorder.make):
+            run(x, at, recorder.wrap_block, all_to_all)
+        return recorder.calls
+
+    here, known, later = record(unknown, t), record(latents, t), record(unknown, other_t)
+    in_step = _independent(here, known)
+    in_request = _independent(here, later) & in_step if not torch.equal(t, other_t) else set()
+    in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
+    places = _places(here, in_request, in_step)
+    return (
+        {place: here[i].shapes for i, place in places.items() if i in in_request},
+        {place: here[i].shapes for i, place in places.items() if i not in in_request},
+    )
+
+
+@dataclass
+class _Call:
+    """One call of a module: where, inside which other call, on what, and what came out."""
+
+    where: int
+    name: str
+    parent: int | None
+    shapes: Any
+    results: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+
+    def equals(self, other: _Call) -> bool:
+        """Whether the same came out, and stayed as it was."""
+        own = (self.where, self.name, self.parent, self.shapes, len(self.copies))
+        if own != (other.where, other.name, other.parent, other.shapes, len(other.copies)):
+            return False
+        every = (self.results, other.results, other.copies)
+        return all(_same(a, b) for some in every for a, b in zip(self.copies, some, strict=True))
+
+
+class _Recorder:
+    """Notes the calls of one run, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self._block = BETWEEN
+        self._inside, self._open = False, list[int]()
+
+    def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Answers the call of a block."""
+        self._block, self._inside = self._block + 1, True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def make(self, name: str, forward: Forward) -> Forward:
+        """Makes the wrapper of a module."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            where = self._block if self._inside else BETWEEN
+            parent = self._open[-1] if self._open else None
+            # Between blocks everything has its full shape.
+            shapes = shapes_of_call(args, kwargs) if self._inside else ()
+            call = _Call(where, name, parent, shapes)
+            self._open.append(len(self.calls))
+            self.calls.append(call)
+            try:
+                out = forward(*args, **kwargs)
+            finally:
+                self._open.pop()
+            leaves = pytree.tree_leaves(out)
+            if all(isinstance(x, Tensor) and not _has_nan(x) for x in leaves):
+                call.results, call.copies = leaves, [x.clone() for x in leaves]
+            return out
+
+        return recorded
+
+
+def _candidates(model: nn.Module, blocks: list[str]) -> set[str]:
+    """Between blocks every module that contains none; inside blocks those with weights."""
+    owning = {n for n, m in model.named_modules() if any(True for _ in m.parameters())}
+    inside, found = tuple(f"{name}." for name in blocks), set[str]()
+    for name in callable_modules(model):
+        contains = name in blocks or any(block.startswith(f"{name}.") for block in blocks)
+        if not contains and (name in owning or not name.startswith(inside)):
+            found.add(name)
+    return found
+
+
+def _independent(first: list[_Call], second: list[_Call]) -> set[int]:
+    """Calls with the same tensors as results in two runs."""
+    if len(first) != len(second):
+        return set()
+    return {
+        i
+        for i, (a, b) in enumerate(zip(first, second, strict=True))
+        if a.copies and a.shapes is not None and a.equals(b)
+    }
+
+
+def _outermost(calls: list[_Call], chosen: set[int]) -> set[int]:
+    """Those of the chosen that lie in no other."""
+    return {i for i in chosen if not any(p in chosen for p in _around(calls, i))}
+
+
+def _around(calls: list[_Call], i: int) -> list[int]:
+    around: list[int] = []
+    while (parent := calls[i].parent) is not None:
+        around.append(i := parent)
+    return around
+
+
+def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict[int, Place]:
+    """Names for what is kept. Calls inside those are not counted, since they come but once."""
+    kept = in_request | in_step
+    turns: Counter[tuple[int, str]] = Counter()
+    places: dict[int, Place] = {}
+    for i, call in enumerate(calls):
+        if any(p in kept for p in _around(calls, i)):
+            continue
+        if i in kept:
+            places[i] = (call.where, call.name, turns[call.where, call.name])
+        turns[call.where, call.name] += 1
+    return places
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _has_nan(x: Tensor) -> bool:
+    return bool(x.isnan().any())
