@@ -8,7 +8,7 @@ CONF = [
     ".".join(("lightning_diffpipe", *folder.parts))
     for folder in sorted({path.parent for path in Path("conf").rglob("*.yaml")})
 ]
-WEIGHTS = ["lightning_diffpipe.weights.glyphs"]
+WEIGHTS = ["lightning_diffpipe.weights.glyphs", "lightning_diffpipe.weights.glyphs_transformer"]
 
 setup(
     packages=[

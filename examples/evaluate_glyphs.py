@@ -1,9 +1,9 @@
 """How good are glyph weights? Pictures for a person, and numbers that agree with them.
 
-    python examples/evaluate_glyphs.py [FOLDER] [--pictures DIR]
+    python examples/evaluate_glyphs.py [FOLDER] [--pictures DIR] [--alphabets digits latin]
 
 Draws three rows per glyph: the font's, the autoencoder's reconstruction, and the sample for its
-caption. Half of the glyphs are (character, face) pairs held back from all training. Reported are
+caption. Half of the glyphs are (character, face) pairs that the data module holds back. Reported are
 
 * the PSNR of reconstructions, in dB;
 * "character": the sample is nearest, over all characters, faces and small shifts, to a drawing of
@@ -26,7 +26,7 @@ from lightning_diffpipe.data.glyphs import Glyph, GlyphDataset
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.built_in import built_in
 
-ALPHABETS = ("digits", "latin", "greek", "cyrillic")
+ALPHABETS = ["digits", "latin", "greek", "cyrillic"]
 
 
 class Judge:
@@ -60,7 +60,7 @@ class Judge:
         return right_character / len(wanted), right_face / len(wanted)
 
 
-def choose(split: str, count: int, alphabets: tuple[str, ...] = ALPHABETS) -> list[dict]:
+def choose(split: str, count: int, alphabets: list[str]) -> list[dict]:
     """Takes `count` samples of a split, spread evenly in a fixed shuffled order."""
     dataset = GlyphDataset(split, alphabets=alphabets, shifts_per_axis=1)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
@@ -102,14 +102,16 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", default=built_in("glyphs"))
     parser.add_argument("--pictures", type=Path, default=Path("outputs/evaluate"))
     parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--alphabets", nargs="+", default=ALPHABETS)
     parser.add_argument("--steps", type=int, default=25)
     arguments = parser.parse_args()
     model = LatentDiffusion.from_pretrained(arguments.folder).eval()
     judge = Judge(GlyphDataset("all", alphabets=ALPHABETS, shifts_per_axis=1))
     arguments.pictures.mkdir(parents=True, exist_ok=True)
-    for split, title in (("train", "trained on"), ("validation", "held back")):
-        print(f"{title}, {arguments.count} glyphs:")
-        pictures = evaluate(model, judge, choose(split, arguments.count), arguments.steps)
+    for split, title in (("train", "training pairs"), ("validation", "pairs held back")):
+        chosen = choose(split, arguments.count, arguments.alphabets)
+        print(f"{title}, {len(chosen)} glyphs:")
+        pictures = evaluate(model, judge, chosen, arguments.steps)
         path = arguments.pictures / f"{split}.png"
         picture_grid(rows_of(pictures), columns=16).save(path)
         print(f"  wrote {path}: rows are font, reconstruction, sample")

@@ -1,13 +1,13 @@
 """`diffpipe demo`: what this package does, told by one short run.
 
 Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
-and its timeline, draws the same prompts again, and lays the pictures side by side.
+and its timeline, draws the same prompts again with both processes together, and lays the pictures side by side.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_diffpipe.callbacks.samples import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 
@@ -64,12 +65,25 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
     return page
 
 
+def refuse_sampler(method: str, module: LatentDiffusion) -> None:
+    """Refuses a sampler that the model could not use, before minutes go into training it.
+
+    Raises:
+        ConfigurationError: Tokens are to be divided, and the model is a U-Net.
+    """
+    if method in ("pipefusion", "sequence") and hasattr(module, "unet"):
+        raise ConfigurationError(
+            f"sampler={method} needs a transformer, and this model is a U-Net; add sampler=distrifusion"
+        )
+
+
 class DemoStory(L.Callback):
     """Tells a training run: plan, timeline, loss, pictures before and after.
 
     Args:
         folder: Where pictures go.
         prompts: What to draw.
+        sampler: Options of `Predictor.from_pretrained` for the pictures after training.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
     """
@@ -78,11 +92,12 @@ class DemoStory(L.Callback):
         self,
         folder: str | Path,
         prompts: Sequence[str],
+        sampler: Mapping[str, Any],
         num_inference_steps: int = 25,
         guidance_scale: float = 4.0,
     ) -> None:
         self.folder = Path(folder)
-        self.prompts = list(prompts)
+        self.prompts, self.sampler = list(prompts), dict(sampler)
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
         self._losses: list[Tensor] = []
@@ -146,13 +161,13 @@ class DemoStory(L.Callback):
         self._say_goodbye(losses, checkpoint)
 
     def _draw_together(self, checkpoint: Path) -> Tensor | None:
-        """Draws with DistriFusion: every rank has a band of rows; pictures on rank 0, None elsewhere."""
+        """Draws with all ranks: pictures on rank 0, None elsewhere."""
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
-        with Predictor.from_pretrained(checkpoint, "distrifusion", warmup_steps=4) as predictor:
+        with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
             pictures = predictor(*settings, seed=0)
         if pictures is None:
             return None
-        print("\n4. Drew the same prompts with the trained checkpoint, on both processes together:")
+        print("\n4. Drew the same prompts with the trained checkpoint, all processes together:")
         print(predictor.report, flush=True)
         return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 
@@ -171,8 +186,10 @@ plan         {self.folder / "plan.json"}
 checkpoint   {checkpoint}
 
 To try next:
-  diffpipe sample sampler=distrifusion trainer.devices=2 path={checkpoint} 'prompts=["digit six, serif italic"]'
-  diffpipe demo model=glyph_unet trainer.max_steps=900      # from nothing, instead of going on
+  diffpipe sample sampler={self.sampler["method"]} trainer.devices=2 path={checkpoint} \
+'prompts=["digit six, serif italic"]'
+  diffpipe demo model=pretrained sampler=distrifusion       # a U-Net, sampled in bands of rows
+  diffpipe demo model=glyph_unet sampler=distrifusion trainer.max_steps=900      # from nothing
   diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
   diffpipe train --help"""
         )

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from lightning_diffpipe import cli
+from lightning_diffpipe.modules.built_in import NAMES
 
 ROOT = Path(__file__).parent.parent
 TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
@@ -262,6 +263,7 @@ def test_the_demo_tells_its_story(tmp_path):
     for name in ("samples.png", "loss.png", "plan.json"):
         assert (folder / name).exists()
         assert name in told.stdout
+    assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in told.stdout
     assert "To try next:" in told.stdout
     assert "rank 1 |" in told.stdout + told.stderr
 
@@ -281,6 +283,13 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
     ]
 
 
+def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained")
+    assert code == 2
+    assert "sampler=pipefusion needs a transformer, and this model is a U-Net" in err
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what once was there
@@ -296,9 +305,8 @@ def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
     packed = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     there = {str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
     assert {name for name in packed if name.endswith(".yaml")} == there
-    weights = {n for n in names if n.startswith("lightning_diffpipe/weights/glyphs/")}
-    folder = ROOT / "examples" / "glyphs"
-    files = {
-        p.relative_to(folder) for p in folder.rglob("*") if p.suffix in (".json", ".safetensors")
-    }
-    assert weights >= {f"lightning_diffpipe/weights/glyphs/{path}" for path in files}
+    weights = {n for n in names if n.startswith("lightning_diffpipe/weights/")}
+    folders = [ROOT / "examples" / name for name in NAMES]
+    files = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
+    examples = ROOT / "examples"
+    assert weights >= {f"lightning_diffpipe/weights/{p.relative_to(examples)}" for p in files}

@@ -1,12 +1,14 @@
 """The denoisers whose samples are compared.
 
 * The built-in U-Net: 8 x 8 latents, one down-sampling, so that a band has at least two rows.
-* A small PixArt transformer of the same latents and texts, 64 tokens: what PipeFusion needs, too. It is
-  trained here in a few minutes, and kept in `outputs/`.
-* A U-Net of 32 x 32 pixels with two down-samplings, trained here, too: 8 bands of four rows, which are one
-  row at its lowest level. This is where statistics of single bands are worst.
+* The built-in PixArt transformer of the same latents and texts, 64 tokens: what PipeFusion needs, too.
+  `train_transformer` made it.
+* A U-Net of 32 x 32 pixels with two down-samplings, trained here in a few minutes, and kept in `outputs/`: 8
+  bands of four rows, which are one row at its lowest level. This is where statistics of single bands are worst.
 
 All are trained on the glyphs of the fonts that matplotlib brings.
+
+    python -m benchmarks.sampling_quality.denoisers        # makes the weights in examples/glyphs_transformer again
 """
 
 from __future__ import annotations
@@ -73,14 +75,14 @@ def kept(path: Path, model: nn.Module, make: Callable[[nn.Module], nn.Module]) -
     return model.eval().requires_grad_(False)
 
 
-def built_in_unet() -> LatentDiffusion:
-    """The model that comes with the package."""
-    return LatentDiffusion.from_pretrained(built_in("glyphs")).eval().requires_grad_(False)
+def built_in_model(name: str) -> LatentDiffusion:
+    """A model that comes with the package."""
+    return LatentDiffusion.from_pretrained(built_in(name)).eval().requires_grad_(False)
 
 
-def small_transformer(folder: Path, num_steps: int = 1200) -> LatentDiffusion:
-    """The built-in model with a transformer in place of its U-Net."""
-    parts = built_in_unet()
+def train_transformer(num_steps: int = 1200) -> LatentDiffusion:
+    """Makes the built-in transformer: the built-in model with a transformer in place of its U-Net."""
+    parts = built_in_model("glyphs")
     torch.manual_seed(0)
     transformer = PixArtTransformer2DModel(
         num_attention_heads=4,
@@ -98,25 +100,22 @@ def small_transformer(folder: Path, num_steps: int = 1200) -> LatentDiffusion:
         parts.vae, parts.text_encoder, parts.tokenizer, parts.scheduler, transformer=transformer
     )
 
-    def make(transformer: nn.Module) -> nn.Module:
-        latents, states, mask = _encoded(parts)
-        empty = tokenize(parts.tokenizer, [""], torch.device("cpu"))
-        with torch.no_grad():
-            nothing = parts.encode_text(empty)[0]
+    torch.manual_seed(0)
+    latents, states, mask = _encoded(parts)
+    empty = tokenize(parts.tokenizer, [""], torch.device("cpu"))
+    with torch.no_grad():
+        nothing = parts.encode_text(empty)[0]
 
-        def loss(transformer: nn.Module) -> Tensor:
-            chosen = torch.randint(len(latents), (32,))
-            corrupted = model.noise_schedule.corrupt(latents[chosen])
-            drop = torch.rand(32) < 0.1
-            text = torch.where(drop[:, None, None], nothing, states[chosen])
-            seen = torch.where(drop[:, None], empty.attention_mask, mask[chosen])
-            prediction = model.denoise(corrupted.noisy, corrupted.timesteps, text, seen)
-            return F.mse_loss(prediction, corrupted.target)
+    def loss(transformer: nn.Module) -> Tensor:
+        chosen = torch.randint(len(latents), (32,))
+        corrupted = model.noise_schedule.corrupt(latents[chosen])
+        drop = torch.rand(32) < 0.1
+        text = torch.where(drop[:, None, None], nothing, states[chosen])
+        seen = torch.where(drop[:, None], empty.attention_mask, mask[chosen])
+        prediction = model.denoise(corrupted.noisy, corrupted.timesteps, text, seen)
+        return F.mse_loss(prediction, corrupted.target)
 
-        return train(transformer, loss, num_steps, 2e-3)
-
-    trained = kept(folder / "transformer.pt", model.transformer, make)
-    model.transformer = trained
+    model.transformer = train(transformer, loss, num_steps, 2e-3)
     return model.eval().requires_grad_(False)
 
 
@@ -166,3 +165,9 @@ def pixel_unet(folder: Path, num_steps: int = 400) -> UNet2DModel:
         return train(model, loss, num_steps, 1e-3)
 
     return kept(folder / "pixel_unet.pt", model, make)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trained = nn.Module.to(train_transformer().transformer, torch.float16)
+    trained.save_pretrained(built_in("glyphs_transformer") / "transformer")

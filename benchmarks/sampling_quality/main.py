@@ -26,9 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import environment, table  # noqa: E402
 from benchmarks.sampling_quality.denoisers import (  # noqa: E402
-    built_in_unet,
+    built_in_model,
     pixel_unet,
-    small_transformer,
 )
 from lightning_diffpipe import LatentDiffusion  # noqa: E402
 from lightning_diffpipe.callbacks.samples import picture_grid  # noqa: E402
@@ -191,14 +190,14 @@ def main() -> None:
     bands: dict[str, Method] = {"DistriFusion": with_distrifusion, "naive": with_naive_patches}
     results: dict[str, Rows] = {}
     if arguments.part in (None, "transformer"):
-        model = small_transformer(arguments.weights)
         methods = {"PipeFusion": with_pipefusion, **bands}
+        model = built_in_model("glyphs_transformer")
         rows, shown = compare(model, methods, PARTS, arguments.steps)
         results["transformer"] = rows
         grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
         grid.save(arguments.pictures / "transformer.png")
     if arguments.part in (None, "unet"):
-        rows, shown = compare(built_in_unet(), bands, (2, 4), arguments.steps)
+        rows, shown = compare(built_in_model("glyphs"), bands, (2, 4), arguments.steps)
         results["unet"] = rows
         grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
         grid.save(arguments.pictures / "unet.png")

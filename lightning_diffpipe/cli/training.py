@@ -71,12 +71,17 @@ def _export(config: DictConfig, module_class: type) -> None:
 def demo(config: DictConfig) -> Any:
     """Trains on two processes, and tells what happens."""
     prepare(config)
-    from lightning_diffpipe.demo import DemoStory
+    from lightning_diffpipe.demo import DemoStory, refuse_sampler
 
     module = hydra.utils.instantiate(config.model)
+    refuse_sampler(config.sampler.method, module)
     data = hydra.utils.instantiate(config.data)
     story = DemoStory(
-        config.output_dir, config.prompts, config.num_inference_steps, config.guidance_scale
+        config.output_dir,
+        config.prompts,
+        plain(config.sampler),
+        config.num_inference_steps,
+        config.guidance_scale,
     )
     trainer = _build_trainer(config, story)
     if trainer.is_global_zero:

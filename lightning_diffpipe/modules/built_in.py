@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_diffpipe
 from lightning_diffpipe.errors import ConfigurationError
 
-NAMES = ("glyphs",)
+NAMES = ("glyphs", "glyphs_transformer")
 
 
 def built_in(name: str) -> Path:

@@ -313,16 +313,23 @@ class LatentDiffusion(PartsModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
         """Draws the captions of a batch: `trainer.predict(module, prompts)`.
 
+        Each rank draws its share of the prompts alone; `Predictor.from_module(module, "pipefusion")` draws every
+        prompt with all ranks.
+
         Args:
             batch: Captions, or a batch of training data with `caption`.
-            batch_idx: Added to the seed of the start noise.
+            batch_idx: Of the batches of this rank. With its place among those of all ranks, it makes the seed of
+                the start noise, so that with one caption in a batch pictures do not depend on the number of ranks.
 
         Returns:
             One picture per caption.
         """
         prompts = batch["caption"] if isinstance(batch, dict) else batch
         settings = dict(self.sampling)
-        seed = settings.pop("seed", 0) + batch_idx
+        num_ranks, rank = 1, 0
+        if self._trainer is not None:  # not `trainer`, which raises without one
+            num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        seed = settings.pop("seed", 0) + batch_idx * num_ranks + rank
         generator = torch.Generator().manual_seed(seed)
         return pictures(self.sample(list(prompts), generator=generator, **settings))
 

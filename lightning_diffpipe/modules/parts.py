@@ -6,7 +6,8 @@
 
 A `PartsModule` is a LightningModule built from such parts. It is read from a folder or hub id, and
 written back so that diffusers and transformers load every part with their own `from_pretrained`.
-Several modules may write into one folder: each adds its parts to the index.
+Several modules may write into one folder: each adds its parts to the index. A folder on disk may leave parts to
+another one, named in its index relative to itself: `"_other_parts": "../glyphs"`.
 
 A training checkpoint holds weights but no configs. So the configs and vocabularies of all parts,
 which are small text files, travel in the checkpoint, and `from_checkpoint` needs nothing else.
@@ -33,6 +34,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
+_OTHER_PARTS = "_other_parts"
 
 
 def _class_of(library: str, name: str) -> Any:
@@ -73,12 +75,20 @@ def _read_index(path: str) -> dict[str, Any]:
         ) from error
 
 
+def _folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
+    """The folder or hub id with a part: this one, or the one to which its index leaves it."""
+    other = index.get(_OTHER_PARTS)
+    if other is None or not Path(path).is_dir() or (Path(path) / name).is_dir():
+        return path
+    return str((Path(path) / other).resolve())
+
+
 def _without_foreign_parts(index: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:
     """Marks parts that are not read, such as a safety checker, as absent, the way diffusers does."""
     return {
         key: [None, None] if isinstance(value, (list, tuple)) else value
         for key, value in index.items()
-        if key not in own
+        if key not in own and key != _OTHER_PARTS
     }
 
 
@@ -177,7 +187,7 @@ class PartsModule(L.LightningModule):
         for name in cls.part_names:
             entry = index.get(name)
             if name not in kwargs and entry and entry[0] is not None:
-                parts[name] = load_part(str(path), name, *entry)
+                parts[name] = load_part(_folder_of_part(str(path), index, name), name, *entry)
         cls._check_parts({**parts, **kwargs}, f"{path}/model_index.json")
         module = cls(**parts, **kwargs)
         module.pipeline_index = _without_foreign_parts(index, cls.part_names)

@@ -1,3 +1,4 @@
+import json
 from unittest import mock
 
 import diffusers
@@ -172,6 +173,22 @@ def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path
     assert unet.conv_in.weight.equal(model.unet.conv_in.weight)
     assert diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae").config.scaling_factor == 0.7
     diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler")
+
+
+def test_a_folder_may_leave_parts_to_another(make_model, tmp_path):
+    """As the built-in transformer does, so that the package has its autoencoder and text encoder once."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    model = make_model("transformer")
+    model.save_pretrained(whole)
+    rest.mkdir()
+    (whole / "transformer").rename(rest / "transformer")
+    index = json.loads((whole / "model_index.json").read_text())
+    (rest / "model_index.json").write_text(json.dumps(index | {"_other_parts": "../whole"}))
+    again = LatentDiffusion.from_pretrained(rest)
+    state = model.state_dict()
+    assert all(value.equal(state[name]) for name, value in again.state_dict().items())
+    again.save_pretrained(tmp_path / "saved")
+    assert "_other_parts" not in (tmp_path / "saved" / "model_index.json").read_text()
 
 
 def test_a_saved_folder_does_not_tell_where_its_parts_came_from(make_model, tmp_path):
