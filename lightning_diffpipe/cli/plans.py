@@ -53,21 +53,28 @@ def profile(config: DictConfig) -> Any:
 @verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
 def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
+    from lightning_diffpipe.planning.caching import advise
     from lightning_diffpipe.planning.cluster import Cluster
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
+    from lightning_diffpipe.viewing.cache_advice import cache_advice
     from lightning_diffpipe.viewing.explain import explain
     from lightning_diffpipe.viewing.report import report
 
     values = plain(config)
     profile = _profile_to_plan(config)
     cluster = Cluster.from_dict(_without_none(values["cluster"]))
-    wishes = {key: values[key] for key in ("global_batch_size", "filling")} | values["strategy"]
-    found = find_plan(profile, cluster, PlanOptions.from_dict(wishes))
+    own = ("global_batch_size", "filling", "optimizer_bytes_factor")
+    wishes = {key: values[key] for key in own} | values["strategy"]
+    options = PlanOptions.from_dict(wishes)
+    found = find_plan(profile, cluster, options)
     if values["explain"]:
         changes = explain(found, profile, cluster, budget_s=values["explain_s"]).changes
         found = replace(found, changes=changes)
     print(report(found))
+    if values["explain"] and profile.encoders:
+        rates = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
+        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **rates))}")
     if found.options.filling == "diffusionpipe":
         print(
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.planning.search import find_plan
 
 DISK_BYTES_PER_S = 200e6
@@ -31,38 +32,42 @@ class CacheAdvice:
     Attributes:
         filled_step_s: A step with frozen layers in bubbles.
         cached_step_s: A step that reads their results, reading included.
-        writing_s: What the first pass pays for each step on top.
-        num_steps: Steps of a pass.
-        num_passes: Passes over the data.
-        disk_bytes: What is stored in the end.
+        writing_s: What the first pass pays for each step on top; later ones as much for reading.
+        num_steps: Steps of a pass; None if the size of the data is not known.
+        num_passes: Passes over the data, if known.
+        sample_bytes: What is stored of each sample.
+        disk_bytes: What is stored in the end, if known.
         cached: The encoders that can be stored.
+        computed: Those that cannot.
+        certain: Whether the profile says that what is stored follows from the sample alone.
+        disk_bytes_per_s: What each rank was taken to read and write.
     """
 
     filled_step_s: float
     cached_step_s: float
     writing_s: float
-    num_steps: int
-    num_passes: float
-    disk_bytes: int
+    num_steps: int | None
+    num_passes: float | None
+    sample_bytes: int
+    disk_bytes: int | None
     cached: tuple[str, ...]
+    computed: tuple[str, ...] = ()
+    certain: bool = True
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
     @property
-    def filled_s(self) -> float:
-        """The whole run with filling alone."""
-        return self.num_passes * self.num_steps * self.filled_step_s
-
-    @property
-    def cached_s(self) -> float:
-        """The whole run with a cache, filling in its first pass."""
-        first = min(self.num_passes, 1.0)
-        others = max(self.num_passes - 1.0, 0.0)
-        first_step_s = self.filled_step_s + self.writing_s
-        return self.num_steps * (first * first_step_s + others * self.cached_step_s)
+    def saved_share(self) -> float:
+        """Share of the run, or of a later pass if its length is not known, that a cache saves."""
+        if not self.filled_step_s:
+            return 0.0
+        first = 0.0 if self.num_passes is None else min(1.0, 1.0 / self.num_passes)
+        step_s = first * (self.filled_step_s + self.writing_s) + (1 - first) * self.cached_step_s
+        return 1 - step_s / self.filled_step_s
 
     @property
     def use_cache(self) -> bool:
-        """Whether the cache saves at least 2% of the run; less is not worth a disk."""
-        return self.cached_s < 0.98 * self.filled_s
+        """Whether the cache saves at least 2%; less is not worth a disk."""
+        return bool(self.cached) and self.saved_share > 0.02
 
     @property
     def break_even_passes(self) -> float:
@@ -74,12 +79,14 @@ class CacheAdvice:
         if not self.cached:
             return "Fill: no frozen layer can be stored."
         word = "Cache" if self.use_cache else "Fill"
-        gain = 1 - self.cached_s / self.filled_s if self.filled_s else 0.0
+        gain = self.saved_share
+        passes = "later passes" if self.num_passes is None else f"{self.num_passes:g} passes"
+        disk = "" if self.disk_bytes is None else f" and {self.disk_bytes / 1e9:.3g} GB of disk"
         return (
             f"{word}: {self.filled_step_s:.4g} s a step with frozen layers in bubbles, "
             f"{self.cached_step_s:.4g} s when {', '.join(self.cached)} are read from disk; over "
-            f"{self.num_passes:g} passes the cache takes {100 * abs(gain):.1f}% "
-            f"{'less' if gain >= 0 else 'more'} time and {self.disk_bytes / 1e9:.3g} GB of disk "
+            f"{passes} the cache takes {100 * abs(gain):.1f}% "
+            f"{'less' if gain >= 0 else 'more'} time{disk} "
             f"(even after {self.break_even_passes:.2g} passes)."
         )
 
@@ -88,58 +95,89 @@ def advise(
     profile: ModelProfile,
     cluster: Cluster,
     options: PlanOptions,
-    num_samples: int,
-    num_passes: float,
+    num_samples: int | None = None,
+    num_passes: float | None = None,
     cacheable: Collection[str] | None = None,
     disk_bytes_per_s: float = DISK_BYTES_PER_S,
+    filled: PipelinePlan | None = None,
 ) -> CacheAdvice:
     """Compares both ways by their plans.
 
     Args:
         profile: What layers cost.
         cluster: Where they run.
-        options: Everything else; its `filling` is ignored.
-        num_samples: Samples of the data set.
-        num_passes: Passes over it; samples that are augmented differ in each pass and count as one pass.
-        cacheable: Encoders whose results follow from the sample alone; all if not given.
+        options: Everything else.
+        num_samples: Samples of the data set, if known.
+        num_passes: Passes over it, if known; samples that are augmented differ in each pass and count as
+            one pass.
+        cacheable: Encoders whose results follow from the sample alone; all but those of which the profile
+            says that they do not, if not given.
         disk_bytes_per_s: What each rank reads and writes.
+        filled: The plan without a cache; searched with `filling="auto"` if not given.
 
     Raises:
         ConfigurationError: A name that is no encoder of the profile, or a rate or count that cannot be.
         PlanError: No plan exists.
     """
     names = [encoder.name for encoder in profile.encoders]
-    stored = tuple(names if cacheable is None else (n for n in names if n in cacheable))
     unknown = set(cacheable or ()) - set(names)
     if unknown:
         raise ConfigurationError(f"the profile has no encoders {sorted(unknown)}, but {names}")
-    if disk_bytes_per_s <= 0 or num_samples < 1 or num_passes <= 0:
+    counts = [count for count in (num_samples, num_passes) if count is not None]
+    if min(disk_bytes_per_s, *counts, 1) <= 0:
         raise ConfigurationError(
             "disk_bytes_per_s, num_samples and num_passes must be positive; got "
             f"{disk_bytes_per_s}, {num_samples} and {num_passes}"
         )
-    kept = tuple(encoder for encoder in profile.encoders if encoder.name in stored)
-    rest = replace(profile, encoders=_independent(profile, stored))
-    filled = find_plan(profile, cluster, replace(options, filling="auto"))
-    without = find_plan(rest, cluster, replace(options, filling="auto"))
-    sample_bytes = sum(encoder.layers[-1].output_bytes_per_sample for encoder in kept)
-    share = options.global_batch_size / cluster.num_ranks
-    disk_s = share * sample_bytes / disk_bytes_per_s
+    stored = cacheable_encoders(profile) if cacheable is None else tuple(cacheable)
+    stored = tuple(name for name in names if name in stored)
+    if filled is None:
+        filled = find_plan(profile, cluster, replace(options, filling="auto"))
+    cached = find_plan(with_stored(profile, stored), cluster, replace(options, filling="auto"))
+    sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in stored)
+    disk_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
+    batch = options.global_batch_size
     return CacheAdvice(
         filled.planned.iteration_s,
-        without.planned.iteration_s + disk_s,
+        cached.planned.iteration_s + disk_s,
         disk_s,
-        max(num_samples // options.global_batch_size, 1),
+        None if num_samples is None else max(num_samples // batch, 1),
         num_passes,
-        round(num_samples * sample_bytes),
+        sample_bytes,
+        None if num_samples is None else num_samples * sample_bytes,
         stored,
+        tuple(name for name in names if name not in stored),
+        all(e.cacheable for e in profile.encoders if e.name in stored) or cacheable is not None,
+        disk_bytes_per_s,
     )
 
 
-def _independent(profile: ModelProfile, stored: Collection[str]) -> tuple[EncoderProfile, ...]:
-    """The encoders that still run; what they needed of stored ones is at hand."""
-    return tuple(
-        replace(encoder, needs=tuple(n for n in encoder.needs if n not in stored))
-        for encoder in profile.encoders
-        if encoder.name not in stored
+def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:
+    """All but those of which the profile says that their results do not follow from the sample alone."""
+    return tuple(e.name for e in profile.encoders if e.cacheable is not False)
+
+
+def reading_s(
+    profile: ModelProfile,
+    names: Collection[str],
+    cluster: Cluster,
+    options: PlanOptions,
+    disk_bytes_per_s: float = DISK_BYTES_PER_S,
+) -> float:
+    """Seconds in which each rank reads the results of these encoders for its share of a step's samples."""
+    sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in names)
+    return options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
+
+
+def with_stored(profile: ModelProfile, names: Collection[str]) -> ModelProfile:
+    """The profile of a run that reads the results of some encoders: they take no time, but stay in memory."""
+    none = Seconds.per_sample(0.0)
+    return replace(
+        profile,
+        encoders=tuple(
+            replace(e, layers=tuple(replace(layer, forward_s=none) for layer in e.layers))
+            if e.name in names
+            else e
+            for e in profile.encoders
+        ),
     )

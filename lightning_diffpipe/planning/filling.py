@@ -145,13 +145,13 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
         starts[span.rank][span.instruction] = span.start_s
     has_gradients = not all(isinstance(i, ForwardNoGrad) for _, i in schedule.staged())
     reduction = (ReduceGradients(),) if has_gradients else ()
-    programs = []
+    programs, end_s = [], timeline.iteration_s
     for rank, program in enumerate(schedule.programs):
         own = deque(p for p in placed if p.piece.rank == rank)
         woven: list[Instruction] = []
         for instruction in (*program, *reduction):
             # A reduction that takes no time has no span: it comes behind all gaps.
-            start_s = starts[rank].get(instruction, timeline.iteration_s)
+            start_s = starts[rank].get(instruction, end_s)
             while own and own[0].gap_s is not None and own[0].gap_s < start_s:
                 woven.append(Encode(own.popleft().piece.index))
             woven.append(instruction)

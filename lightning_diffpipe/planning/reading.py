@@ -41,7 +41,7 @@ class Node:
         try:
             return cls(json.loads(text), "", error, source)
         except json.JSONDecodeError as cause:
-            ends = not text[cause.pos :].strip()
+            ends = not text[cause.pos :].strip() or cause.msg.startswith("Unterminated")
             hint = "the file seems to be cut short" if ends else "it was probably edited by hand"
             raise error(
                 f"{source} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "

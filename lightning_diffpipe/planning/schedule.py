@@ -249,8 +249,10 @@ class Schedule:
         """The message between two neighbours; None at the ends of a backbone."""
         if maker is None or reader is None:
             return None
-        ranks = (self.placement.rank_of(stage, microbatch) for stage in (maker, reader))
-        return Message(kind, reader, microbatch, *ranks)
+        rank_of = self.placement.rank_of
+        return Message(
+            kind, reader, microbatch, rank_of(maker, microbatch), rank_of(reader, microbatch)
+        )
 
     def _feedback(self, first_stage: int, microbatch: int) -> Message | None:
         assert self.feedback_lag is not None

@@ -9,6 +9,7 @@ that helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -47,13 +48,19 @@ MOST_FINALISTS = 4
 """With filling, so many of the best proposals are filled and simulated."""
 
 
-def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> PipelinePlan:
+def find_plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    below_s: float = math.inf,
+) -> PipelinePlan:
     """Finds the fastest plan.
 
     Args:
         profile: What layers cost.
         cluster: What ranks and links there are. All ranks are used.
         options: Wishes and limits.
+        below_s: Only plans with a shorter step are of interest; saves time.
 
     Returns:
         The plan with the shortest simulated step among those that fit into memory. Among equals the
@@ -62,7 +69,8 @@ def find_plan(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> 
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much. Or the profile has two backbones.
+        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, or the
+            profile has two backbones.
     """
     if len(profile.backbones) > 1:
         names = ", ".join(backbone.name for backbone in profile.backbones)
@@ -100,7 +108,7 @@ class Search:
         options: Wishes and limits.
         evaluator: Simulates proposals.
         best: The fastest proposal that fits into memory.
-        best_s: Its step.
+        best_s: Its step; until there is one, the step that it has to beat.
         history: All proposals that were the best for a while, in order.
     """
 
@@ -108,7 +116,7 @@ class Search:
     options: PlanOptions
     evaluator: Evaluator = field(init=False)
     best: Proposal | None = None
-    best_s: float = float("inf")
+    best_s: float = math.inf
     history: list[Proposal] = field(default_factory=list)
 
     def __post_init__(self) -> None:

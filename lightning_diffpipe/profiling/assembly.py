@@ -7,7 +7,7 @@ together in the same way, here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
+from lightning_diffpipe.profiling.encodings import Encoding, encoder_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def assemble(
     graph: LayerGraph,
     costs: Mapping[int, LayerCost],
     repeated_s: Seconds | None = None,
+    known: Mapping[str, Encoding] | None = None,
 ) -> ModelProfile:
     """Puts a profile together.
 
@@ -57,6 +59,7 @@ def assemble(
         graph: Its layers, unfolded.
         costs: Costs of all layers by index.
         repeated_s: Glue that every stage runs.
+        known: What the encoders hand over, by their names, as far as that was found out.
 
     Returns:
         One backbone with the layers of the trained path in call order, and one encoder for every
@@ -85,7 +88,13 @@ def assemble(
             )
         )
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s)
-    return ModelProfile(name, (backbone,), _encoders(graph, sizes, costs))
+    encoders = tuple(
+        replace(encoder, results=e.results, cacheable=e.cacheable,
+                stored_bytes_per_sample=e.stored_bytes_per_sample)
+        if (e := (known or {}).get(encoder.name)) else encoder
+        for encoder in _encoders(graph, sizes, costs)
+    )  # fmt: skip
+    return ModelProfile(name, (backbone,), encoders)
 
 
 def _encoders(
@@ -95,10 +104,10 @@ def _encoders(
     groups: dict[str, list[Layer]] = {}
     for index in graph.frozen:
         layer = graph.layers[index]
-        groups.setdefault(_encoder_name(layer), []).append(layer)
+        groups.setdefault(encoder_name(layer), []).append(layer)
     profiles: list[EncoderProfile] = []
     for name, layers in groups.items():
-        needed = {_encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
+        needed = {encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
         earlier = {profile.name for profile in profiles}
         entries = tuple(_encoder_layers(graph, layers, sizes, costs))
         profiles.append(EncoderProfile(name, entries, tuple(sorted((needed - {name}) & earlier))))
@@ -125,7 +134,3 @@ def _encoder_layers(
 def output_bytes(layer: Layer, graph: LayerGraph) -> int:
     """Bytes of all tensors a layer returns, for the batch that was probed."""
     return sum(graph.spec(key).nbytes for key in layer.tensor_keys)
-
-
-def _encoder_name(layer: Layer) -> str:
-    return f"frozen {layer.name.partition('.')[0]}"

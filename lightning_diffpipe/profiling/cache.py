@@ -41,6 +41,7 @@ TOLERANCE = 0.15
 """A kept profile holds if the step takes as long as it says, give or take this share."""
 
 _LOOKS, _QUICK_S = 3, 0.2
+_CONTENT = 2  # raised when profiles say more than they did; older files are not used
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +97,13 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
         return True  # Layer by layer, a look would take as long as a profile.
     counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
     quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]
-    look = replace(subject, sample_counts=quick[-1:], repeats=_LOOKS, progress=None)
+    look = replace(
+        subject,
+        sample_counts=quick[-1:],
+        repeats=_LOOKS,
+        progress=None,
+        looks_at_results=False,
+    )
     try:
         now_s = measure_profile(look).trained_s(quick[-1])
     except DiffPipeError:
@@ -122,6 +129,7 @@ def profile_path(
     """The file that holds, or will hold, a profile."""
     facts = {
         "format": FORMAT,
+        "content": _CONTENT,
         "graph": graph.digest,
         "parameters": [
             (key, list(p.shape), str(p.dtype), p.requires_grad)

@@ -322,7 +322,7 @@ class KnownTraining(nn.Module):
             self.denoiser = getattr(diffusers, class_name)(**config)
             if known.controlnet is not None:
                 self.controlnet = diffusers.ControlNetModel(**known.controlnet)
-        self.to(dtype).requires_grad_(False)
+        self.to(dtype).requires_grad_(False).eval()
         self.trained.requires_grad_(True)
         self.trained.train()
 
@@ -335,8 +335,9 @@ class KnownTraining(nn.Module):
         """Returns the loss."""
         posterior = self.vae.encode(batch["image"]).latent_dist
         latents = posterior.sample() * 0.18215
+        hidden = self.known.call in (_call_sdxl, _call_sd3)  # the others read the last state
         text = [
-            encoder(batch[f"tokens_{index}"], output_hidden_states=True)
+            encoder(batch[f"tokens_{index}"], output_hidden_states=hidden)
             for index, encoder in enumerate(self.text_encoders)
         ]
         noise = torch.randn_like(latents)

@@ -21,8 +21,9 @@ from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds
+from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
-from lightning_diffpipe.profiling.state import undisturbed
+from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
 
 _MAX_COUNTS = 5
 
@@ -43,6 +44,7 @@ class Subject:
         budget_s: Seconds to spend, about. A slow step may take longer: it runs four times at least.
         name: Name of the profile; the module's class if not given.
         progress: Is told how far it is.
+        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored.
     """
 
     module: nn.Module
@@ -55,6 +57,7 @@ class Subject:
     budget_s: float = 10.0
     name: str | None = None
     progress: Progress | None = None
+    looks_at_results: bool = True
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -91,9 +94,24 @@ def measure_profile(subject: Subject) -> ModelProfile:
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved = subject.bench().run(counts, subject.repeats, subject.budget_s, fixed=fixed)
+        known = _encodings(subject) if subject.looks_at_results else {}
     graph = subject.graph
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated)
+    return assemble(subject.title, subject.module, graph, costs, repeated, known)
+
+
+def _encodings(subject: Subject) -> dict[str, Encoding]:
+    """What frozen layers hand over; whether it could be stored, if the whole module fits the device."""
+    module, step, graph = subject.module, subject.step, subject.graph
+    total, device = count_samples(subject.batch), torch.device(subject.device)
+    small = subject.batch
+    if total is not None and graph.num_samples is not None:
+        small = take_samples(small, total, graph.num_samples)
+    if not subject.bench().fits():
+        return encodings(module, step, small, graph)
+    with placed(module, device):
+        small = tree_to(small, device)
+        return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
 def default_counts(num_samples: int | None) -> tuple[int, ...]:

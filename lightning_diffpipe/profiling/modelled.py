@@ -35,6 +35,7 @@ from lightning_diffpipe.profiling.device_model import (
     device_named,
     fused_attention,
 )
+from lightning_diffpipe.profiling.encodings import encodings
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
@@ -42,7 +43,7 @@ from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 2
+_VERSION = 3
 """Of the time model: kept profiles of another one are not used."""
 
 
@@ -142,8 +143,15 @@ def _model(
                 )
         saved = _saved_bytes(graph, training, batch, interception)
         interception.uninstall()
+        known = encodings(training, step, batch, graph, _steady)
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(title, training, graph, costs, repeated)
+    return assemble(title, training, graph, costs, repeated, known)
+
+
+def _steady(graph: LayerGraph) -> frozenset[str]:
+    """Frozen layers that follow from the sample alone: all but a locked denoiser, which reads noise."""
+    names = (graph.layers[index].name for index in graph.frozen)
+    return frozenset(name for name in names if not name.startswith("denoiser"))
 
 
 def _run(

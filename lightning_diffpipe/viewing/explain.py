@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.planning.caching import cacheable_encoders, reading_s, with_stored
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
@@ -59,8 +60,9 @@ class Explanation:
         planned = self.plan.planned
         step_s, limit_s = planned.iteration_s, planned.no_bubble_limit_s
         lines = [
-            f"A step takes {seconds(step_s)}; all work over all ranks is {seconds(limit_s)}, "
-            f"so {percent(1 - limit_s / step_s if step_s else 0)} could be won at best.",
+            f"A step takes {seconds(step_s)}; its work, shared evenly, is {seconds(limit_s)} on each rank. "
+            f"The rest, {percent(1 - limit_s / step_s if step_s else 0)}, is waiting for others and for "
+            "links; more can only be won with less work.",
         ]
         if self.parts:
             lines.append(f"Bottleneck: {self.bottleneck}.")
@@ -172,7 +174,7 @@ def _changes(
     plan: PipelinePlan, profile: ModelProfile, cluster: Cluster
 ) -> Iterator[PlannedChange]:
     """One change at a time, everything else as it is; stages are cut again where they must be."""
-    fixed = plan.options
+    fixed, below_s = plan.options, plan.planned.iteration_s * (1 - WORTH_TELLING)
     free = replace(fixed, num_replicas="auto", partition="auto")
     count, stages = plan.num_microbatches, plan.num_stages
     tries: list[tuple[str, PlanOptions, ModelProfile]] = [
@@ -183,12 +185,13 @@ def _changes(
         (f"{stages + 1} stages", _with(free, num_stages=stages + 1), profile),
         ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
     ]
-    if profile.encoders:
-        cached = replace(profile, encoders=())
-        tries.append(("caching the encoders' outputs", fixed, cached))
-        if fixed.filling == "none":
-            filled = replace(fixed, filling="auto")
-            tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
+    stored = cacheable_encoders(profile)
+    storing = f"storing encodings ({', '.join(stored)})"
+    if stored:
+        tries.append((storing, fixed, with_stored(profile, stored)))
+    if profile.encoders and fixed.filling == "none":
+        filled = replace(fixed, filling="auto")
+        tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
     several = replace(free, schedule="interleaved", num_stages="auto")
     finer, name = _with_largest_layer_split(plan, profile)
     tries += [
@@ -204,11 +207,12 @@ def _changes(
     ]
     for description, options, what in tries:
         try:
-            found = find_plan(what, cluster, options)
+            found = find_plan(what, cluster, options, below_s)
         except DiffPipeError:
-            continue  # Not possible here: too many stages, too few samples, too little memory.
+            continue  # No faster, or not possible: too many stages, too few samples, too little memory.
         details = _in_short(found) if description == BEST else _moved(plan, found)
-        yield PlannedChange(f"{description}{details}", found.planned.iteration_s)
+        disk_s = reading_s(profile, stored, cluster, fixed) if description == storing else 0.0
+        yield PlannedChange(f"{description}{details}", found.planned.iteration_s + disk_s)
 
 
 def _with(options: PlanOptions, **values: int) -> PlanOptions:

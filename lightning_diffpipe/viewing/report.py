@@ -21,13 +21,18 @@ def headline(plan: PipelinePlan) -> str:
     """One line: how ranks and samples are shared."""
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
     samples = " or ".join(str(n) for n in sizes) + (" samples" if max(sizes) > 1 else " sample")
-    pipelines = f"{plan.num_pipelines} pipeline{'s' if plan.num_pipelines > 1 else ''}"
-    stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
+    pipelines = _count(plan.num_pipelines, "pipeline")
+    stages = _count(plan.num_stages, "stage")
     return (
         f"plan {plan.digest}: {plan.num_ranks} ranks as {pipelines} of {stages} "
-        f"on {plan.ranks_per_pipeline}, {plan.num_microbatches} microbatches of {samples}, "
+        f"on {_count(plan.ranks_per_pipeline, 'rank')}, "
+        f"{_count(plan.num_microbatches, 'microbatch', 'es')} of {samples}, "
         f"{plan.options.schedule}, filling {plan.options.filling}"
     )
+
+
+def _count(number: int, what: str, ending: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def stage_table(plan: PipelinePlan) -> str:

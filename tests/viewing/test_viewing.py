@@ -6,15 +6,18 @@ from textwrap import dedent
 
 import pytest
 
+from lightning_diffpipe.planning.caching import advise
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.instruction import Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 from lightning_diffpipe.viewing.ascii import indent, render, side_by_side, waiting
+from lightning_diffpipe.viewing.cache_advice import cache_advice
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
 from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.plan_diff import diff
@@ -131,7 +134,7 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     assert descriptions[0].startswith("the best of all plans")
     assert "8 microbatches" in descriptions
     assert "no pipeline: plain data parallelism" in descriptions
-    assert "caching the encoders' outputs" in descriptions
+    assert "storing encodings (vae)" in descriptions
     assert "frozen work in the bubbles (filling=auto)" in descriptions
     assert any(d.startswith("several stages on each rank") for d in descriptions)
     steps = [change.iteration_s for change in explanation.changes]
@@ -143,7 +146,47 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     assert str(explain(again)) == str(explanation)
     text = str(explanation)
     assert "Bottleneck: pipeline warm-up and cooldown." in text
-    assert "so 34.5% could be won at best" in text
+    assert "The rest, 34.5%, is waiting" in text
+
+
+def test_layers_that_follow_noise_are_not_said_to_be_stored():
+    """History: the locked half of a ControlNet was left out as well, and nothing was paid for reading."""
+    profile, cluster, plan = plan_of()
+    (vae,) = profile.encoders
+    half = tuple(replace(layer, forward_s=layer.forward_s.scaled(0.5)) for layer in vae.layers)
+    locked = EncoderProfile("locked", half, ("vae",), (), False)
+    both = replace(profile, encoders=(replace(vae, layers=half), locked))
+    free, dear = (replace(vae, stored_bytes_per_sample=size) for size in (0, 10**6))
+    storing = lambda encoders: next(
+        change
+        for change in explain(plan, replace(profile, encoders=encoders), cluster).changes
+        if change.description.startswith("storing encodings (vae)")
+    )
+    assert storing(both.encoders).iteration_s > storing((free,)).iteration_s
+    # Eight samples a rank, a megabyte each, at 200 MB/s.
+    assert storing((dear,)).iteration_s == pytest.approx(storing((free,)).iteration_s + 0.04)
+
+
+def test_the_advice_to_store_encodings():
+    profile, cluster, _ = plan_of()
+    (vae,) = profile.encoders
+    known = replace(vae, cacheable=True, stored_bytes_per_sample=2**16)
+    locked = EncoderProfile("locked", vae.layers, ("vae",), (), False)
+    options = PlanOptions(32, num_stages=4, num_microbatches=4, partition="uniform")
+    advice = advise(replace(profile, encoders=(known, locked)), cluster, options, 1000, 10)
+    lines = cache_advice(advice).splitlines()
+    assert lines[0].startswith("Cache or fill?")
+    assert lines[1] == f"  as planned  {seconds(advice.filled_step_s)} a step"
+    assert lines[2].startswith(f"  stored      {seconds(advice.cached_step_s)} a step (")
+    assert lines[2].endswith("less), 2.62 ms of it reading: vae")
+    assert lines[3].startswith(
+        "  on disk     64.0 KiB a sample, 62.5 MiB in all; each rank reads 190.7 MiB"
+    )
+    assert lines[4] == "  pays        from pass 2 over the data on"
+    assert lines[5].startswith("  computed    locked: follows noise or")
+    assert "callbacks=cached" in lines[-1]
+    nothing = advise(replace(profile, encoders=(replace(locked, needs=()),)), cluster, options)
+    assert cache_advice(nothing).endswith("Nothing can be stored: fill bubbles.")
 
 
 def test_bubbles_that_are_full_hold_nothing_up():

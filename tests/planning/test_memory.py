@@ -1,0 +1,103 @@
+"""Memory of frozen work: encodings of this batch and of the next, and what a frozen layer works on."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.profile import (
+    EncoderLayerProfile,
+    EncoderProfile,
+    FrozenResult,
+    ModelProfile,
+    Seconds,
+)
+from lightning_diffpipe.planning.search import find_plan
+
+from .profiles import equal_profile
+
+
+def with_encoder(profile, results, output_bytes=100, weight_bytes=1000):
+    layer = EncoderLayerProfile("whole", Seconds.per_sample(1.0), weight_bytes, output_bytes)
+    return replace(profile, encoders=(EncoderProfile("vae", (layer,), (), results),))
+
+
+FOUR = equal_profile(4, activation_bytes_per_sample=10)
+READ = (FrozenResult(10, (0,)), FrozenResult(5, (0, 1, 2, 3)))
+
+
+def test_a_small_case_by_hand():
+    """Two ranks, four microbatches of two samples; 15 bytes are read of a sample, 10 of them by stage 0.
+
+    Activations of two samples and two layers: 40 bytes, alive twice on rank 0, once on rank 1. Each rank
+    reads the encodings of 8 samples (120 and 40 bytes). It makes those of 4 samples (60), two at a time
+    (200 in and out of the layer): with filling for the next batch, beside all this; without, before.
+    """
+    profile = with_encoder(FOUR, READ)
+    plan_of = lambda filling: find_plan(
+        profile,
+        Cluster(2),
+        PlanOptions(8, 2, 4, filling=filling, partition="uniform", data_parallel=1),
+    )
+    assert plan_of("none").planned.peak_memory_bytes == (
+        1000 + max(2 * 40 + 120, 60 + max(200, 2 * 120)),
+        1000 + max(40 + 40, 60 + max(200, 2 * 40)),
+    )
+    assert plan_of("shares").planned.peak_memory_bytes == (
+        1000 + 2 * 40 + 120 + 60 + 200,
+        1000 + 40 + 40 + 60 + 200,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_grows_with_samples_and_with_filling(seed):
+    rng = random.Random(seed)
+    layers = rng.randint(4, 8)
+    readers = tuple(sorted(rng.sample(range(layers), 2)))
+    # Activations large enough for a rank to be at its fullest in the middle of a step.
+    profile = equal_profile(layers, activation_bytes_per_sample=rng.randint(500, 900))
+    profile = with_encoder(profile, (FrozenResult(rng.randint(1, 99), readers),))
+    stages, microbatches = rng.randint(2, 4), rng.randint(1, 4)
+
+    def needs(samples, filling):
+        options = PlanOptions(
+            samples, stages, microbatches, 1, filling=filling, partition="uniform"
+        )
+        return find_plan(profile, Cluster(stages), options).planned.peak_memory_bytes
+
+    few, many = 4 * stages * microbatches, 8 * stages * microbatches
+    for filling in ("none", "shares"):
+        assert all(a < b for a, b in zip(needs(few, filling), needs(many, filling), strict=True))
+    assert all(a < b for a, b in zip(needs(few, "none"), needs(few, "shares"), strict=True))
+
+
+def test_a_stage_that_reads_nothing_holds_nothing():
+    """The skips of a locked U-Net are read by the decoder alone; a plan for them once counted one output."""
+    model = CostModel(with_encoder(FOUR, READ), Cluster(2))
+    assert [model.read_bytes_per_sample(LayerRun(0, a, b)) for a, b in ((0, 1), (1, 4))] == [15, 5]
+    assert model.encoding_bytes_per_sample == 15
+    unknown = CostModel(with_encoder(FOUR, ()), Cluster(2))
+    assert unknown.read_bytes_per_sample(LayerRun(0, 1, 2)) == 100
+
+
+def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():
+    profile, options = with_encoder(FOUR, READ), PlanOptions(8, 2, 4, data_parallel=1)
+    cluster = Cluster(2, memory_bytes=1350)
+    with pytest.raises(PlanError) as error:
+        find_plan(profile, cluster, replace(options, filling="shares"))
+    assert "no plan fits into 1,350 bytes a rank: the smallest needs 1,460" in str(error.value)
+    assert "110 too many" in str(error.value)
+    assert "filling=none would fit" in str(error.value)
+    assert find_plan(profile, cluster, replace(options, filling="auto")).options.filling == "none"
+
+
+def test_what_is_known_of_results_is_kept_in_a_profile():
+    encoder = EncoderProfile(
+        "vae", (EncoderLayerProfile("whole", Seconds.per_sample(1.0)),), (), READ, False, 77
+    )
+    profile = replace(FOUR, encoders=(encoder,))
+    assert ModelProfile.from_json(profile.to_json()) == profile
