@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## train on two processes as a pipeline, sample, show pictures and timeline
+demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
 	$(BIN)/diffpipe demo $(ARGS)
 
 # Tests of one process use both cores; those that start several processes get the machine for themselves.
