@@ -1,41 +1,48 @@
 """Two real ranks: PipeFusion against one rank, its formula, and sequence parallelism.
 
 All candidates sample the same Flux transformer from the same noise. PipeFusion's result is compared with its
-emulator bit for bit, the exact methods with one process.
+emulator bit for bit, the exact methods with one process; that is also what warms everything up. What two
+processes cost each other on one machine is measured, too: both compute the whole picture at once.
 
-    python benchmarks/sampling_speed/main.py --tokens 256 1024 --json out.json
+    python benchmarks/sampling_speed/main.py --tokens 576 1024 --json out.json
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, interleaved, medians, on_ranks, table
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
+from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
-STEPS, WARMUP, PATCHES, TEXT = 8, 1, 4, 32
+STEPS, WARMUP, PATCHES, TEXT = 8, 1, 4, 64
 
 
 def build() -> FluxTransformer2DModel:
     """Eight blocks of width 512 with random weights."""
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=2, num_single_layers=6, attention_head_dim=32,
-        num_attention_heads=16, joint_attention_dim=64, pooled_projection_dim=32,
-        axes_dims_rope=(8, 12, 12),
+        patch_size=1, in_channels=16, num_layers=2, num_single_layers=6, attention_head_dim=64,
+        num_attention_heads=8, joint_attention_dim=64, pooled_projection_dim=32,
+        axes_dims_rope=(16, 24, 24),
     )  # fmt: skip
     return model.eval().requires_grad_(False)
 
@@ -88,12 +95,13 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     model = build()
     request = request_for(model, tokens)
     pipefusion = PipeFusion(model, links, num_patches=PATCHES, warmup_steps=WARMUP)
-    ulysses, ring = (SequenceParallel(model, links, mode=mode) for mode in ("ulysses", "ring"))
+    exact = {mode: SequenceParallel(model, links, mode=mode) for mode in ("ulysses", "ring")}
+    both_s = check(request, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
         "PipeFusion": lambda: pipefusion.sample(request),
-        "Ulysses": lambda: ulysses.sample(request),
-        "ring": lambda: ring.sample(request),
+        "Ulysses": lambda: exact["ulysses"].sample(request),
+        "ring": lambda: exact["ring"].sample(request),
     }
     try:
         theirs = diffusers_ulysses(tokens)
@@ -104,25 +112,45 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
             print(
                 f"diffusers' Ulysses does not run here: {type(error).__name__}: {str(error)[:300]}"
             )
-    emulator = PipeFusion(model, num_patches=PATCHES, warmup_steps=WARMUP)
+    seconds = medians(interleaved(candidates, rounds, warmup_rounds=0))
+    row = row_of(tokens, seconds, pipefusion.prepare(request).plan.speed_up(), both_s)
+    link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
+    if rank == 0:
+        choice = choose_sampling(profile_request(request, 1, 1), link, 2, STEPS)
+        row["planner"] = choice.method + (f", M={choice.num_patches}" if choice.num_patches else "")
+    dist.barrier()
+    return row
+
+
+def check(request: Request, pipefusion: PipeFusion, exact: dict[str, SequenceParallel]) -> float:
+    """Compares results with what they should be; returns seconds of one process beside another."""
+    emulator = PipeFusion(request.model, num_patches=PATCHES, warmup_steps=WARMUP)
     assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
         "ranks change the result"
     )
-    for exact in (ulysses, ring):
-        torch.testing.assert_close(exact.sample(request), plainly(request), rtol=1e-3, atol=1e-3)
-    seconds = medians(interleaved(candidates, rounds, warmup_rounds=1))
-    plan = pipefusion.prepare(request).plan
-    return row_of(tokens, seconds, plan.speed_up())
+    dist.barrier()
+    start_s = time.perf_counter()
+    expected = plainly(request)
+    dist.barrier()
+    both_s = time.perf_counter() - start_s
+    for sampler in exact.values():
+        torch.testing.assert_close(sampler.sample(request), expected, rtol=1e-3, atol=1e-3)
+    return both_s
 
 
-def row_of(tokens: int, seconds: dict[str, float], formula: float) -> dict[str, Any]:
+def row_of(tokens: int, seconds: dict[str, float], formula: float, both_s: float) -> dict[str, Any]:
     """Speed-ups over one rank."""
     one = seconds["one rank"]
-    row: dict[str, Any] = {"tokens": tokens, "one rank, s": one}
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "one rank, s": one,
+        "slower beside another": both_s / one,
+    }
     for name in ("PipeFusion", "Ulysses", "ring", "diffusers Ulysses"):
         row[name] = one / seconds[name] if name in seconds else "does not run"
     row["formula"] = formula
     row["PipeFusion / formula"] = row["PipeFusion"] / formula
+    row["fastest"] = min((n for n in seconds if n != "one rank"), key=lambda n: seconds[n])
     return row
 
 
@@ -136,8 +164,6 @@ def main() -> None:
     rows = [on_ranks(2, compare, tokens, arguments.rounds) for tokens in arguments.tokens]
     print(table(rows))
     if arguments.json:
-        import json
-
         out = {"environment": environment(), "rows": rows}
         arguments.json.write_text(json.dumps(out, indent=1) + "\n")
 

@@ -4,10 +4,11 @@ Seconds of a step, for one rank's share f of the work (samples, branches of guid
 
     one rank       f t
     sequence       f t / n + bytes / bandwidth + latency of every message      all waited for, exact
-    pipefusion     M patches of glue + f b / (n M), at least a round trip       after W synchronous steps
+    pipefusion     M patches of g + (c + f b / M) / n, at least a round trip    after W synchronous steps
     distrifusion   max(f t / n, transport)                                     after W synchronous steps
 
-t is the time of a step, b of the blocks in it. Stale activations need steps that differ little, so few-step models
+t is the time of a step, b of the blocks in it, g of the code between them, c of what a call of a block costs
+however few tokens it gets. Stale activations need steps that differ little, so few-step models
 get an exact method. An exact method is also taken where it costs at most a tenth more.
 
 Source:
@@ -35,6 +36,8 @@ class DenoiserProfile:
     Attributes:
         step_s: Seconds of a step, for all samples and all branches of guidance.
         glue_s: Seconds of what is not in blocks; runs on every rank, for every patch.
+        call_s: Seconds of all blocks that do not shrink with a patch: handing operators to the device, reading
+            weights. Ranks share them, patches do not.
         num_samples: Samples in the request.
         branches: Branches of guidance that can be divided: 1 or 2.
         num_blocks: Blocks that can be spread over ranks; 0 if the model cannot be sampled in patches.
@@ -62,6 +65,7 @@ class DenoiserProfile:
     num_attention: int
     halo_bytes: int = 0
     num_norms: int = 0
+    call_s: float = 0.0
     refusal: str = ""
 
 
@@ -192,10 +196,11 @@ def _pipefusion_s(
 ) -> float:
     plan = PipeFusionPlan(num_steps, 1, patches, ranks)
     glue_s = share * profile.glue_s
+    call_s = profile.call_s / ranks
     blocks_s = share * (profile.step_s - profile.glue_s) / ranks
     timeline = plan.timeline(
         [glue_s + blocks_s] * ranks,
-        [glue_s + blocks_s / patches] * ranks,
+        [glue_s + call_s + max(blocks_s - call_s, 0.0) / patches] * ranks,
         link=link,
         cut_bytes=[round(share * profile.cut_bytes)] * (ranks - 1),
         latent_bytes=round(share * profile.latent_bytes),

@@ -1,8 +1,8 @@
 """`method="auto"`: measures a denoising step and the links, and lets the planner choose.
 
-On rank 0, with the first request: one step is timed, attention and convolutions in it are counted, and the model
-is probed for whether patches can flow through it. Weights are not needed for any of that. The choice itself is
-pure arithmetic, `planning/sampling_choice.py`.
+On rank 0, with the first request: one step is timed, whole and in two patches, attention and convolutions in it
+are counted, and the model is probed for whether patches can flow through it. Weights are not needed for any of
+that. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_choice import (
+    MIN_STEPS,
     DenoiserProfile,
     SamplingChoice,
     choose_sampling,
@@ -30,7 +31,7 @@ from lightning_diffpipe.planning.sampling_choice import (
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.mesh import SamplingMesh
-from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 
 _REPEATS = 3
@@ -69,13 +70,17 @@ def profile_request(request: Request, num_samples: int, branches: int) -> Denois
     with _Counted() as counted:
         request.denoise(latents, timestep)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
+    patched = PipeFusion(request.model, num_patches=2, warmup_steps=0)
     try:
-        layout, refusal = probe(request), ""
+        layout, refusal = patched.prepare(request).layout, ""
     except DiffPipeError as error:
         layout, refusal = None, _short(error)
+    glue_s = 0.0 if layout is None else min(_glue_s(request, layout), step_s)
+    call_s = 0.0 if layout is None else _patch_s(request, patched, step_s) - glue_s
     return DenoiserProfile(
         step_s=step_s,
-        glue_s=0.0 if layout is None else min(_glue_s(request, layout), step_s),
+        glue_s=glue_s,
+        call_s=max(call_s, 0.0),
         num_samples=num_samples,
         branches=branches,
         num_blocks=0 if layout is None else len(layout.block_names),
@@ -114,6 +119,15 @@ def _glue_s(request: Request, layout: Layout) -> float:
 
     with forward_replaced(request.model, layout.block_names, make):
         return _seconds(run, device)
+
+
+def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
+    """What one more patch costs: a step in two patches against one without."""
+    if request.num_steps < MIN_STEPS:
+        return 0.0
+    # The first step in patches fills caches, so the next two are timed.
+    patched.sample(replace(request, timesteps=request.timesteps[:3]))
+    return min(max(min(patched.statistics.step_s[1:]) - step_s, 0.0), step_s)
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:

@@ -14,7 +14,7 @@ One run with stubbed blocks follows every result as an object through the glue:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ def find_glue(
     blocks: list[Block],
     kept: Collection[Place],
     device: torch.device,
+    tried: Mapping[Place, LocalCall] | None = None,
 ) -> Glue:
     """Follows the results of blocks.
 
@@ -60,8 +61,9 @@ def find_glue(
         blocks: Its calls of blocks.
         kept: Places whose results are kept anyway.
         device: Where it runs.
+        tried: The local calls there can be; None to try all.
     """
-    follower = _Follower(model, blocks, kept, device)
+    follower = _Follower(model, blocks, kept, device, tried)
     with forward_replaced(model, _outside(model, blocks), follower.make), follower:
         follower.touch(run(follower.answer))
     return follower.found()
@@ -98,9 +100,11 @@ class _Follower(TorchFunctionMode):
         blocks: list[Block],
         kept: Collection[Place],
         device: torch.device,
+        tried: Mapping[Place, LocalCall] | None,
     ) -> None:
         super().__init__()
         self._model, self._blocks, self._kept, self._device = model, blocks, kept, device
+        self._tried = tried
         self._known: dict[int, _Known] = {}
         self._touched: set[Any] = set()
         self._local: dict[Place, LocalCall] = {}
@@ -171,10 +175,7 @@ class _Follower(TorchFunctionMode):
         source = self._known[id(flat[leaves[0]])] if len(leaves) == 1 else None
         axis = None
         if source is not None and source.tokens is not None:
-            with _Aside(self):
-                module = self._model.get_submodule(place[1])
-                trial = _Trial(module, flat, spec, leaves[0], source.tokens.axis)
-                axis = trial.axis_of_tokens()
+            axis = self._axis_of_tokens(place, flat, spec, leaves[0], source.tokens)
         if axis is None or source is None or source.tokens is None:
             out = self._within("_inside", forward, args, kwargs)
             if isinstance(out, Tensor) and id(out) not in self._known:
@@ -188,6 +189,19 @@ class _Follower(TorchFunctionMode):
         self._local[place] = LocalCall(leaves[0], source.tokens, made, TensorShape.of(out), False)
         self._follow(out, place, made, source.num_text)
         return out
+
+    def _axis_of_tokens(
+        self, place: Place, flat: list[Any], spec: Any, leaf: int, tokens: TokenAxis
+    ) -> int | None:
+        """Axis of tokens in the result of a call that is local."""
+        if self._tried is not None:
+            known = self._tried.get(place)
+            if known is None or known.leaf != leaf or known.given.axis != tokens.axis:
+                return None
+            return known.made.axis if torch.equal(known.given.owner, tokens.owner) else None
+        module = self._model.get_submodule(place[1])
+        with _Aside(self):
+            return _Trial(module, flat, spec, leaf, tokens.axis).axis_of_tokens()
 
     def _within(self, flag: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         before = getattr(self, flag)

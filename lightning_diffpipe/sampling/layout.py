@@ -290,6 +290,15 @@ class Glue:
     local: Mapping[Place, LocalCall] = field(default_factory=dict)
     made_for: Mapping[Place, tuple[frozenset[int], TensorShape]] = field(default_factory=dict)
 
+    def same_as(self, other: Glue) -> bool:
+        """Whether other code does the same."""
+
+        def calls(glue: Glue) -> dict[Place, tuple[int, int, TensorShape, bool]]:
+            return {p: (c.leaf, c.made.axis, c.shape, c.passed) for p, c in glue.local.items()}
+
+        own = (self.passed, calls(self), self.made_for)
+        return own == (other.passed, calls(other), other.made_for)
+
 
 @dataclass
 class Layout:

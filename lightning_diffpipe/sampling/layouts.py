@@ -7,11 +7,14 @@ their arguments; that costs no more than the code between blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.sampling.glue import find_glue
 from lightning_diffpipe.sampling.layout import Layout, shapes_of
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
@@ -46,21 +49,27 @@ class LayoutStore:
 
 
 def fits(layout: Layout, request: Request) -> bool:
-    """Whether the blocks are called as the layout says, with arguments of the same shapes."""
+    """Whether blocks are called as the layout says, on the same shapes, with the same code between them."""
     calls: list[tuple[str, Any]] = []
 
-    def make(name: str, forward: Forward) -> Forward:
-        def stubbed(*args: Any, **kwargs: Any) -> Any:
-            here = len(calls)
-            calls.append((name, shapes_of((args, kwargs))))
-            block = layout.blocks[here]
-            return block.nested(block.dummy(0.0, request.latents.device))
+    def run(answer: Callable[..., Any]) -> Tensor:
+        def make(name: str, forward: Forward) -> Forward:
+            def stubbed(*args: Any, **kwargs: Any) -> Any:
+                calls.append((name, shapes_of((args, kwargs))))
+                return answer(name, forward, args, kwargs)
 
-        return stubbed
+            return stubbed
 
+        with forward_replaced(request.model, layout.block_names, make):
+            return request.denoise(request.latents, request.timesteps[0])
+
+    kept = layout.constants.keys() | layout.step_constants.keys()
     try:
-        with torch.inference_mode(), forward_replaced(request.model, layout.block_names, make):
-            request.denoise(request.latents, request.timesteps[0])
+        with torch.inference_mode():
+            glue = find_glue(
+                run, request.model, layout.blocks, kept, request.latents.device, layout.glue.local
+            )
     except (IndexError, RuntimeError, ValueError):
         return False
-    return calls == [(block.name, block.arguments) for block in layout.blocks]
+    same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]
+    return same_calls and glue.same_as(layout.glue)

@@ -246,7 +246,8 @@ class PartRun:
             x = flat[leaf]
             known = self._tokens_of.get(id(x))
             if known is not None and self.runner.same_tokens(known.tokens, tokens):
-                flat[leaf] = known.slices
+                # A block may change its argument; nobody else must see that.
+                flat[leaf] = known.slices if known.is_read_once else known.slices.clone()
                 continue
             # Tables of rope are the same object for many blocks.
             selection = tokens.owned(self.part, block.num_text)
@@ -305,7 +306,8 @@ class PartRun:
                 axis = block.output_samples.get(leaf)
                 leaves[leaf] = self._full(block.results[leaf], tokens, block.num_text, own, axis)
             if self._hands_on:
-                known = _Known(leaves[leaf], pieces[-1][1][i], tokens, block.num_text)
+                once = len(self.runner.layout.readers[call]) == 1
+                known = _Known(leaves[leaf], pieces[-1][1][i], tokens, block.num_text, once)
                 self._tokens_of[id(leaves[leaf])] = known
         return block.nested(leaves)
 
@@ -367,24 +369,33 @@ class PartRun:
         known = self._tokens_of.get(id(flat[call.leaf]))
         if known is None or not runner.same_tokens(known.tokens, call.given):
             return site.diffpipe_original(*args, **kwargs)
-        flat[call.leaf] = known.slices
+        flat[call.leaf] = known.slices if known.is_read_once else known.slices.clone()
         args, kwargs = pytree.tree_unflatten(flat, spec)
         made = site.diffpipe_original(*args, **kwargs)
         if call.passed:
             full = _dummy(call.shape, runner.fill, runner.device)
         else:
             full = self._full(call.shape, call.made, known.num_text, [(self.part, made)])
-        self._tokens_of[id(full)] = _Known(full, made, call.made, known.num_text)
+        self._tokens_of[id(full)] = _Known(full, made, call.made, known.num_text, False)
         return full
 
 
 class _Known(NamedTuple):
-    """An object of full size and the tokens of the part that it stands for."""
+    """An object of full size and the tokens of the part that it stands for.
+
+    Attributes:
+        full: The object.
+        slices: The tokens.
+        tokens: Which.
+        num_text: Text tokens of the block it comes from.
+        is_read_once: By one block only.
+    """
 
     full: Tensor
     slices: Tensor
     tokens: TokenAxis
     num_text: int
+    is_read_once: bool
 
 
 def _dummy(shape: TensorShape, fill: float, device: torch.device) -> Tensor:

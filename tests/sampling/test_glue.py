@@ -1,0 +1,162 @@
+"""What need not run for every patch is found by trying, and never changes the result."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attention_taken_early
+
+from lightning_diffpipe.sampling.attention_by_name import AttentionByName
+from lightning_diffpipe.sampling.layout import BETWEEN
+from lightning_diffpipe.sampling.layouts import fits
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.request import Request
+from tests.sampling.models import build, normal, request_for, scheduler_for
+
+
+class Block(nn.Module):
+    """Attention with a modulation made of the embedding of the timestep."""
+
+    def __init__(self, takes_early: bool):
+        super().__init__()
+        self.modulation, self.qkv = nn.Linear(8, 8), nn.Linear(8, 24)
+        self.attend = attention_taken_early if takes_early else None
+
+    def forward(self, x, embedding):
+        q, k, v = (x * self.modulation(embedding)[:, None]).matmul(self.qkv.weight.mT).chunk(3, -1)
+        attend = self.attend or F.scaled_dot_product_attention
+        return x + attend(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+class Tail(nn.Module):
+    """Local, unless it counts its tokens."""
+
+    def __init__(self, counts: bool):
+        super().__init__()
+        self.linear, self.counts = nn.Linear(8, 8), counts
+        self.register_buffer("table", normal(16, 8, seed=3))
+
+    def forward(self, x):
+        return self.linear(x + self.table[: x.shape[1]] if self.counts else x)
+
+
+class Denoiser(nn.Module):
+    """Latents are tokens; options say what its glue does."""
+
+    def __init__(self, adds=False, counts=False, changes=False, compares=False, takes_early=False):
+        super().__init__()
+        self.embed, self.enter = nn.Linear(1, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block(takes_early) for _ in range(4))
+        self.tail, self.gate = Tail(counts), nn.Linear(8, 8)
+        self.adds, self.changes, self.compares = adds, changes, compares
+
+    def forward(self, x, t):
+        embedding = self.embed(t.double().reshape(1, 1) / 1000)
+        signs = (x > 0).double().mean((0, 1)) if self.compares else torch.ones(8).double()
+        gate = self.gate(signs)
+        y = self.enter(x)
+        for block in self.blocks:
+            y = block(y, embedding)
+            if self.adds:
+                y = y + 0.1
+        if self.changes:
+            embedding += 1.0
+        return self.tail(y) * gate + embedding[:, None]
+
+
+def request_of(**options) -> Request:
+    torch.manual_seed(0)
+    model, scheduler = Denoiser(**options).double().eval(), scheduler_for("")
+    return Request(model, model, scheduler, scheduler.timesteps, normal(1, 12, 8))
+
+
+def found(**options):
+    return probe(request_of(**options))
+
+
+def test_results_that_are_only_handed_on_need_no_memory():
+    assert found().glue.passed == {(call, 0) for call in range(4)}
+    assert found(adds=True).glue.passed == frozenset()
+
+
+def test_a_module_is_local_unless_it_counts_its_tokens():
+    """A table of positions taken from its start would give every patch the places of the first."""
+    assert [place[1] for place in found().glue.local] == ["tail"]
+    assert not found(counts=True).glue.local
+
+
+def test_what_is_made_for_one_block_is_made_for_its_rank_only():
+    assert {place[1]: who for place, (who, _) in found().glue.made_for.items()} == {"enter": {0}}
+
+
+def test_the_timestep_is_embedded_once_per_step():
+    layout = found()
+    assert {place[1] for place in layout.constants} == {"gate"}
+    assert layout.step_constants.keys() == {
+        (BETWEEN, "embed", 0), *((call, f"blocks.{call}.modulation", 0) for call in range(4))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "name"), [("changes", "embed"), ("compares", "gate")])
+def test_what_is_changed_later_or_depends_on_latents_by_a_comparison_is_not_kept(option, name):
+    layout = found(**{option: True})
+    places = layout.constants.keys() | layout.step_constants.keys()
+    assert name not in {place[1] for place in places}
+
+
+def test_attention_that_was_taken_out_of_its_module_early_is_seen_otherwise():
+    assert found().attention_by_name
+    assert not found(takes_early=True).attention_by_name
+
+
+@pytest.mark.parametrize("option", [None, "adds", "counts", "takes_early"])
+def test_two_ways_through_the_glue_give_one_result(option):
+    """With nothing kept, passed or local, and every function looked at: the slow way of the beginning."""
+    request = request_of(**({option: True} if option else {}))
+    sampler = PipeFusion(request.model, num_patches=3, warmup_steps=1, verify=True)
+    result = sampler.sample(request)
+    plain = PipeFusion(request.model, num_patches=3, warmup_steps=1, verify=True)
+    layout = plain.prepare(request).layout
+    layout.constants, layout.step_constants, layout.attention_by_name = {}, {}, False
+    layout.glue = type(layout.glue)()
+    plain._layouts.layout_for = lambda request: layout
+    torch.testing.assert_close(result, plain.sample(request), rtol=1e-12, atol=1e-12)
+
+
+def test_a_known_layout_does_not_fit_other_code_between_blocks():
+    """Shapes are the same, but what was only handed on is looked into now."""
+    request, other = request_of(), request_of(adds=True)
+    layout = probe(request)
+    assert fits(layout, request)
+    assert not fits(layout, other)
+
+
+def test_flux_looks_into_the_result_of_its_last_module_only():
+    glue = probe(request_for("flux", tiny=build("flux"))).glue
+    assert {place[1]: call.passed for place, call in glue.local.items()} == {
+        "norm_out": True,
+        "proj_out": False,
+    }
+    assert len(glue.passed) == 10  # two streams of five blocks
+
+
+def test_attention_has_its_name_back_afterwards():
+    before, x, seen = F.scaled_dot_product_attention, torch.ones(1, 1, 2, 4), []
+
+    def other_thread():
+        seen.append(F.scaled_dot_product_attention(x, x, x))
+
+    with AttentionByName(lambda attend, q, k, v, **options: -q):
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        with AttentionByName(lambda attend, q, k, v, **options: 0 * q):
+            assert torch.equal(F.scaled_dot_product_attention(x, x, x), 0 * x)
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), -x)
+    assert torch.equal(seen[0], x)  # of ones, in a thread that stands in for nothing
+    assert F.scaled_dot_product_attention is before
