@@ -155,6 +155,8 @@ def show(config: DictConfig) -> None:
             Path(output).write_text(chrome_trace({"planned": found.timeline}))
         case "picture":
             plot({"planned": found.timeline}, output, f"plan {found.digest}")
+    if output is not None:
+        print(f"wrote {output}")
 
 
 def _explained(plan: Any, profile: str, cluster: dict[str, Any] | None) -> Any:

@@ -10,6 +10,7 @@ that helps.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,7 +20,12 @@ from lightning_diffpipe.planning.baselines import baseline_cuts
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
+from lightning_diffpipe.planning.evaluation import (
+    UNFILLED_SHARE,
+    Evaluator,
+    Proposal,
+    preference,
+)
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -44,6 +50,9 @@ WORTHWHILE = 0.002
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
 
+REMEDY_S = 5.0
+"""Where nothing fits, seconds spent on each option that might help."""
+
 MOST_FINALISTS = 4
 """With filling, so many of the best proposals are filled and simulated."""
 
@@ -53,6 +62,7 @@ def find_plan(
     cluster: Cluster,
     options: PlanOptions,
     below_s: float = math.inf,
+    within_s: float = math.inf,
 ) -> PipelinePlan:
     """Finds the fastest plan.
 
@@ -61,6 +71,7 @@ def find_plan(
         cluster: What ranks and links there are. All ranks are used.
         options: Wishes and limits.
         below_s: Only plans with a shorter step are of interest; saves time.
+        within_s: Seconds after which the best plan found so far is good enough.
 
     Returns:
         The plan with the shortest simulated step among those that fit into memory. Among equals the
@@ -79,9 +90,17 @@ def find_plan(
             "one; plan each of them from a profile of its own"
         )
     model = CostModel(profile, cluster, options.optimizer_bytes_factor)
-    plans = _fastest(Search(model, options))
+    until_s = time.perf_counter() + within_s
+    # Filled plans are compared by a little more than their step; so they may be above the limit by that.
+    loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
+    plans = _fastest(Search(model, options, best_s=loose_s, until_s=until_s))
     if options.filling == "auto" and profile.encoders:
-        plans += _fastest(Search(model, replace(options, filling="none")))
+        found_s = min(map(preference, plans), default=math.inf) / (1 + UNFILLED_SHARE)
+        unfilled = replace(options, filling="none")
+        plans += _fastest(Search(model, unfilled, best_s=min(found_s, below_s), until_s=until_s))
+    plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
+    if not plans and below_s < math.inf:
+        raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
     if not plans:
         raise _nothing_fits(model, options)
     return min(plans, key=preference)
@@ -91,6 +110,8 @@ def _fastest(search: Search) -> list[PipelinePlan]:
     """The best proposals as plans; none if nothing fits into memory."""
     model, options = search.model, search.options
     for shape in sorted(shapes(model, options), key=search.estimate_s):
+        if search.is_over:
+            break
         search.try_shape(shape)
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
     finalists = search.history[-MOST_FINALISTS if search.evaluator.fills else -1 :]
@@ -110,6 +131,7 @@ class Search:
         best: The fastest proposal that fits into memory.
         best_s: Its step; until there is one, the step that it has to beat.
         history: All proposals that were the best for a while, in order.
+        until_s: When to stop, by `time.perf_counter()`.
     """
 
     model: CostModel
@@ -118,9 +140,15 @@ class Search:
     best: Proposal | None = None
     best_s: float = math.inf
     history: list[Proposal] = field(default_factory=list)
+    until_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.model, self.options)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is used up."""
+        return time.perf_counter() > self.until_s
 
     def bounds(self, shape: Shape) -> Bounds:
         """Lower bounds for a shape."""
@@ -231,12 +259,12 @@ class Search:
         """Moves layers between neighbouring stages for as long as that makes the step shorter."""
         current_s, bounds = self.evaluator.step_s(Proposal(shape, cuts)), self.bounds(shape)
         improved = True
-        while improved:
+        while improved and not self.is_over:
             improved = False
             for moved in _neighbours(cuts):
                 proposal = Proposal(shape, moved)
                 hopeless = bounds.cuts_s(moved) >= max(current_s, self.best_s)
-                if hopeless or not self.evaluator.fits(proposal):
+                if hopeless or self.is_over or not self.evaluator.fits(proposal):
                     continue  # Either takes far less time than a simulation.
                 step_s = self._try(proposal)
                 if step_s < current_s * (1 - 1e-4):
@@ -265,25 +293,30 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
         "data_parallel": "auto", "schedule": "auto", "filling": "none",
     }  # fmt: skip
-    helpful = [
-        f"{name}={getattr(plan.options, name)}"
-        for name, value in freed.items()
-        if getattr(options, name) not in ("auto", "none")
-        if (plan := _plan_if_any(model, PlanOptions.from_dict({**options.to_dict(), name: value})))
-        is not None
-    ]
-    remedy = f"{' or '.join(helpful)} would fit" if helpful else "use more ranks or smaller batches"
+    fixed = [name for name in freed if getattr(options, name) not in ("auto", "none")]
+    alone = [text for name in fixed if (text := _would_fit(model, options, {name: freed[name]}))]
+    remedy = f"{' or '.join(alone)} would fit" if alone else "use more ranks or smaller batches"
+    if not alone and len(fixed) > 1:
+        together = _would_fit(model, options, {name: freed[name] for name in fixed})
+        remedy = f"{together} together would fit" if together else remedy
     return PlanError(
         f"no plan fits into {limit:,} bytes a rank: the smallest needs {need:,} ({where}), "
         f"{need - limit:,} too many; {remedy}"
     )
 
 
-def _plan_if_any(model: CostModel, options: PlanOptions) -> PipelinePlan | None:
+def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) -> str:
+    """The values a plan finds for options that are changed, as text; empty if nothing fits."""
+    changed = PlanOptions.from_dict({**options.to_dict(), **changes})
+    until_s = time.perf_counter() + REMEDY_S
     try:
-        return next(iter(_fastest(Search(model, options))), None)
+        plans = _fastest(Search(model, changed, until_s=until_s))
     except DiffPipeError:
-        return None
+        return ""
+    if not plans:
+        return ""
+    found = plans[0].options.to_dict()
+    return ", ".join(f"{name}={found[name]}" for name in changes)
 
 
 def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:

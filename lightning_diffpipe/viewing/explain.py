@@ -24,6 +24,9 @@ from lightning_diffpipe.viewing.units import percent, seconds
 
 BEST = "the best of all plans"
 
+BOTTLENECK = 0.03
+"""Where no part costs this share of the step, ranks compute nearly all the time."""
+
 WORTH_TELLING = 1e-3
 """Changes that gain a smaller share of the step are not worth a line."""
 
@@ -53,8 +56,10 @@ class Explanation:
 
     @property
     def bottleneck(self) -> str:
-        """Name of the part that costs most."""
-        return self.parts[0].name if self.parts else "computation"
+        """Name of the part that costs most, if it costs much."""
+        step_s = self.plan.planned.iteration_s
+        dear = [part.name for part in self.parts if part.saved_s >= BOTTLENECK * step_s]
+        return dear[0] if dear else "computation"
 
     def __str__(self) -> str:
         planned = self.plan.planned
@@ -64,7 +69,7 @@ class Explanation:
             f"The rest, {percent(1 - limit_s / step_s if step_s else 0)}, is waiting for others and for "
             "links; more can only be won with less work.",
         ]
-        if self.parts:
+        if self.plan.costs is not None:
             lines.append(f"Bottleneck: {self.bottleneck}.")
         for part in self.parts:
             share = percent(part.saved_s / step_s)
@@ -89,18 +94,16 @@ def explain(
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
         profile: With the cluster, lets changes be tried; without, those kept in the plan are told.
         cluster: Where the plan shall run.
-        budget_s: Seconds after which no further change is tried.
+        budget_s: Seconds to spend on changes; searches that take longer are cut short.
     """
     parts = () if plan.costs is None else _parts(plan, plan.costs)
     if profile is None or cluster is None:
         return Explanation(plan, parts, plan.changes)
     step_s, start_s = plan.planned.iteration_s, time.perf_counter()
     helpful: list[PlannedChange] = []
-    for change in _changes(plan, profile, cluster):
+    for change in _changes(plan, profile, cluster, start_s + budget_s):
         if change.iteration_s < step_s * (1 - WORTH_TELLING):
             helpful.append(change)
-        if time.perf_counter() - start_s > budget_s:
-            break
     changes = sorted(helpful, key=lambda change: change.iteration_s)
     return Explanation(plan, parts, tuple(changes))
 
@@ -109,7 +112,8 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
     """Each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
-    frozen = "that fits no bubble" if plan.pieces else "in front of the pipeline"
+    whole = "pipeline" if plan.num_stages > 1 else "backbone"
+    frozen = "that fits no bubble" if plan.pieces else f"in front of the {whole}"
     without = {
         f"frozen work {frozen}": replace(
             costs, encode_s=(0.0,) * len(costs.encode_s), all_gather_s=0.0
@@ -171,9 +175,12 @@ def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
 
 
 def _changes(
-    plan: PipelinePlan, profile: ModelProfile, cluster: Cluster
+    plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, until_s: float
 ) -> Iterator[PlannedChange]:
-    """One change at a time, everything else as it is; stages are cut again where they must be."""
+    """One change at a time, everything else as it is; stages are cut again where they must be.
+
+    Those still to come share what is left of the time until `until_s`; none takes more than half of it.
+    """
     fixed, below_s = plan.options, plan.planned.iteration_s * (1 - WORTH_TELLING)
     free = replace(fixed, num_replicas="auto", partition="auto")
     count, stages = plan.num_microbatches, plan.num_stages
@@ -207,7 +214,8 @@ def _changes(
     ]
     for description, options, what in tries:
         try:
-            found = find_plan(what, cluster, options, below_s)
+            left_s = max(until_s - time.perf_counter(), 0.0)
+            found = find_plan(what, cluster, options, below_s, left_s / 2)
         except DiffPipeError:
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
         details = _in_short(found) if description == BEST else _moved(plan, found)

@@ -67,7 +67,7 @@ def stage_table(plan: PipelinePlan) -> str:
                 seconds(costs.gradient_s[i][0]),
                 seconds(costs.reduce_s(ranks[0])),
             ]
-        rows.append([*row, size(plan.planned.peak_memory_bytes[ranks[0]])])
+        rows.append([*row, size(max(plan.planned.peak_memory_bytes[rank] for rank in ranks))])
     return table(header, rows)
 
 

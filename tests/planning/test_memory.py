@@ -93,6 +93,15 @@ def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():
     assert "110 too many" in str(error.value)
     assert "filling=none would fit" in str(error.value)
     assert find_plan(profile, cluster, replace(options, filling="auto")).options.filling == "none"
+    # Two ranks a stage leave no choice of stages, and two stages none of ranks: both have to go.
+    many = replace(options, num_replicas=2, filling="none")
+    heavy = replace(FOUR.backbones[0], layers=tuple(
+        replace(layer, parameter_bytes=100) for layer in FOUR.backbones[0].layers
+    ))  # fmt: skip
+    with pytest.raises(
+        PlanError, match=r"num_stages=3, .*num_replicas=\[1, 1, 2\].* together would fit"
+    ):
+        find_plan(replace(FOUR, backbones=(heavy,)), Cluster(4, memory_bytes=220), many)
 
 
 def test_what_is_known_of_results_is_kept_in_a_profile():
