@@ -28,6 +28,8 @@ from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph.calltree import callable_modules
 from lightning_diffpipe.graph.placement import is_placeholder
 
+_lock = threading.Lock()  # around what several threads put in place and take away
+
 
 class Run(Protocol):
     """Somebody who runs a step in his own way."""
@@ -109,6 +111,9 @@ class Interception:
         self._names = set(names)
         self._sites: dict[str, Site] = {}
         self._spare: dict[str, Site] = {}
+        self._placed: dict[
+            str, tuple[int, Any]
+        ] = {}  # spares in place: users, what was there before
         self._saved: list[tuple[nn.Module, str, Any]] = []
         self._installed = False
 
@@ -152,24 +157,41 @@ class Interception:
 
     @contextlib.contextmanager
     def also_watching(self, names: Collection[str]) -> Iterator[None]:
-        """Intercepts more modules for some time, so that they cost nothing later."""
+        """Intercepts more modules for some time, so that they cost nothing later.
+
+        Threads may do so in any order: what several want is released by the last of them.
+        """
+        with _lock:
+            wanted = self._place(names)
+        try:
+            yield
+        finally:
+            with _lock:
+                self._release(wanted)
+
+    def _place(self, names: Collection[str]) -> list[str]:
         visible = set(callable_modules(self.root)) if not names <= self._spare.keys() else set()
         modules = dict(self.root.named_modules()) if visible else {}
         for name in names & visible - self._spare.keys():
             self._spare[name] = Site(self, name, modules[name])
-        placed = []
-        for name in names & self._spare.keys() - self._sites.keys():
+        wanted = list(names & self._spare.keys() - self._sites.keys())
+        for name in wanted:
             site = self._spare[name]
-            placed.append((site, site.module.__dict__.get(site.attribute)))
+            users, before = self._placed.get(name, (0, site.module.__dict__.get(site.attribute)))
+            self._placed[name] = (users + 1, before)
             site.module.__dict__[site.attribute] = site
-        try:
-            yield
-        finally:
-            for site, before in placed:
-                if before is None:
-                    del site.module.__dict__[site.attribute]
-                else:
-                    site.module.__dict__[site.attribute] = before
+        return wanted
+
+    def _release(self, wanted: Collection[str]) -> None:
+        for name in wanted:
+            site = self._spare[name]
+            users, before = self._placed.pop(name)
+            if users > 1:
+                self._placed[name] = (users - 1, before)
+            elif before is None:
+                del site.module.__dict__[site.attribute]
+            else:
+                site.module.__dict__[site.attribute] = before
 
     def refuse(self, owners: Mapping[str, str]) -> None:
         """Lets calls of foreign modules outside a step fail with a message that names their owner.

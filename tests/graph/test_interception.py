@@ -382,6 +382,21 @@ def test_installing_twice_and_removing_is_safe():
     assert "forward" not in root.blocks[0].__dict__
 
 
+def test_what_two_threads_watch_is_released_by_the_last():
+    """The first of two bands to end a step took the interception away from the other, now and then."""
+    root = nn.Sequential(nn.Linear(2, 2))
+    interception = Interception(root).install()
+    first, second = (interception.also_watching({"0"}) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    assert "forward" in vars(root[0])
+    first.__exit__(None, None, None)
+    assert "forward" in vars(root[0])
+    second.__exit__(None, None, None)
+    assert "forward" not in vars(root[0])
+    interception.uninstall()
+
+
 def test_nothing_survives_a_step():
     root = Noisy()
     graph = coarse(root)
