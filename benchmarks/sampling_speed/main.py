@@ -28,6 +28,7 @@ from benchmarks.harness import environment, interleaved, medians, on_ranks, tabl
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
@@ -95,14 +96,16 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     model = build()
     request = request_for(model, tokens)
     pipefusion = PipeFusion(model, links, num_patches=PATCHES, warmup_steps=WARMUP)
-    exact = {mode: SequenceParallel(model, links, mode=mode) for mode in ("ulysses", "ring")}
+    exact = {
+        "Ulysses": SequenceParallel(model, links),
+        "ring": SequenceParallel(model, links, mode="ring"),
+        "synchronous bands": DistriFusion(model, links, "synchronous"),
+    }
     both_s = check(request, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
         "PipeFusion": lambda: pipefusion.sample(request),
-        "Ulysses": lambda: exact["ulysses"].sample(request),
-        "ring": lambda: exact["ring"].sample(request),
-    }
+    } | {name: lambda sampler=sampler: sampler.sample(request) for name, sampler in exact.items()}
     try:
         theirs = diffusers_ulysses(tokens)
         theirs()
@@ -122,7 +125,7 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     return row
 
 
-def check(request: Request, pipefusion: PipeFusion, exact: dict[str, SequenceParallel]) -> float:
+def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> float:
     """Compares results with what they should be; returns seconds of one process beside another."""
     emulator = PipeFusion(request.model, num_patches=PATCHES, warmup_steps=WARMUP)
     assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
@@ -146,7 +149,7 @@ def row_of(tokens: int, seconds: dict[str, float], formula: float, both_s: float
         "one rank, s": one,
         "slower beside another": both_s / one,
     }
-    for name in ("PipeFusion", "Ulysses", "ring", "diffusers Ulysses"):
+    for name in ("PipeFusion", "Ulysses", "ring", "synchronous bands", "diffusers Ulysses"):
         row[name] = one / seconds[name] if name in seconds else "does not run"
     row["formula"] = formula
     row["PipeFusion / formula"] = row["PipeFusion"] / formula

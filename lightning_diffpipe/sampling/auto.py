@@ -167,7 +167,9 @@ class _Counted(TorchFunctionMode, _Counts):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
-            self._attention(*args[:3])
+            # Some call it by position, others by name.
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            self._attention(given["query"], given["key"], given["value"])
         elif func in (F.conv2d, torch.conv2d):
             self._convolution(args[0], args[1])
         elif func in (F.group_norm, torch.group_norm):

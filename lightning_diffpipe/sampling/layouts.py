@@ -19,7 +19,7 @@ from lightning_diffpipe.sampling.layout import Layout, shapes_of
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 
-_MAX_LAYOUTS = 8
+MAX_LAYOUTS = 8
 
 
 class LayoutStore:
@@ -44,7 +44,7 @@ class LayoutStore:
             if known == key and fits(layout, request):
                 return layout
         layout = probe(request, self._axis)
-        self._known = [(key, layout), *self._known][:_MAX_LAYOUTS]
+        self._known = [(key, layout), *self._known][:MAX_LAYOUTS]
         return layout
 
 

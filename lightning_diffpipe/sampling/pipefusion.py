@@ -28,7 +28,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.costs import measured_costs
 from lightning_diffpipe.sampling.layout import Layout, Part
-from lightning_diffpipe.sampling.layouts import LayoutStore
+from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.request import Request
@@ -117,6 +117,7 @@ class PipeFusion:
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self._layouts = LayoutStore(axis)
+        self._told: dict[int, Layout] = {}  # the same on all ranks
         self._costs: dict[tuple[int, ...], list[float]] = {}
 
     def prepare(self, request: Request) -> PipeFusionSetting:
@@ -127,10 +128,13 @@ class PipeFusion:
             LayoutError: The model cannot be sampled in patches; on all ranks.
         """
         # Rank 0 of the first stage decides for all of its stage, and each of these tells its pipeline.
-        layout, self.positions = self.links.broadcast_object(
-            lambda: self.sequence_links.broadcast_object(lambda: self._decide(request))
+        number, layout, self.positions = self.links.broadcast_object(
+            lambda: self.sequence_links.broadcast_object(lambda: self._news(request))
         )
-        return self.setting(layout, self.positions, request.num_steps)
+        if layout is not None:
+            self._told[number] = layout
+            self._told.pop(number - MAX_LAYOUTS, None)
+        return self.setting(self._told[number], self.positions, request.num_steps)
 
     def setting(
         self, layout: Layout, positions: Sequence[int], num_steps: int
@@ -181,6 +185,14 @@ class PipeFusion:
                 self.statistics.traffic = self.links.traffic.since(before[0]).plus(
                     self.sequence_links.traffic.since(before[1])
                 )
+
+    def _news(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
+        """Number of the layout, the layout if others do not have it yet, and where to cut."""
+        layout, positions = self._decide(request)
+        for number, known in self._told.items():
+            if known is layout:
+                return number, None, positions
+        return max(self._told, default=-1) + 1, layout, positions
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self._layouts.layout_for(request)
