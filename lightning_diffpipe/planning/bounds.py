@@ -6,9 +6,9 @@ gradient must go back through the layers in front, or its own gradients must be 
 
     step >= frozen + F(0, first) + work(first, stop) + max(B(0, first), sync(first, stop))
 
-holds for every schedule of one backbone, however the other layers are cut. The bound of a stage
-grows with `stop` and falls with `first`. Hence a cut that meets a given time is found greedily: let
-every stage reach as far as it can.
+holds for every schedule of one backbone with whole backwards, however the other layers are cut. The
+bound of a stage grows with `stop` and falls with `first`. Hence a cut that meets a given time is found
+greedily: let every stage reach as far as it can.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Bounds:
         frozen_splittable: See `PlanOptions`.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
         stages_per_rank: More than one if stages are dealt out round robin.
+        splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
+            zero-bubble schedules do: then the way back to the first layer bounds nothing.
     """
 
     model: CostModel
@@ -52,6 +54,7 @@ class Bounds:
     frozen_splittable: bool = True
     frozen_first: bool = True
     stages_per_rank: int = 1
+    splits_backward: bool = False
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
     _synced: dict[tuple[int, Link], tuple[float, ...]] = field(
         default_factory=dict, repr=False, compare=False
@@ -91,6 +94,8 @@ class Bounds:
     @cached_property
     def _end_s(self) -> tuple[float, ...]:
         """By layer: shortest time from there back to the first layer."""
+        if self.splits_backward:
+            return (0.0,) * (self.model.num_layers() + 1)
         return self.model.sums(0, self.sizes[-1]).backward
 
     def _work_s(self, replicas: int) -> tuple[float, ...]:
@@ -112,7 +117,7 @@ class Bounds:
         if group > 1:
             num_bytes = self.model.gradient_bytes(LayerRun(0, first, stop))
             sync_s = min(link.all_reduce_s(num_bytes, group) for link in self._reduce_links)
-        tail_s = max(self._end_s[first] + back_s, sync_s)
+        tail_s = max(self._end_s[first] + back_s * (not self.splits_backward), sync_s)
         return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
 
     def cuts_s(self, cuts: Sequence[Cut]) -> float:

@@ -133,7 +133,9 @@ def advise(
     stored = tuple(name for name in names if name in stored)
     if filled is None:
         filled = find_plan(profile, cluster, replace(options, filling="auto"))
-    cached = find_plan(with_stored(profile, stored), cluster, replace(options, filling="auto"))
+    # Frozen work that takes no time fills no bubbles.
+    filling = "none" if len(stored) == len(names) else "auto"
+    cached = find_plan(with_stored(profile, stored), cluster, replace(options, filling=filling))
     sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in stored)
     disk_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
     batch = options.global_batch_size

@@ -161,6 +161,7 @@ class Search:
             self.options.frozen_splittable,
             not self.evaluator.fills,
             shape.stages_per_rank,
+            shape.schedule == "zero_bubble",
         )
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:

@@ -106,6 +106,15 @@ def test_the_search_is_optimal(seed):
     assert find_plan(profile, cluster, options).planned.iteration_s == pytest.approx(best_s)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_is_optimal_where_backwards_have_two_parts(seed):
+    """History: bounds took it that a gradient waits for whole backwards on its way to the first layer."""
+    profile, cluster, batch = random_case(seed, max_layers=6)
+    options = PlanOptions(batch, num_microbatches=min(batch, 4), schedule="zero_bubble")
+    best_s, _ = brute_force(profile, cluster, options)
+    assert find_plan(profile, cluster, options).planned.iteration_s == pytest.approx(best_s)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1300))
 def test_the_search_is_optimal_in_hundreds_of_cases(seed):
