@@ -72,6 +72,8 @@ def plan(config: DictConfig) -> Any:
         changes = explain(found, profile, cluster, budget_s=values["explain_s"]).changes
         found = replace(found, changes=changes)
     print(report(found))
+    if values["explain"] and not found.changes:
+        print("\nNone of the changes that were tried would make the step shorter.")
     if values["explain"] and profile.encoders:
         rates = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
         print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **rates))}")

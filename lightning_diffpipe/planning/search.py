@@ -53,6 +53,9 @@ HOPELESS = 1.05
 REMEDY_S = 5.0
 """Where nothing fits, seconds spent on each option that might help."""
 
+WORTH_FILLING = 1e-3
+"""Share of the step that filling has to gain; for less nothing is encoded ahead."""
+
 MOST_FINALISTS = 4
 """With filling, so many of the best proposals are filled and simulated."""
 
@@ -95,7 +98,7 @@ def find_plan(
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
     plans = _fastest(Search(model, options, best_s=loose_s, until_s=until_s))
     if options.filling == "auto" and profile.encoders:
-        found_s = min(map(preference, plans), default=math.inf) / (1 + UNFILLED_SHARE)
+        found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
         unfilled = replace(options, filling="none")
         plans += _fastest(Search(model, unfilled, best_s=min(found_s, below_s), until_s=until_s))
     plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
@@ -103,7 +106,12 @@ def find_plan(
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
     if not plans:
         raise _nothing_fits(model, options)
-    return min(plans, key=preference)
+    return min(plans, key=_with_effort)
+
+
+def _with_effort(plan: PipelinePlan) -> float:
+    """What plans are compared by at last: filling has to gain something."""
+    return preference(plan) * (1 + WORTH_FILLING * (plan.options.filling != "none"))
 
 
 def _fastest(search: Search) -> list[PipelinePlan]:

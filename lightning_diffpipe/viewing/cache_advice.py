@@ -28,7 +28,7 @@ def _comparison(advice: CacheAdvice) -> list[str]:
     disk = f"{size(advice.sample_bytes)} a sample"
     if advice.disk_bytes is not None:
         disk += f", {size(advice.disk_bytes)} in all"
-    disk += f"; each rank reads {size(advice.disk_bytes_per_s)} a second (disk_bytes_per_s)"
+    disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
     passes = advice.break_even_passes
     pays = "never" if math.isinf(passes) else f"from pass {math.floor(passes) + 1} over the data on"
     return [

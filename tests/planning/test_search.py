@@ -208,6 +208,12 @@ def test_plain_data_parallelism_is_a_candidate():
     assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
 
 
+def test_nothing_is_filled_where_there_is_no_bubble():
+    """History: a rank alone "filled" its frozen work behind its own step, for a gain of rounding."""
+    plan = find_plan(equal_profile(8, 0.3), Cluster(4), PlanOptions(64, filling="auto"))
+    assert (plan.num_stages, plan.options.filling) == (1, "none")
+
+
 def cpu_seconds(num_layers, num_ranks, batch, **options):
     rng = random.Random(1)
     profile = random_profile(rng, num_layers, frozen=True)

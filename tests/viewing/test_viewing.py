@@ -180,7 +180,7 @@ def test_the_advice_to_store_encodings():
     assert lines[2].startswith(f"  stored      {seconds(advice.cached_step_s)} a step (")
     assert lines[2].endswith("less), 2.62 ms of it reading: vae")
     assert lines[3].startswith(
-        "  on disk     64.0 KiB a sample, 62.5 MiB in all; each rank reads 190.7 MiB"
+        "  on disk     64.0 KiB a sample, 62.5 MiB in all; each rank reads 200 MB/s"
     )
     assert lines[4] == "  pays        from pass 2 over the data on"
     assert lines[5].startswith("  computed    locked: follows noise or")
