@@ -8,6 +8,7 @@ twice with different random numbers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.planning.profile import FrozenResult
+
+_log = logging.getLogger(__name__)
 
 MIN_FLOPS_PER_BYTE = 10.0
 """As `EncodingCache` has it: layers that compute less for each byte they give are not stored."""
@@ -62,9 +65,14 @@ def encodings(
         return {}
     try:
         folded, positions = fold(module, step, batch, graph, range(1, len(graph.path)))
-        names = None if steady is None else steady(folded)
-    except GraphError:
+    except GraphError as error:
+        _log.info("what frozen layers hand over stays unknown: %s", error)
         return {}
+    names: frozenset[str] | None = None
+    try:
+        names = steady(folded) if steady is not None else None
+    except (GraphError, RuntimeError) as error:  # too little memory, say
+        _log.info("whether encodings can be stored stays unknown: %s", error)
     encoders: dict[str, list[Layer]] = {}
     for index in folded.frozen:
         layer = folded.layers[index]
