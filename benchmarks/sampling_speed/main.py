@@ -96,11 +96,14 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     model = build()
     request = request_for(model, tokens)
     pipefusion = PipeFusion(model, links, num_patches=PATCHES, warmup_steps=WARMUP)
-    exact = {
+    exact: dict[str, Any] = {
         "Ulysses": SequenceParallel(model, links),
         "ring": SequenceParallel(model, links, mode="ring"),
         "synchronous bands": DistriFusion(model, links, "synchronous"),
     }
+    layout = pipefusion.prepare(request).layout
+    for mode in ("Ulysses", "ring"):
+        exact[mode].know(request, layout)
     both_s = check(request, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
@@ -115,11 +118,14 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
             print(
                 f"diffusers' Ulysses does not run here: {type(error).__name__}: {str(error)[:300]}"
             )
-    seconds = medians(interleaved(candidates, rounds, warmup_rounds=0))
+    times = interleaved(candidates, rounds, warmup_rounds=0)
+    seconds = medians(times)
+    if rank == 0:
+        print(tokens, times, flush=True)
     row = row_of(tokens, seconds, pipefusion.prepare(request).plan.speed_up(), both_s)
     link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
     if rank == 0:
-        choice = choose_sampling(profile_request(request, 1, 1), link, 2, STEPS)
+        choice = choose_sampling(profile_request(request, 1, 1, layout), link, 2, STEPS)
         row["planner"] = choice.method + (f", M={choice.num_patches}" if choice.num_patches else "")
     dist.barrier()
     return row
@@ -128,6 +134,7 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
 def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> float:
     """Compares results with what they should be; returns seconds of one process beside another."""
     emulator = PipeFusion(request.model, num_patches=PATCHES, warmup_steps=WARMUP)
+    emulator.know(request, pipefusion.prepare(request).layout)
     assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
         "ranks change the result"
     )
@@ -164,7 +171,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = [on_ranks(2, compare, tokens, arguments.rounds) for tokens in arguments.tokens]
+    rows = []
+    for tokens in arguments.tokens:
+        rows.append(on_ranks(2, compare, tokens, arguments.rounds))
+        print(rows[-1], flush=True)
     print(table(rows))
     if arguments.json:
         out = {"environment": environment(), "rows": rows}

@@ -58,19 +58,24 @@ def mesh_of(choice: SamplingChoice) -> SamplingMesh:
 
 
 @torch.inference_mode()
-def profile_request(request: Request, num_samples: int, branches: int) -> DenoiserProfile:
+def profile_request(
+    request: Request, num_samples: int, branches: int, layout: Layout | None = None
+) -> DenoiserProfile:
     """Times one denoising step of a request and counts what the methods would have to send.
 
     Args:
         request: Nothing in it is changed.
         num_samples: Pictures it draws.
         branches: Branches of guidance that can be divided.
+        layout: Of the model, if it is known.
     """
     latents, timestep = request.latents, request.timesteps[0]
     with _Counted() as counted:
         request.denoise(latents, timestep)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0)
+    if layout is not None:
+        patched.know(request, layout)
     try:
         layout, refusal = patched.prepare(request).layout, ""
     except DiffPipeError as error:

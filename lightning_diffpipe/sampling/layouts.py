@@ -44,8 +44,13 @@ class LayoutStore:
             if known == key and fits(layout, request):
                 return layout
         layout = probe(request, self._axis)
-        self._known = [(key, layout), *self._known][:MAX_LAYOUTS]
+        self.add(request, layout)
         return layout
+
+    def add(self, request: Request, layout: Layout) -> None:
+        """Makes the layout of a request known."""
+        key = (request.latents.shape, request.latents.dtype)
+        self._known = [(key, layout), *self._known][:MAX_LAYOUTS]
 
 
 def fits(layout: Layout, request: Request) -> bool:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_diffpipe.sampling.links import TensorShape
 
+_ALIGNMENT = 64  # bytes; of everything torch allocates
+
 
 def packed_shape(shapes: Sequence[TensorShape]) -> TensorShape:
     """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
@@ -30,3 +32,13 @@ def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
         return [message]
     pieces = message.split([shape.nbytes for shape in shapes])
     return [p.clone().view(s.dtype).view(s.shape) for p, s in zip(pieces, shapes, strict=True)]
+
+
+def as_received(x: Tensor) -> Tensor:
+    """The tensor laid out as if it had come in a message, since strides and alignment decide about last bits."""
+    stride = 1
+    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if own != stride:
+            return x.clone(memory_format=torch.contiguous_format)
+        stride *= size
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x

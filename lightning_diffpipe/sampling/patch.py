@@ -44,10 +44,9 @@ from lightning_diffpipe.sampling.layout import (
     shapes_of_call,
 )
 from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.message import as_received
 from lightning_diffpipe.sampling.stages import Stage
 from lightning_diffpipe.sampling.tracing import Attend, AttentionIntercepted
-
-_ALIGNMENT = 64  # bytes; of everything torch allocates
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""
@@ -277,8 +276,7 @@ class PartRun:
         if len(own) < len(fed):
             mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
             x = Selection(len(fed), mine).take(x, tokens.axis)
-        # As it would be received: strides and alignment decide about the last bit.
-        return x if _is_as_received(x) else x.clone(memory_format=torch.contiguous_format)
+        return as_received(x)
 
     def _slices(self, call: int) -> Slices:
         """Tokens of the part in the results of a call, own or received."""
@@ -401,13 +399,3 @@ class _Known(NamedTuple):
 def _dummy(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
     """A shape without memory."""
     return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
-
-
-def _is_as_received(x: Tensor) -> bool:
-    """Whether it is laid out like a message: dense, and in memory of its own or aligned like that."""
-    stride = 1
-    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if own != stride:
-            return False
-        stride *= size
-    return x.data_ptr() % _ALIGNMENT == 0

@@ -88,6 +88,10 @@ class SequenceParallel:
         self.layout = self.links.broadcast_object(decide)
         return self.layout
 
+    def know(self, request: Request, layout: Layout) -> None:
+        """Spares this rank from finding a layout that is known from elsewhere."""
+        self._layouts.add(request, layout)
+
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler`."""
         with torch.inference_mode():
