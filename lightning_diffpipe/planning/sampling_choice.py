@@ -5,7 +5,7 @@ Seconds of a step, for one rank's share f of the work (samples, branches of guid
     one rank       f t
     sequence       f t / n + bytes / bandwidth + latency of every message      all waited for, exact
     pipefusion     M patches of g + (c + f b / M) / n, at least a round trip    after W synchronous steps
-    distrifusion   max(f t / n, transport)                                     after W synchronous steps
+    distrifusion   max(1.1 f t / n, transport)                                 after W synchronous steps
 
 t is the time of a step, b of the blocks in it, g of the code between them, c of what a call of a block costs
 however few tokens it gets. Stale activations need steps that differ little, so few-step models
@@ -27,6 +27,9 @@ MIN_STEPS = 8
 """With fewer denoising steps, only exact methods are considered."""
 
 _TOLERANCE = 1.1
+_BAND = 1.1
+"""What a band costs beyond its share: every function passes a hook that looks for convolutions and norms. From 1.1 to
+1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _bands(
     latency_s = (profile.num_attention + profile.num_norms) * (ranks - 1) * link.latency_s
     transport_s = sent / link.bandwidth_bytes_per_s + latency_s
     gather_s = link.seconds(share * profile.latent_bytes * peers)
-    compute_s = share * profile.step_s / ranks
+    compute_s = _BAND * share * profile.step_s / ranks
     synchronous_s = compute_s + transport_s + gather_s
     yield SamplingChoice("synchronous", num_steps * synchronous_s, 1, 1, ranks)
     if num_steps >= MIN_STEPS:
