@@ -270,9 +270,11 @@ def assemble(
         process.device, verify,
     )  # fmt: skip
     reducer = GradientReducer(mesh, trained, holders)
+    group = plan.options.frozen_group_size
     engine = Engine(
-        module, step, schedule, steps, mesh, reducer, seed, check_finite, picture=waiting
-    )
+        module, step, schedule, steps, mesh, reducer, seed, check_finite, picture=waiting,
+        group_size=None if group == "auto" else group,
+    )  # fmt: skip
     if whole is not None:
         on_device = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(process.device), batch)
         compare(module, engine, on_device, trained, whole)

@@ -52,6 +52,7 @@ class PipelineOptions:
     num_replicas: int | Sequence[int] | Auto = "auto"
     data_parallel: int | Auto = "auto"
     filling: str = "auto"
+    frozen_group_size: int | Auto = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
     cluster: Any = "measure"
@@ -147,6 +148,7 @@ def _make_plan(
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
         filling=_runnable_filling(options.filling),
+        frozen_group_size=options.frozen_group_size,
         frozen_splittable=not any(
             why_not_splittable(subject.graph.layers[index]) for index in subject.graph.frozen
         ),

@@ -72,6 +72,8 @@ class DiffPipeStrategy(CheckpointHooks):
             `num_stages` and `num_replicas`.
         filling: Where frozen layers run. `"shares"`, which `"auto"` means, runs those of the next batch
             while a rank waits; `"none"` runs a batch's own before the pipeline, spread over all ranks.
+        frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
+            cost against how evenly they can be shared. Ranks take whole groups.
         plan: A plan, or the path of one, to use instead of searching.
         profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
             from operation counts; or a profile, or the path of one.
@@ -98,6 +100,7 @@ class DiffPipeStrategy(CheckpointHooks):
         num_replicas: int | tuple[int, ...] | list[int] | Auto = "auto",
         data_parallel: int | Auto = "auto",
         filling: str = "auto",
+        frozen_group_size: int | Auto = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
         cluster: Any = "measure",
@@ -125,6 +128,7 @@ class DiffPipeStrategy(CheckpointHooks):
             num_replicas=num_replicas,
             data_parallel=data_parallel,
             filling=filling,
+            frozen_group_size=frozen_group_size,
             plan=plan,
             profile=profile,
             cluster=cluster,

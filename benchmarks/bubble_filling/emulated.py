@@ -31,7 +31,7 @@ from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.runtime.engine import Filling
 from lightning_diffpipe.viewing.measured import measured_timeline
 
-SAMPLES = 15  # of a microbatch: groups of one sample, about 15 for each rank
+SAMPLES = 15  # of a microbatch; in groups of one sample there are about 15 for each rank
 NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 32, 0.006 / SAMPLES
 _TIMER_S = 1.5e-4  # sleeping takes about this much longer than asked for
 
@@ -136,7 +136,7 @@ def pipeline_of(rank: int, case: Emulated, filling: str) -> Pipeline:
         torch.zeros(case.batch_size, 4),
         PipelineOptions(
             num_stages=case.num_ranks, num_microbatches=case.num_microbatches, filling=filling,
-            profile=profile, cluster=Cluster(case.num_ranks),
+            profile=profile, cluster=Cluster(case.num_ranks), frozen_group_size=1,
         ),
         Process(rank, case.num_ranks, torch.device("cpu"), "gloo", timeout_s=60.0),
     )  # fmt: skip

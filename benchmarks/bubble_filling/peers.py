@@ -40,7 +40,12 @@ def prepared(
         lambda module, part, *arguments: module.training_step(part, 0),
         batch,
         PipelineOptions(
-            num_stages=NUM_RANKS, num_microbatches=microbatches, filling=filling, **options
+            **{
+                "num_stages": NUM_RANKS,
+                "num_microbatches": microbatches,
+                "filling": filling,
+                **options,
+            }
         ),
         Process(rank, NUM_RANKS, torch.device("cpu"), "gloo", timeout_s=120.0),
     )
@@ -53,19 +58,10 @@ def unfilled(model: Workload, batch: Batch, microbatches: int, rank: int) -> Ste
     return lambda: engine.run_step(batch, next(numbers))
 
 
-def filled(
-    model: Workload,
-    batch: Batch,
-    microbatches: int,
-    rank: int,
-    group_size: int | None = None,
-    **options: Any,
-) -> Step:
+def filled(model: Workload, batch: Batch, microbatches: int, rank: int, **options: Any) -> Step:
     """Ours, frozen layers of the next batch in the bubbles of this one."""
     pipeline = prepared(model, batch, microbatches, rank, "shares", **options)
     engine = pipeline.engine
-    if group_size is not None:
-        engine._group_size = group_size
     engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
     numbers = iter(range(10**9))
     return lambda: engine.run_step(batch, next(numbers), upcoming=(batch, ()))

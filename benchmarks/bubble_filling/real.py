@@ -128,7 +128,7 @@ def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[
         steps[name] = turns(SYSTEMS[name](own, batch, microbatches, rank), own)
     for name, size in (("whole shares", BATCH // 2), ("parts of 2", 2), ("parts of 1", 1)):
         own = copy.deepcopy(model)
-        steps[name] = turns(filled(own, batch, microbatches, rank, group_size=size), own)
+        steps[name] = turns(filled(own, batch, microbatches, rank, frozen_group_size=size), own)
     times = interleaved(steps, rounds, warmup_rounds=3)
     return {name: [t / STEPS_PER_TURN for t in values] for name, values in times.items()}
 

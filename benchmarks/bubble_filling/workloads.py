@@ -19,7 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.two_ranks.main import WIDTH, Block
 
-BATCH, LAYERS, TOKENS, TEXT = 16, 8, 64, 16
+BATCH, LAYERS, TOKENS, TEXT = 32, 8, 64, 16
 IMAGE = (3, 64, 64)  # 32 x 32 latents of 4 channels, in patches of 4 x 4: 64 tokens
 Batch = dict[str, Tensor]
 

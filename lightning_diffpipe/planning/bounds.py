@@ -22,7 +22,7 @@ from functools import cached_property
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of
+from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.partition import Cut
 
 _SLACK = 1e-9
@@ -39,7 +39,7 @@ class Bounds:
         num_ranks: Ranks of one pipeline.
         num_pipelines: Pipelines side by side.
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
-        frozen_splittable: See `PlanOptions`.
+        group_size: Samples on which frozen layers run at a time; None if they cannot be split.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
         stages_per_rank: More than one if stages are dealt out round robin.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
@@ -51,7 +51,7 @@ class Bounds:
     num_ranks: int
     num_pipelines: int = 1
     keeps_all: bool = False
-    frozen_splittable: bool = True
+    group_size: int | None = None
     frozen_first: bool = True
     stages_per_rank: int = 1
     splits_backward: bool = False
@@ -67,15 +67,15 @@ class Bounds:
         if not self.model.profile.encoders or not self.frozen_first:
             return 0.0
         busy = [0.0] * self.num_ranks
-        group = self.group_size
-        for part in encode_parts(self.sizes, self.num_ranks, self.frozen_splittable, group or 1):
-            busy[part.rank] += self.model.encode_s(part.num_samples, group)
+        for part in self._parts:
+            busy[part.rank] += self.model.encode_s(part.num_samples, self.group_size)
         return max(busy)
 
-    @property
-    def group_size(self) -> int | None:
-        """Samples on which frozen layers run at a time."""
-        return group_size_of(self.sizes, self.num_ranks) if self.frozen_splittable else None
+    @cached_property
+    def _parts(self) -> tuple[EncodePart, ...]:
+        """The frozen work as ranks share it."""
+        splittable = self.group_size is not None
+        return encode_parts(self.sizes, self.num_ranks, splittable, self.group_size or 1)
 
     @cached_property
     def all_work_s(self) -> float:
@@ -168,12 +168,11 @@ class Bounds:
     @cached_property
     def _made_bytes(self) -> float:
         """With filling: what every rank has made for the next batch, and works on, at least."""
-        group = self.group_size
-        parts = encode_parts(self.sizes, self.num_ranks, self.frozen_splittable, group or 1)
         made = [0] * self.num_ranks
-        for rank, microbatch in {(part.rank, part.microbatch) for part in parts}:
+        for rank, microbatch in {(part.rank, part.microbatch) for part in self._parts}:
             made[rank] += self.sizes[microbatch]
-        working = min(group or self.sizes[0], self.sizes[0]) * self.model.working_bytes_per_sample
+        group = min(self.group_size or self.sizes[0], self.sizes[0])
+        working = group * self.model.working_bytes_per_sample
         return min(made) * self.model.encoding_bytes_per_sample + working
 
     @cached_property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.frozen_parts import grouped_s
+from lightning_diffpipe.planning.frozen_parts import cheapest_group_size, group_size_of, grouped_s
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
 
 
@@ -49,6 +49,9 @@ class CostModel:
     optimizer_bytes_factor: float = 2.0
     _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
     _encode_s: dict[tuple[float, int | None], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _group_sizes: dict[tuple[tuple[int, ...], int], int] = field(
         default_factory=dict, repr=False, compare=False
     )
     _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
@@ -143,6 +146,19 @@ class CostModel:
                 for encoder in self.profile.encoders
             )
         return self._read_bytes[run]
+
+    def group_size(self, sizes: tuple[int, ...], num_ranks: int) -> int:
+        """Samples on which frozen layers run at a time: the cheapest, where the profile tells."""
+        key = sizes, num_ranks
+        if key not in self._group_sizes:
+            layers = [layer for encoder in self.profile.encoders for layer in encoder.layers]
+            measured = any(len(layer.forward_s.points) > 1 for layer in layers)
+            self._group_sizes[key] = (
+                cheapest_group_size(self.encode_s, sizes, num_ranks)
+                if measured
+                else group_size_of(sizes, num_ranks)
+            )
+        return self._group_sizes[key]
 
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
         """All frozen encoders for that many samples, on one rank, a group at a time."""

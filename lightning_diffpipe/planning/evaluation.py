@@ -17,7 +17,6 @@ from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
     encode_parts,
     group_samples,
-    group_size_of,
 )
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
@@ -43,7 +42,7 @@ FILLINGS_RUN = ("shares",)
 """What `filling="auto"` chooses from, beside no filling: plans that can be run. The policy of
 DiffusionPipe, which moves samples between ranks in the middle of an encoder, is planned when asked for."""
 
-UNFILLED_SHARE = 0.02
+UNFILLED_SHARE = 0.1
 """How much the unfilled step counts when filled plans are compared: more only where theirs are equal."""
 
 
@@ -107,8 +106,10 @@ class Evaluator:
 
     def group_size(self, shape: Shape) -> int | None:
         """Samples on which frozen layers run at a time; None if they cannot be split."""
-        splittable = self.options.frozen_splittable
-        return group_size_of(shape.sizes, shape.num_ranks) if splittable else None
+        wanted = self.options.frozen_group_size
+        if not self.options.frozen_splittable:
+            return None
+        return self.model.group_size(shape.sizes, shape.num_ranks) if wanted == "auto" else wanted
 
     def groups(self, shape: Shape) -> tuple[int, ...]:
         """Samples of every group; microbatches that cannot be split are groups."""
@@ -284,6 +285,7 @@ class Evaluator:
             data_parallel=shape.num_pipelines,
             schedule=shape.schedule,
             filling=filling,
+            frozen_group_size=self.group_size(shape) or max(shape.sizes),
         )
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:

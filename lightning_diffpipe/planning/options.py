@@ -42,6 +42,8 @@ class PlanOptions:
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only.
+        frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
+            ones balance better and large ones run faster; `auto` weighs the two by the profile.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient.
 
     Raises:
@@ -57,11 +59,13 @@ class PlanOptions:
     filling: str = "none"
     partition: str = "auto"
     frozen_splittable: bool = True
+    frozen_group_size: int | Auto = "auto"
     optimizer_bytes_factor: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "num_stages", "num_microbatches", "data_parallel"):
-            self._check_count(name, getattr(self, name), auto=name != "global_batch_size")
+        self._check_count("global_batch_size", self.global_batch_size, auto=False)
+        for name in ("num_stages", "num_microbatches", "data_parallel", "frozen_group_size"):
+            self._check_count(name, getattr(self, name), auto=True)
         replicas = self.num_replicas
         for count in replicas if isinstance(replicas, tuple) else (replicas,):
             self._check_count("num_replicas", count, auto=not isinstance(replicas, tuple))

@@ -172,8 +172,9 @@ class PipelinePlan:
         ):
             return ()
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
-        splittable = self.options.frozen_splittable
-        return encode_parts(sizes, ranks, splittable, group_size_of(sizes, ranks))
+        group = self.options.frozen_group_size
+        group = group_size_of(sizes, ranks) if group == "auto" else group
+        return encode_parts(sizes, ranks, self.options.frozen_splittable, group)
 
     @cached_property
     def timeline(self) -> Timeline:

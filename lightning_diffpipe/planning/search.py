@@ -77,8 +77,9 @@ def find_plan(
         within_s: Seconds after which the best plan found so far is good enough.
 
     Returns:
-        The plan with the shortest simulated step among those that fit into memory. Among equals the
-        one with fewer stages, then fewer microbatches.
+        The plan with the shortest simulated step among those that fit into memory; with filling, a
+        tenth of the unfilled step counts too, as costs are never known exactly. Among equals the one
+        with fewer stages, then fewer microbatches.
 
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
@@ -166,7 +167,7 @@ class Search:
             shape.num_ranks,
             shape.num_pipelines,
             shape.schedule == "gpipe",
-            self.options.frozen_splittable,
+            self.evaluator.group_size(shape),
             not self.evaluator.fills,
             shape.stages_per_rank,
             shape.schedule == "zero_bubble",

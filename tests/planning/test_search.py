@@ -12,7 +12,7 @@ from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of, split_evenly
+from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
@@ -77,7 +77,7 @@ def step_and_memory(model, options, way):
 
 def simulated(model, options, pipelines, sizes, runs, schedule):
     placement = schedule.placement
-    group = group_size_of(sizes, placement.num_ranks)
+    group = model.group_size(sizes, placement.num_ranks)
     parts = ()
     if model.profile.encoders:
         parts = encode_parts(sizes, placement.num_ranks, group_size=group)
@@ -130,7 +130,10 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     ways = list(every_interleaved_way(profile, cluster, options))
     steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
     for pipelines, sizes, edges, ranks in ways[::7]:
-        bounds = Bounds(model, sizes, ranks, pipelines, stages_per_rank=(len(edges) - 1) // ranks)
+        bounds = Bounds(
+            model, sizes, ranks, pipelines, group_size=model.group_size(sizes, ranks),
+            stages_per_rank=(len(edges) - 1) // ranks,
+        )  # fmt: skip
         cuts = tuple((a, b, 1) for a, b in pairwise(edges))
         assert bounds.cuts_s(cuts) <= steps[pipelines, sizes, edges, ranks] + 1e-9
     plain = [replace(options, schedule=name) for name in ("1f1b", "1f1b_deep", "gpipe")]
@@ -181,7 +184,9 @@ def test_no_cut_is_faster_than_its_bound(seed):
     model = CostModel(profile, cluster)
     for way in list(every_way(profile, cluster, options))[::3]:
         pipelines, sizes, edges, replicas = way
-        bounds = Bounds(model, sizes, sum(replicas), pipelines)
+        ranks = sum(replicas)
+        group = model.group_size(sizes, ranks)
+        bounds = Bounds(model, sizes, ranks, pipelines, group_size=group)
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
         best = bounds.best_cuts(replicas)
