@@ -1,0 +1,27 @@
+"""What the choice of a method is based on, measured on one rank."""
+
+from __future__ import annotations
+
+import diffusers
+
+from lightning_diffpipe.planning.sampling_choice import MIN_STEPS
+from lightning_diffpipe.sampling.auto import profile_request
+from tests.sampling.models import B, build, request_for
+
+
+def test_a_profile_counts_attention_however_it_is_called():
+    """Flux gives query, key and value by name, which once ended in a TypeError."""
+    profile = profile_request(request_for("flux", num_steps=MIN_STEPS), B, 1)
+    assert (profile.num_attention, profile.num_blocks) == (5, 5)
+    key = B * 2 * (96 + 7) * 16 * 8  # samples, heads, tokens, head size, bytes
+    assert (profile.key_value_bytes, profile.sequence_bytes) == (5 * 2 * key, 5 * 4 * key)
+    assert 0 <= profile.call_s <= profile.step_s
+    assert profile.refusal == ""
+
+
+def test_a_scheduler_that_looks_at_all_rows_keeps_patches_out_of_the_choice():
+    scheduler = diffusers.DDPMScheduler(thresholding=True, sample_max_value=100.0)
+    scheduler.set_timesteps(MIN_STEPS)
+    profile = profile_request(request_for("dit", scheduler, tiny=build("dit")), 2 * B, 1)
+    assert profile.num_blocks == 0
+    assert "DDPMScheduler looks at all rows" in profile.refusal
