@@ -28,8 +28,8 @@ MIN_STEPS = 8
 
 _TOLERANCE = 1.1
 _BAND = 1.1
-"""What a band costs beyond its share: every function passes a hook that looks for convolutions and norms. From 1.1 to
-1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
+"""What a band costs beyond its share: every function passes a hook that looks for convolutions and norms.
+From 1.1 to 1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
 
 
 @dataclass(frozen=True)
