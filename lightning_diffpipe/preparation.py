@@ -34,7 +34,7 @@ from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.runtime.links import measure_cluster
-from lightning_diffpipe.runtime.microbatch import num_samples, split
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
 
 Auto = Literal["auto"]
@@ -87,7 +87,12 @@ def prepare(
     small = split(batch, [probed, size - probed])[0]
     graph = probe(module, step, small, seed=seed)
     _require_equal(graph.digest, world)
-    subject = Subject(module, step, batch, graph, device=process.device)
+    microbatch_size = None
+    if isinstance(options.num_microbatches, int):
+        microbatch_size = max(microbatch_sizes(size, options.num_microbatches))
+    subject = Subject(
+        module, step, batch, graph, device=process.device, microbatch_size=microbatch_size
+    )
     plan = _plan_of_rank_0(subject, options, process, world)
     _close(world)
     return assemble(

@@ -1,13 +1,14 @@
 """Running a step again and again, at several sample counts, until the time allowed is used up.
 
 The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a
-disturbance of the machine meets them all alike. A module that is too large for the device is
-timed layer by layer instead.
+disturbance of the machine meets them all alike. Where time is short, counts between the smallest and the
+largest are left out. A module that is too large for the device is timed layer by layer instead.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
 """By sample count: steps with whole backward, and with that of inputs only."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
 """Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
 
@@ -75,7 +77,7 @@ class Bench:
         Args:
             counts: Sample counts, ascending.
             repeats: Timed runs at each; as many as fit into `budget_s` if None.
-            budget_s: Seconds to spend, about.
+            budget_s: Seconds to spend, about; up to three times as many where the counts need it.
             fixed: Run all of the counts, however long it takes.
 
         Returns:
@@ -85,7 +87,7 @@ class Bench:
             ProfileError: The step runs at none of the counts.
             GraphError: It calls other layers than in its probe.
         """
-        limit_s = None if fixed else budget_s
+        limit_s = None if fixed else _COVERAGE * budget_s
         if self.fits():
             try:
                 return self._in_place(counts, repeats, budget_s, limit_s)
@@ -197,20 +199,21 @@ class Bench:
         """
         usable: list[int] = []
         failure: Exception | None = None
-        committed_s = 0.0
-        for count in counts:
+        todo = list(counts)
+        while todo:
+            count = todo.pop(0)
             self._progress(f"{count} samples, warm-up", 0.0)
             try:
                 needed_s = run(count)
+                if not usable and limit_s is not None:  # the very first run sets things up as well
+                    per_sample_s = min(needed_s, run(count)) / count
+                    todo = spread(count, todo, per_sample_s, limit_s)
             except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
                 # Too little memory, or a step that needs more samples (batch norm needs two).
                 _log.warning("cannot time %d samples: %s", count, error)
                 failure = error
                 continue
             usable.append(count)
-            committed_s += needed_s
-            if limit_s is not None and committed_s + 2 * needed_s > limit_s:
-                break
         if not usable:
             if isinstance(failure, GraphError | torch.OutOfMemoryError):
                 raise failure
@@ -226,3 +229,24 @@ class Bench:
         if self._total is not None and count != self._total:
             batch = take_samples(batch, self._total, count)
         return partial(self._step, self._module, batch)
+
+
+def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
+    """Which other sample counts fit into a time, besides the first, as far apart as possible.
+
+    The largest comes first: with a microbatch far above what was measured, a time would be extrapolated from
+    counts at which activations still fit into a cache.
+
+    Example:
+        >>> spread(1, [2, 4, 8, 16], per_sample_s=1.0, limit_s=22)
+        [4, 16]
+    """
+    chosen, left_s = [first], limit_s - first * per_sample_s
+    candidates = set(others)
+    while candidates:
+        farthest = max(candidates, key=lambda n: (min(abs(math.log(n / c)) for c in chosen), n))
+        candidates.remove(farthest)
+        if farthest * per_sample_s <= left_s:
+            chosen.append(farthest)
+            left_s -= farthest * per_sample_s
+    return sorted(chosen[1:])

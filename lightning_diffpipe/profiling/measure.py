@@ -1,7 +1,7 @@
 """Timing every layer of a module on this machine.
 
 A `Bench` runs the step for real at several sample counts, with stamps at the borders of its layers;
-medians over the repetitions become the profile.
+medians over the repetitions, and over layers that are alike, become the profile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.profiling.alike import alike, evened
 from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
@@ -38,10 +39,12 @@ class Subject:
         batch: A batch at least as large as the largest sample count.
         graph: Its layers, unfolded, as `probe` found them.
         device: Where to measure.
-        sample_counts: Counts to time at; 1, 2, 4, ... up to half of the batch (a pipeline has two
-            microbatches at least), as far as `budget_s` reaches, if not given.
+        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has
+            two microbatches at least), thinned out where `budget_s` does not reach.
+        microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
         repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
-        budget_s: Seconds to spend, about. A slow step may take longer: it runs four times at least.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs
+            eight times at least.
         name: Name of the profile; the module's class if not given.
         progress: Is told how far it is.
         looks_at_results: Also find out what frozen layers hand over, and whether it could be stored.
@@ -53,6 +56,7 @@ class Subject:
     graph: LayerGraph
     device: torch.device | str = "cpu"
     sample_counts: Sequence[int] | None = None
+    microbatch_size: int | None = None
     repeats: int | None = None
     budget_s: float = 10.0
     name: str | None = None
@@ -62,7 +66,8 @@ class Subject:
     @property
     def counts(self) -> tuple[int, ...]:
         """Sample counts to time at."""
-        return tuple(self.sample_counts or default_counts(count_samples(self.batch)))
+        total = count_samples(self.batch)
+        return tuple(self.sample_counts or default_counts(total, self.microbatch_size))
 
     @property
     def title(self) -> str:
@@ -95,7 +100,11 @@ def measure_profile(subject: Subject) -> ModelProfile:
     with undisturbed(subject.module):
         rounds, saved = subject.bench().run(counts, subject.repeats, subject.budget_s, fixed=fixed)
         known = _encodings(subject) if subject.looks_at_results else {}
-    graph = subject.graph
+    graph, groups = subject.graph, alike(subject.graph, subject.module)
+    rounds = {
+        count: ([evened(t, groups) for t in whole], [evened(t, groups) for t in inputs])
+        for count, (whole, inputs) in rounds.items()
+    }
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
     return assemble(subject.title, subject.module, graph, costs, repeated, known)
 
@@ -114,16 +123,16 @@ def _encodings(subject: Subject) -> dict[str, Encoding]:
         return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
-def default_counts(num_samples: int | None) -> tuple[int, ...]:
-    """Powers of two up to half of the batch, five at most.
+def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
+    """Powers of two up to half of the batch, five at most, and the microbatch if its size is known.
 
     Example:
-        >>> default_counts(24), default_counts(1), default_counts(256)
-        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16))
+        >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)
+        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16, 64))
     """
-    largest = max((num_samples or 1) // 2, 1)
-    counts = [2**i for i in range(largest.bit_length())]
-    return tuple(counts[:_MAX_COUNTS])
+    total = num_samples or 1
+    counts = [2**i for i in range(max(total // 2, 1).bit_length())][:_MAX_COUNTS]
+    return tuple(sorted({*counts, min(microbatch_size or 1, total)}))
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:

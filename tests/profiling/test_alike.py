@@ -1,0 +1,45 @@
+"""Which layers are timed as one."""
+
+import torch
+from torch import nn
+
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.profiling.alike import alike, evened
+from lightning_diffpipe.profiling.glue import StepTimes
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
+
+
+def chain(*blocks):
+    module = nn.Sequential(*blocks).train()
+    batch, step = torch.randn(8, 16), lambda module, batch: module(batch).square().mean()
+    return module, step, batch, probe(module, step, batch[:2], max_share=0.01)
+
+
+def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
+    module, _, _, graph = chain(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8))
+    assert alike(graph, module) == [[0], [1, 2, 3], [4]]  # nothing in front of 0 wants a gradient
+
+
+def test_a_frozen_block_is_not_like_a_trained_one():
+    blocks = [nn.Linear(16, 16) for _ in range(4)]
+    blocks[2].requires_grad_(False)
+    module, _, _, graph = chain(*blocks)
+    assert alike(graph, module) == [[0], [1, 3], [2]]
+
+
+def test_a_disturbed_block_does_not_stand_out():
+    disturbed = StepTimes((9.0, 0, 0, 0), (1.0, 1.2, 7.0, 2.0), 0, (2.0, 9.0, 2.2, 4.0), 0)
+    times = evened(disturbed, [[0, 1, 2], [3]])
+    assert times.inside == (1.2, 1.2, 1.2, 2.0)
+    assert times.backward == (2.2, 2.2, 2.2, 4.0)
+    assert times.before == disturbed.before
+
+
+def test_a_profile_gives_alike_layers_one_time():
+    """Profiles of three runs differed by half from block to block, and stages were cut accordingly."""
+    module, step, batch, graph = chain(*(nn.Linear(16, 16) for _ in range(6)))
+    profile = measure_profile(
+        Subject(module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False)
+    )
+    middle = profile.backbones[0].layers[1:-1]
+    assert len({layer.backward_s for layer in middle}) == 1
