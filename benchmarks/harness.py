@@ -1,7 +1,8 @@
 """What all benchmarks share: several processes, interleaved runs, medians, a report.
 
 Times are compared as ratios within one run of one process group: candidates take turns, so that a
-machine that slows down slows all of them, and each is represented by its median.
+machine that slows down slows all of them, and each is represented by its median. Two ranks on two cores keep
+to a core each, and the allocator keeps what it has got, as that of a GPU does.
 """
 
 from __future__ import annotations
@@ -49,8 +50,18 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+_KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",  # threads share one heap
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+}
+"""For glibc, read when a process starts: without it large tensors are given back to the kernel again and again,
+and every page is cleared on its next use."""
+
+
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs `function(rank, *arguments)` on gloo ranks with one thread each; returns rank 0's result."""
+    os.environ.update(_KEEP_MEMORY, OMP_NUM_THREADS="1")
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(
         _main, args=(world_size, function, arguments, queue), nprocs=world_size, join=True
@@ -64,6 +75,9 @@ def _main(
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29517")
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if world_size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     result = function(rank, *arguments)
     if rank == 0:

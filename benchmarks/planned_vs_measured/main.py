@@ -40,8 +40,7 @@ TOLERANCE, POINTS = 0.03, 2.0
 
 
 def measure_model(rank: int, case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A real model on real ranks, each kept on a core of its own: profiled, planned and run in turns."""
-    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    """A real model on real ranks: profiled, planned and run in turns."""
     batch = batch_of(case.batch_size)
     options = PipelineOptions(
         num_stages=case.num_stages,

@@ -11,12 +11,16 @@ reach the stages that read them as `frozen_received`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+from lightning_diffpipe.graph.layer import Call, FoldedOutput, LayerGraph, TensorKey
+
+FROZEN_SHARE = 0.1
+"""A container whose frozen layers make more than this share of its cost stays expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +166,52 @@ def _stage_cut(
 def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """Bytes that cross a cut in front of each position of the path (0 .. len(path)).
 
-    These are the sizes for the batch the graph was probed with; what the loss reads crosses the end.
+    Containers before the cut count as folded: of a residual stream only the sum crosses. These are the
+    sizes for the batch the graph was probed with; what the loss reads crosses the end.
     """
     path = graph.path
-    place = {layer: k for k, layer in enumerate(path)}
-    last_use: dict[TensorKey, int] = {}
-    for k, layer in enumerate(path):
-        last_use.update({key: k for key in graph.layers[layer].reads if key[0] in place})
-    last_use.update({key: len(path) for key in graph.tail_reads if key[0] in place})
+    foldable = {call for call in graph.calls if _folds(graph, call)}
+    wanted = set(graph.stream(len(graph.layers)))
     sizes = [0] * (len(path) + 1)
-    for key, until in last_use.items():
-        for k in range(place[key[0]] + 1, until + 1):
-            sizes[k] += graph.spec(key).nbytes
+    for k in range(len(path), 0, -1):
+        if k < len(path):
+            wanted |= graph.stream(path[k])
+        stop = path[k] if k < len(path) else len(graph.layers)
+        sizes[k] = _crossing_bytes(graph, wanted, stop, foldable)
     return tuple(sizes)
+
+
+def _crossing_bytes(
+    graph: LayerGraph, wanted: Iterable[Any], stop: int, foldable: Container[Call]
+) -> int:
+    """Bytes of what was made before layer `stop` on the path, among what is wanted later."""
+    total, seen, stack = 0, set(wanted), list(wanted)
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, FoldedOutput):
+            made_before = value[0] < stop and not graph.layers[value[0]].frozen
+            total += graph.spec(value).nbytes if made_before else 0
+        elif value.call.stop <= stop and value.call in foldable:
+            total += value.num_bytes
+        else:
+            stack += value.parts - seen
+            seen |= value.parts
+    return total
+
+
+def _folds(graph: LayerGraph, call: Call) -> bool:
+    """Whether a container becomes one layer of a stage if it lies within it."""
+    on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
+    stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
+    return on_path and not stays
+
+
+def is_mixed(graph: LayerGraph, call: Call) -> bool:
+    """Whether a container holds trained layers and much frozen work."""
+    layers = [graph.layers[i] for i in range(call.first, call.stop)]
+    total = sum(layer.cost_flops for layer in layers)
+    frozen = sum(layer.cost_flops for layer in layers if layer.frozen)
+    return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total
 
 
 def crossings(graph: LayerGraph) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.fake import TrackedFakeMode
 from lightning_diffpipe.graph.layer import (
+    FoldedOutput,
     Layer,
     LayerGraph,
     TensorKey,
@@ -35,7 +36,7 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import LeakError, Record
+from lightning_diffpipe.graph.provenance import LeakError, Record, unfolded
 from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
 from lightning_diffpipe.graph.trace import (
     Tracer,
@@ -136,8 +137,8 @@ class StepProbe:
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         return LayerGraph(
             layers=self._layers(tracer.records, trained, more),
-            tail_reads=_keys(tail),
-            tail_parameters=_parameters(tail),
+            tail_reads=_keys(unfolded(tail)),
+            tail_parameters=_parameters(unfolded(tail)),
             trained=trained,
             calls=tuple(call for call in tracer.calls if call.stop > call.first),
             fine_names=tuple(tracer.fine_names),
@@ -148,6 +149,7 @@ class StepProbe:
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch),
             mode=self._mode,
+            streams=tuple(_streams(tags) for tags in (*(r.reads for r in tracer.records), tail)),
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
@@ -256,7 +258,8 @@ class StepProbe:
         num_samples = count_samples(self._batch)
         layers: list[Layer] = []
         for record, (more_in, more_out) in zip(records, more, strict=True):
-            reads, parameters = _keys(record.reads), _parameters(record.reads)
+            tags = unfolded(record.reads)
+            reads, parameters = _keys(tags), _parameters(tags)
             frozen = not (parameters & trained) and all(layers[i].frozen for i, _ in reads)
             rows = output_rows(record.output_dims, more_out, num_samples)
             layers.append(
@@ -284,6 +287,10 @@ class StepProbe:
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:
     return frozenset(tag for tag in tags if isinstance(tag, tuple))
+
+
+def _streams(tags: Collection[Any]) -> frozenset[Any]:
+    return frozenset(tag for tag in tags if isinstance(tag, tuple | FoldedOutput))
 
 
 def _parameters(tags: Collection[Any]) -> frozenset[str]:

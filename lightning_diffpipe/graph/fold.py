@@ -16,12 +16,9 @@ from typing import Any
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.cut import cut, is_mixed
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import LayerLeakError, Step, trace_layers
-
-FROZEN_SHARE = 0.1
-"""A container whose frozen layers make more than this share of its cost stays expanded."""
 
 
 def fold(
@@ -85,12 +82,8 @@ def _stages(graph: LayerGraph, positions: Sequence[int]) -> dict[int, int]:
 def _must_stay(graph: LayerGraph, stage_of: dict[int, int]) -> set[str]:
     keep = set(graph.leaky)
     for call in graph.calls:
-        inside = range(call.first, call.stop)
-        total = sum(graph.layers[i].cost_flops for i in inside)
-        frozen = sum(graph.layers[i].cost_flops for i in inside if i not in stage_of)
-        owners = {stage_of[i] for i in inside if i in stage_of}
-        mixed = bool(owners) and frozen > FROZEN_SHARE * total
-        if len(owners) > 1 or mixed or call.draws_random:
+        owners = {stage_of[i] for i in range(call.first, call.stop) if i in stage_of}
+        if len(owners) > 1 or call.draws_random or is_mixed(graph, call):
             keep.add(call.name)
     return keep
 

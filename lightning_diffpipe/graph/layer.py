@@ -176,6 +176,23 @@ class Call:
     draws_random: bool
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class FoldedOutput:
+    """An output of an expanded container: one tensor, wherever the container lies within one stage.
+
+    Attributes:
+        call: The call of the container.
+        num_bytes: Its size, for the batch that was probed.
+        parts: What it was made of: outputs of layers, and of other containers.
+        tags: The same down to layers, with parameters; see `graph/provenance.py`.
+    """
+
+    call: Call
+    num_bytes: int
+    parts: frozenset[Any]
+    tags: frozenset[Any]
+
+
 @dataclass(frozen=True)
 class LayerGraph:
     """Everything the probe found out about one callable and one batch signature.
@@ -195,6 +212,8 @@ class LayerGraph:
         signature: Signature of the batch it was probed with; see `batch_signature`.
         num_samples: Samples in that batch, None if unknown.
         mode: "fake", or "real" with the reason.
+        streams: For each layer, and in the end for the loss, what is read with outputs of containers as
+            one: `TensorKey` or `FoldedOutput`. Empty if unknown.
     """
 
     layers: tuple[Layer, ...]
@@ -210,6 +229,7 @@ class LayerGraph:
     signature: str
     num_samples: int | None
     mode: str = field(compare=False)
+    streams: tuple[frozenset[Any], ...] = field(default=(), compare=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:
@@ -230,6 +250,12 @@ class LayerGraph:
     def site_names(self) -> frozenset[str]:
         """Modules whose calls a view must see."""
         return frozenset(self.layer_names) | frozenset(self.fine_names) | self.watched
+
+    def stream(self, index: int) -> frozenset[Any]:
+        """What a layer reads, or behind the last one the loss, with outputs of containers as one."""
+        if self.streams:
+            return self.streams[index]
+        return self.layers[index].reads if index < len(self.layers) else self.tail_reads
 
     def spec(self, key: TensorKey) -> TensorSpec:
         """What the tensor of a key looks like.

@@ -5,8 +5,9 @@ so that, when a layer starts, the tags of what it reads tell exactly which outpu
 which parameters it depends on, through any amount of glue. No knowledge about architectures enters.
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
-(an output of a layer), a string (a parameter), `Leak` (made or changed inside a layer and not, or not
-yet, returned by it), or None (data: random, or from a storage that is neither parameter nor buffer).
+(an output of a layer), `FoldedOutput` (of a container), a string (a parameter), `Leak` (made or changed
+inside a layer and not, or not yet, returned by it), or None (data: random, or from a storage that is neither
+parameter nor buffer).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
+from lightning_diffpipe.graph.layer import Call, FoldedOutput
 from lightning_diffpipe.graph.rng import draws
 
 _VALUE_READS = {
@@ -109,6 +111,21 @@ class Provenance(TorchDispatchMode):
         """Declares a tensor to be an output of a layer."""
         self.set_tags(tensor, {key})
         self._owner[_key(tensor)] = key
+
+    def fold(self, call: Call, out: Any, arguments: Any) -> None:
+        """Makes what a container returns one value each, besides what it only passes through."""
+        passed = {_key(tensor) for tensor in tensors_in(arguments)}
+        num_bytes: dict[int, int] = {}
+        for tensor in tensors_in(out):
+            size = tensor.numel() * tensor.element_size()
+            num_bytes[_key(tensor)] = num_bytes.get(_key(tensor), 0) + size
+        for tensor in {_key(t): t for t in tensors_in(out)}.values():
+            tags = self._tags.get(_key(tensor), (None, frozenset()))[1]
+            parts = frozenset(tag for tag in tags if isinstance(tag, tuple | FoldedOutput))
+            if not parts or _key(tensor) in passed or any(isinstance(t, Leak) for t in tags):
+                continue
+            whole = FoldedOutput(call, num_bytes[_key(tensor)], parts, unfolded(tags))
+            self.set_tags(tensor, {whole})
 
     def _raw(self, tensors: list[Tensor]) -> set[Any]:
         tags: set[Any] = set()
@@ -206,6 +223,14 @@ class Provenance(TorchDispatchMode):
             return False
         self.current.written_buffers.add(buffer)
         return buffer.startswith(self.current.name + ".")
+
+
+def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
+    """Tags with those of layers in place of those of containers."""
+    flat: set[Any] = set()
+    for tag in tags:
+        flat |= tag.tags if isinstance(tag, FoldedOutput) else {tag}
+    return frozenset(flat)
 
 
 class ValueReads(TorchFunctionMode):

@@ -198,11 +198,15 @@ class Tracer:
         first, before = len(self.records), self.provenance.glue_drew
         self.provenance.glue_drew = False
         try:
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             drew = self.provenance.glue_drew
-            self.calls.append(Call(name, first, len(self.records), drew))
+            call = Call(name, first, len(self.records), drew)
+            self.calls.append(call)
             self.provenance.glue_drew = drew or before
+        if call.stop > call.first:
+            self.provenance.fold(call, out, (args, kwargs))
+        return out
 
     def _layer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         mode = self.provenance

@@ -68,5 +68,5 @@ def _work_of(layer: Layer, graph: LayerGraph, parameters: Mapping[str, nn.Parame
         passes_gradient,
         tuple(sorted(shapes)),
         tuple(outputs),
-        len(layer.reads),
+        len(graph.stream(layer.index)),
     )
