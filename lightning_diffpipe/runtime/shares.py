@@ -8,7 +8,8 @@ numbers and compute the same new shares from them:
             rank 1 |=============|                   3        busy + groups x group_s: equal
 
 What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved
-slower are left again, for good.
+slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
+validation or a checkpoint between two steps says nothing about bubbles.
 
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
 them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
@@ -24,7 +25,6 @@ from lightning_diffpipe.planning.filling_shares import shares
 
 _WORTHWHILE = 0.5  # of a group's time must be won
 _SLOWER = 1.01  # than the best that was tried
-_SMOOTHING = 0.4
 _AT_FIRST, _LATER = 4, 16  # steps between two looks
 
 
@@ -53,9 +53,9 @@ class GroupShares:
         self.adapts = adapts and num_ranks > 1
         self._weights = list(planned) or [1.0] * num_ranks
         self._steps = 0
-        self._busy_s: float | None = None
-        self._group_s: float | None = None
         self._steps_s: list[float] = []
+        self._busy_s: list[float] = []
+        self._groups_s: list[float] = []
         self._tried: dict[tuple[int, ...], float] = {}
 
     def counts(self, num_groups: int) -> tuple[int, ...]:
@@ -82,17 +82,18 @@ class GroupShares:
         if not self.adapts:
             return
         self._steps_s.append(step_s)
-        self._busy_s = _smoothed(self._busy_s, busy_s)
+        self._busy_s.append(busy_s)
         if num_groups:
-            self._group_s = _smoothed(self._group_s, encode_s / num_groups)
+            self._groups_s.append(encode_s / num_groups)
         self._steps += 1
         if not self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
             self._adapt(total_groups)
 
     def _adapt(self, total: int) -> None:
-        own = [statistics.median(self._steps_s), self._busy_s or 0.0, self._group_s or 0.0]
-        gathered = self._gather(own)
-        self._steps_s.clear()
+        seen = (self._steps_s, self._busy_s, self._groups_s)
+        gathered = self._gather([statistics.median_low(times or [0.0]) for times in seen])
+        for times in seen:
+            times.clear()
         known = [group for _, _, group in gathered if group > 0]
         if not known:
             return
@@ -117,10 +118,6 @@ def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...])
 
 def _end_s(busy_s: Sequence[float], groups: Sequence[int], group_s: float) -> float:
     return max(busy + count * group_s for busy, count in zip(busy_s, groups, strict=True))
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else before + _SMOOTHING * (now - before)
 
 
 def _rounded(exact: Sequence[float]) -> tuple[int, ...]:

@@ -203,6 +203,21 @@ def test_shares_stay_where_little_can_be_won():
     assert shares.counts(8) == (4, 4)
 
 
+def test_what_happens_between_steps_now_and_then_moves_no_shares():
+    """History: a rank that waited for the others at a barrier counted as busy, and lost samples."""
+    asked = []
+
+    def gather(own):
+        asked.append(list(own))
+        return [own, own]
+
+    shares = GroupShares(2, gather)
+    for step in range(16):
+        pause_s = 30.0 if step % 2 else 0.0  # a validation, a checkpoint, another benchmark's turn
+        shares.observe(6.0 + pause_s, 4.0 + pause_s, 2.0, 4, 8)
+    assert asked == [[6.0, 4.0, 0.5]] * 4
+
+
 def test_planned_shares_are_kept_when_asked_for():
     def never(numbers):
         raise AssertionError("nobody may be asked")
