@@ -51,9 +51,9 @@ def prepared(
     )
 
 
-def unfilled(model: Workload, batch: Batch, microbatches: int, rank: int) -> Step:
+def unfilled(model: Workload, batch: Batch, microbatches: int, rank: int, **options: Any) -> Step:
     """Ours, frozen layers spread over both ranks before the pipeline."""
-    engine = prepared(model, batch, microbatches, rank, "none").engine
+    engine = prepared(model, batch, microbatches, rank, "none", **options).engine
     numbers = iter(range(10**9))
     return lambda: engine.run_step(batch, next(numbers))
 
@@ -64,12 +64,19 @@ def filled(model: Workload, batch: Batch, microbatches: int, rank: int, **option
     engine = pipeline.engine
     engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
     numbers = iter(range(10**9))
-    return lambda: engine.run_step(batch, next(numbers), upcoming=(batch, ()))
+    step = lambda: engine.run_step(batch, next(numbers), upcoming=(batch, ()))
+    step.planned = pipeline.plan.planned  # type: ignore[attr-defined]
+    return step
 
 
-def filled_zero_bubble(*arguments: Any) -> Step:
-    """The same on a schedule with fewer bubbles, for frozen work that is shorter than 1F1B's."""
-    return filled(*arguments, schedule="zero_bubble")
+def filled_interleaved(*arguments: Any, **options: Any) -> Step:
+    """The same with two stages on each rank: fewer bubbles, for frozen work that is shorter than 1F1B's."""
+    return filled(*arguments, schedule="interleaved", num_stages=2 * NUM_RANKS, **options)
+
+
+def filled_zero_bubble(*arguments: Any, **options: Any) -> Step:
+    """The same on a schedule that puts weight gradients into bubbles, too."""
+    return filled(*arguments, schedule="zero_bubble", **options)
 
 
 def half_of(batch: Batch, rank: int) -> Batch:
@@ -207,6 +214,7 @@ def limit(model: Workload, batch: Batch, microbatches: int, rank: int) -> Step:
 
 SYSTEMS: dict[str, Callable[..., Step]] = {
     "filled": filled,
+    "filled interleaved": filled_interleaved,
     "filled zero-bubble": filled_zero_bubble,
     "unfilled": unfilled,
     "limit": limit,
@@ -216,6 +224,10 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "FSDP2": fsdp2,
     "DeepSpeed": deepspeed_pipeline,
 }
+
+
+FILLED = ("filled", "filled interleaved", "filled zero-bubble")
+OURS = (*FILLED, "unfilled")
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.bubble_filling.peers import SYSTEMS, filled, gradients
+from benchmarks.bubble_filling.peers import FILLED, OURS, SYSTEMS, filled, gradients
 from benchmarks.bubble_filling.workloads import BATCH, make
 from benchmarks.harness import interleaved, medians, on_ranks, table
 from benchmarks.two_ranks.main import worst_error
+from lightning_diffpipe import profile
 
-STEPS_PER_TURN = 2
+STEPS_PER_TURN = 3
+PROFILE_BUDGET_S = 40.0  # one profile for all plans of a case
 CASES = [(name, m) for name in ("stable_diffusion", "controlnet") for m in (2, 4)]
 
 
@@ -28,16 +30,21 @@ def compare(
     reference = copy.deepcopy(model)
     reference.training_step(batch, 0).backward()
     wanted = gradients(reference)
-    steps, errors = {}, {}
+    measured = profile(model, batch, budget_s=PROFILE_BUDGET_S)
+    steps, errors, planned = {}, {}, {}
     for name in systems:
         own = copy.deepcopy(model)
-        step = SYSTEMS[name](own, batch, microbatches, rank)
+        options = {"profile": measured} if name in OURS else {}
+        step = SYSTEMS[name](own, batch, microbatches, rank, **options)
+        if name in FILLED:
+            planned[name] = step.planned.no_bubble_limit_s, step.planned.iteration_s
         errors[name] = parity(name, step, own, wanted)
         steps[name] = turns(step, own)
     times = interleaved(steps, rounds, warmup_rounds=3)
     return {
         "times": {n: [t / STEPS_PER_TURN for t in times[n]] for n in times},
         "errors": errors,
+        "planned": planned,
         "frozen share": frozen_share(model, batch, microbatches),
     }
 
@@ -100,15 +107,20 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         found = on_ranks(2, compare, workload, microbatches, arguments.rounds, systems)
         median, errors = medians(found["times"]), found["errors"]
         ours = median["filled"]
-        others = [s for s in systems if s not in ("filled", "limit", "filled zero-bubble")]
+        others = [s for s in systems if s not in ("limit", *FILLED)]
+        planned = found["planned"]
         rows.append(
             {
                 "workload": workload,
                 "M": microbatches,
                 "x": found["frozen share"],
                 "filled, ms": 1e3 * ours,
-                "limit / filled": median["limit"] / ours,
-                "limit / filled zero-bubble": median["limit"] / median["filled zero-bubble"],
+                **{
+                    f"limit / {name}": f"{median['limit'] / median[name]:.3f} "
+                    f"({planned[name][0] / planned[name][1]:.3f})"
+                    for name in FILLED
+                },
+                "planner's choice": min(FILLED, key=lambda name: planned[name][1]),
                 **{f"{name} / filled": median[name] / ours for name in others},
                 "worst gradient error": f"{max(e for n, e in errors.items() if n != 'DeepSpeed'):.0e}",
                 "DeepSpeed's": f"{errors.get('DeepSpeed', float('nan')):.0e}",
@@ -122,13 +134,15 @@ def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[
     """The workload with one very long frozen layer, encoded in whole shares and in groups of samples."""
     warnings.simplefilter("ignore")
     model, batch = make("long_layer")
-    steps = {}
-    for name in ("unfilled", "limit"):
-        own = copy.deepcopy(model)
-        steps[name] = turns(SYSTEMS[name](own, batch, microbatches, rank), own)
+    options = {"profile": profile(model, batch, budget_s=PROFILE_BUDGET_S)}
+    own = copy.deepcopy(model)
+    steps = {"limit": turns(SYSTEMS["limit"](own, batch, microbatches, rank), own)}
+    own = copy.deepcopy(model)
+    steps["unfilled"] = turns(SYSTEMS["unfilled"](own, batch, microbatches, rank, **options), own)
     for name, size in (("whole shares", BATCH // 2), ("parts of 2", 2), ("parts of 1", 1)):
         own = copy.deepcopy(model)
-        steps[name] = turns(filled(own, batch, microbatches, rank, frozen_group_size=size), own)
+        step = filled(own, batch, microbatches, rank, frozen_group_size=size, **options)
+        steps[name] = turns(step, own)
     times = interleaved(steps, rounds, warmup_rounds=3)
     return {name: [t / STEPS_PER_TURN for t in values] for name, values in times.items()}
 
