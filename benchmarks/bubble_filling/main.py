@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--only", help="some cases, for example controlnet-2,controlnet-4; or 4 emulated ranks"
     )
+    parser.add_argument("--systems", help="some systems besides filled and limit, for example DDP")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=6, help="counted turns of each system")
     arguments = parser.parse_args()

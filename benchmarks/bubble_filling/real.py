@@ -101,6 +101,8 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each workload and number of microbatches."""
     rows = []
     systems = [s for s in SYSTEMS if s != "DeepSpeed" or importlib.util.find_spec("deepspeed")]
+    if arguments.systems is not None:
+        systems = [*FILLED, "limit", *filter(None, arguments.systems.split(","))]
     for workload, microbatches in CASES:
         if arguments.only and f"{workload}-{microbatches}" not in arguments.only.split(","):
             continue

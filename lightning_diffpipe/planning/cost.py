@@ -93,6 +93,14 @@ class CostModel:
         sums = self.sums(run.backbone, samples).weight_gradient
         return sums[run.stop] - sums[run.first]
 
+    def split_s(self, run: LayerRun, samples: float) -> float:
+        """What two halves of the backward take longer than the whole."""
+        backbone = self.profile.backbones[run.backbone]
+        whole_s = self.sums(run.backbone, samples).backward[-1]
+        if backbone.split_s is None or not whole_s:
+            return 0.0
+        return backbone.split_s.at(samples) * self.backward_s(run, samples) / whole_s
+
     def parameter_bytes(self, run: LayerRun) -> int:
         """Bytes of the parameters."""
         return self._sum_bytes(run, "parameter_bytes", lambda layer: layer.parameter_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.reading import Node
 
@@ -12,8 +14,7 @@ def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
     """The JSON form: tables as `{samples: [seconds of each stage]}`."""
     first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
     tables: dict[str, object] = {
-        name: {str(size): [row[at] for row in getattr(costs, name)] for size, at in first.items()}
-        for name in _TABLES
+        name: _table_to_json(getattr(costs, name), first) for name in _TABLES
     }
     feedback = {str(size): costs.feedback_s[at] for size, at in first.items()}
     return {
@@ -24,7 +25,12 @@ def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
         "all_reduce_s": list(costs.all_reduce_s),
         "all_gather_s": costs.all_gather_s,
         **({"holds_sender": True} if costs.holds_sender else {}),
+        **({"split_s": _table_to_json(costs.split_s, first)} if costs.split_s else {}),
     }
+
+
+def _table_to_json(table: Table, first: Mapping[int, int]) -> dict[str, list[float]]:
+    return {str(size): [row[at] for row in table] for size, at in first.items()}
 
 
 def costs_from_node(node: Node) -> PipelineCosts:
@@ -34,7 +40,7 @@ def costs_from_node(node: Node) -> PipelineCosts:
         DiffPipeError: Of the node's type; names the bad key.
     """
     keys = ("sizes", *_TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
-    node.check_keys(keys, ("holds_sender",))
+    node.check_keys(keys, ("holds_sender", "split_s"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
     feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
     forward, backward, weight, activation, gradient = (
@@ -52,6 +58,7 @@ def costs_from_node(node: Node) -> PipelineCosts:
         all_reduce_s=_read_numbers(node["all_reduce_s"]),
         all_gather_s=node["all_gather_s"].number(),
         holds_sender="holds_sender" in node and node["holds_sender"].flag(),
+        split_s=_read_table(node["split_s"], sizes) if "split_s" in node else (),
     )
 
 

@@ -42,6 +42,8 @@ class PipelineCosts:
         reduce_s: By rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: See `Costs`.
+        split_s: What `BackwardInput` and `BackwardWeight` together take longer than `Backward`; nothing
+            if empty.
     """
 
     sizes: tuple[int, ...]
@@ -55,6 +57,7 @@ class PipelineCosts:
     all_reduce_s: tuple[float, ...] = ()
     all_gather_s: float = 0.0
     holds_sender: bool = False
+    split_s: Table = ()
 
     def compute_s(self, instruction: Compute) -> float:
         """See `Costs`."""
@@ -65,9 +68,11 @@ class PipelineCosts:
                 return self.backward_s[stage][microbatch]
             case BackwardInput(stage, microbatch):
                 weight_s = self.weight_gradient_s[stage][microbatch]
-                return self.backward_s[stage][microbatch] - weight_s
+                added_s = self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
+                return self.backward_s[stage][microbatch] - weight_s + added_s
             case BackwardWeight(stage, microbatch):
-                return self.weight_gradient_s[stage][microbatch]
+                added_s = self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
+                return self.weight_gradient_s[stage][microbatch] + added_s
             case Encode(part):
                 return self.encode_s[part]
         return 0.0
@@ -206,4 +211,5 @@ def pipeline_costs(
         ),
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
+        split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
     )

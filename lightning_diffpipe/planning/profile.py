@@ -15,8 +15,8 @@ between and beyond the measured counts; sizes are in bytes:
          "output_bytes_per_sample": 1}]}],
      "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
 
-A backbone may also have `"repeated_s": {"1": 0.001}`; see `BackboneProfile`. An encoder may also have
-`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and
+A backbone may also have `"repeated_s": {"1": 0.001}` and `"split_s"` like it; see `BackboneProfile`. An
+encoder may also have `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and
 `"stored_bytes_per_sample": 1`; see `EncoderProfile`.
 """
 
@@ -132,11 +132,14 @@ class BackboneProfile:
         repeated_s: What every stage but the first spends again on each microbatch, before its own
             layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
             The first layer's `forward_s` has it once. None if unknown.
+        split_s: What the backward of all layers takes longer when it runs in two halves, inputs first
+            and weights later (zero-bubble schedules). None if unknown.
     """
 
     name: str
     layers: tuple[LayerProfile, ...]
     repeated_s: Seconds | None = None
+    split_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +277,7 @@ def _write(profile: ModelProfile) -> str:
             {
                 "name": b.name,
                 **({} if b.repeated_s is None else {"repeated_s": b.repeated_s.to_json()}),
+                **({} if b.split_s is None else {"split_s": b.split_s.to_json()}),
                 "layers": [_layer_to_json(layer) for layer in b.layers],
             }
             for b in profile.backbones
@@ -350,10 +354,12 @@ def _read(node: Node) -> ModelProfile:
 
 
 def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"), ("repeated_s",))
-    repeated_s = Seconds.from_node(node["repeated_s"]) if "repeated_s" in node else None
+    node.check_keys(("name", "layers"), ("repeated_s", "split_s"))
+    repeated_s, split_s = (
+        Seconds.from_node(node[key]) if key in node else None for key in ("repeated_s", "split_s")
+    )
     layers = tuple(map(_read_layer, node["layers"].elements()))
-    return BackboneProfile(node["name"].text(), layers, repeated_s)
+    return BackboneProfile(node["name"].text(), layers, repeated_s, split_s)
 
 
 def _read_layer(node: Node) -> LayerProfile:

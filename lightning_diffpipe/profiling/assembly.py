@@ -48,6 +48,7 @@ def assemble(
     costs: Mapping[int, LayerCost],
     repeated_s: Seconds | None = None,
     known: Mapping[str, Encoding] | None = None,
+    split_s: Seconds | None = None,
 ) -> ModelProfile:
     """Puts a profile together.
 
@@ -60,6 +61,7 @@ def assemble(
         costs: Costs of all layers by index.
         repeated_s: Glue that every stage runs.
         known: What the encoders hand over, by their names, as far as that was found out.
+        split_s: What a backward in two halves takes longer.
 
     Returns:
         One backbone with the layers of the trained path in call order, and one encoder for every
@@ -87,7 +89,7 @@ def assemble(
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
             )
         )
-    backbone = BackboneProfile("backbone", tuple(layers), repeated_s)
+    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s)
     encoders = tuple(
         replace(encoder, results=e.results, cacheable=e.cacheable,
                 stored_bytes_per_sample=e.stored_bytes_per_sample)

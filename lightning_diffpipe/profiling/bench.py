@@ -37,6 +37,9 @@ Progress = Callable[[str, float], None]
 Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
 """By sample count: steps with whole backward, and with that of inputs only."""
 
+Splits = Mapping[int, Sequence[float]]
+"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
+
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
@@ -71,7 +74,7 @@ class Bench:
 
     def run(
         self, counts: Sequence[int], repeats: int | None, budget_s: float, fixed: bool
-    ) -> tuple[Rounds, list[float]]:
+    ) -> tuple[Rounds, list[float], Splits]:
         """Times all layers.
 
         Args:
@@ -81,7 +84,8 @@ class Bench:
             fixed: Run all of the counts, however long it takes.
 
         Returns:
-            The times of steps, and by layer the bytes kept for the backward, per sample.
+            The times of steps; by layer the bytes kept for the backward, per sample; times of split
+            backwards.
 
         Raises:
             ProfileError: The step runs at none of the counts.
@@ -93,7 +97,7 @@ class Bench:
                 return self._in_place(counts, repeats, budget_s, limit_s)
             except torch.OutOfMemoryError:
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
-        return self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s)
+        return *self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s), {}
 
     def fits(self) -> bool:
         """Whether the whole module and its gradients leave enough of the device's memory."""
@@ -112,13 +116,13 @@ class Bench:
         repeats: int | None,
         budget_s: float,
         limit_s: float | None,
-    ) -> tuple[Rounds, list[float]]:
+    ) -> tuple[Rounds, list[float], Splits]:
         batch = self._batch
         try:
             with placed(self._module, self._device):
                 self._batch = tree_to(batch, self._device)
-                rounds = self._rounds(counts, repeats, budget_s, limit_s)
-                return rounds, self._saved_bytes(max(rounds))
+                rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
+                return rounds, self._saved_bytes(max(rounds)), splits
         finally:
             self._batch = batch
 
@@ -146,16 +150,17 @@ class Bench:
         repeats: int | None,
         budget_s: float,
         limit_s: float | None,
-    ) -> dict[int, tuple[list[StepTimes], list[StepTimes]]]:
+    ) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
         """Runs all counts in turn."""
         scratch = scratch_gradients(self._module, self._graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            runs = 2 * _MIN_ROUNDS + 1
+            runs = 3 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             counts = self._runnable(warm_up, counts, limit_s)
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+            splits: dict[int, list[float]] = {count: [] for count in counts}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
@@ -166,8 +171,10 @@ class Bench:
                     whole, without_weights = results.setdefault(count, ([], []))
                     whole.append(run(count, "whole"))
                     without_weights.append(run(count, "inputs"))
+                    if turn < _MIN_ROUNDS:
+                        splits[count] += self._split(interception, count)
         self._progress("timed", 1.0)
-        return results
+        return results, splits
 
     def _saved_bytes(self, count: int) -> list[float]:
         known = [*self._module.parameters(), *self._module.buffers()]
@@ -223,6 +230,14 @@ class Bench:
 
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
         return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
+
+    def _split(self, interception: Interception, count: int) -> list[float]:
+        run = StepRun(self._graph, self._clock)
+        try:
+            seconds = run.split_backward_s(self._call(count), interception)
+        except torch.OutOfMemoryError:  # it keeps more than a whole backward does
+            return []
+        return [] if seconds is None else [seconds]
 
     def _call(self, count: int) -> Callable[[], Any]:
         batch = self._batch

@@ -21,7 +21,7 @@ from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.alike import alike, evened
 from lightning_diffpipe.profiling.assembly import LayerCost, assemble
-from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds
+from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
 from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
@@ -98,15 +98,18 @@ def measure_profile(subject: Subject) -> ModelProfile:
         )
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
-        rounds, saved = subject.bench().run(counts, subject.repeats, subject.budget_s, fixed=fixed)
+        rounds, saved, splits = subject.bench().run(
+            counts, subject.repeats, subject.budget_s, fixed=fixed
+        )
         known = _encodings(subject) if subject.looks_at_results else {}
+    split = split_seconds(rounds, splits)
     graph, groups = subject.graph, alike(subject.graph, subject.module)
     rounds = {
         count: ([evened(t, groups) for t in whole], [evened(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
     }
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated, known)
+    return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
 
 
 def _encodings(subject: Subject) -> dict[str, Encoding]:
@@ -143,6 +146,16 @@ def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
             for count, (whole, inputs) in rounds.items()
         }
     )
+
+
+def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
+    """What a backward in two halves takes longer than the whole one; `None` if it was not timed."""
+    added: dict[int, float] = {}
+    for count, seconds in splits.items():
+        if seconds:
+            whole_s = statistics.median(sum(t.backward) + t.backward_tail for t in rounds[count][0])
+            added[count] = max(statistics.median(seconds) - whole_s, 0.0)
+    return Seconds.of(added) if added else None
 
 
 def layer_costs(

@@ -29,6 +29,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference
 from lightning_diffpipe.graph.probe import loss_of
+from lightning_diffpipe.graph.split_backward import NestedExits, input_gradients
 from lightning_diffpipe.profiling.glue import StepTimes
 
 Backward = Literal["whole", "inputs"]
@@ -43,7 +44,7 @@ class StepRun:
     """
 
     def __init__(self, graph: LayerGraph, clock: Clock) -> None:
-        self.checkpointing = False
+        self.checkpointing = self.checkpointed = False
         self._graph, self._clock = graph, clock
         self._layers = frozenset(graph.layer_names)
         self._names: list[str] = []
@@ -86,6 +87,28 @@ class StepRun:
         self._clock.settle()
         self._outputs.clear()
         return self._times(end)
+
+    def split_backward_s(self, call: Callable[[], Any], interception: Interception) -> float | None:
+        """Seconds of a backward in two halves, as zero-bubble schedules run it.
+
+        Returns:
+            `None` where a stage would run it as one piece.
+        """
+        with self._answering(interception):
+            self._stamps.append(self._clock.stamp())
+            loss = loss_of(call())
+            if self.checkpointed or not self._outputs:
+                return None
+            start = self._clock.stamp()
+            try:
+                _, later = input_gradients([loss], [torch.ones_like(loss)], self._outputs[:1])
+            except NestedExits:
+                return None
+            later.run()
+            stop = self._clock.stamp()
+        self._clock.settle()
+        self._outputs.clear()
+        return self._clock.seconds(start, stop)
 
     def forward_only(self, call: Callable[[], Any], interception: Interception) -> Any:
         """Runs the step forward and returns what it returned."""

@@ -13,11 +13,13 @@ from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.instruction import BackwardWeight
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.planning.proposals import microbatch_counts
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -110,9 +112,46 @@ def test_the_search_is_optimal(seed):
 def test_the_search_is_optimal_where_backwards_have_two_parts(seed):
     """History: bounds took it that a gradient waits for whole backwards on its way to the first layer."""
     profile, cluster, batch = random_case(seed, max_layers=6)
+    if seed % 2:
+        profile = with_split(profile, {1: 0.2, 8: 2.0})
     options = PlanOptions(batch, num_microbatches=min(batch, 4), schedule="zero_bubble")
     best_s, _ = brute_force(profile, cluster, options)
     assert find_plan(profile, cluster, options).planned.iteration_s == pytest.approx(best_s)
+
+
+def with_split(profile, split_s):
+    (backbone,) = profile.backbones
+    return replace(profile, backbones=(replace(backbone, split_s=Seconds.of(split_s)),))
+
+
+def test_backwards_in_two_halves_are_left_alone_where_splitting_costs_more_than_bubbles():
+    """History: halves were planned to take as long as the whole; on two cores they took 10 % longer."""
+    free = equal_profile(num_layers=4)
+    options = PlanOptions(
+        4, num_stages=4, num_replicas=1, data_parallel=1, num_microbatches=4, schedule="auto"
+    )
+    dear = with_split(free, {1: 8.0})  # half of what the backward takes
+    splits = lambda plan: any(
+        isinstance(instruction, BackwardWeight)
+        for program in plan.schedule.programs
+        for instruction in program
+    )
+    assert splits(find_plan(free, Cluster(4), options))
+    plan = find_plan(dear, Cluster(4), options)
+    assert not splits(plan)
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+    assert ModelProfile.from_json(dear.to_json()) == dear
+
+
+def test_halves_cost_what_the_profile_says():
+    split = with_split(equal_profile(num_layers=4), {1: 2.0})
+    options = PlanOptions(4, num_stages=2, num_microbatches=4, schedule="zero_bubble")
+    plan = find_plan(split, Cluster(2), options)
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+    busy_s = sum(s.duration_s for s in plan.timeline.spans if s.rank == 0)
+    assert busy_s == pytest.approx(
+        4 * (2 * 3 + 1)
+    )  # two layers of 3 s, and half of what splitting adds
 
 
 @pytest.mark.slow

@@ -131,6 +131,29 @@ def test_finds_dear_layers_and_their_weight_gradients():
     assert middle.weight_gradient_s.at(512) < 0.9 * middle.backward_s.at(512)
 
 
+def test_times_what_halves_of_a_backward_add():
+    module, step, batch, graph = toy(num_samples=64, width=128)
+    profile = measured(module, step, batch, graph, sample_counts=(2, 64), repeats=3)
+    split_s = profile.backbones[0].split_s
+    assert [count for count, _ in split_s.points] == [2, 64]
+    backward_s = sum(layer.backward_s.at(64) for layer in profile.backbones[0].layers)
+    assert 0 <= split_s.at(64) < 2 * backward_s
+
+
+def test_checkpointed_steps_are_not_split():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).train()
+
+    def step(module, batch):
+        for layer in module:
+            batch = torch.utils.checkpoint.checkpoint(layer, batch, use_reentrant=False)
+        return batch.square().mean()
+
+    batch = torch.randn(4, 8, requires_grad=True)
+    graph = probe(module, step, batch[:2], max_share=0.01)
+    profile = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
+    assert profile.backbones[0].split_s is None
+
+
 def test_frozen_layers_within_the_gradient_path_have_no_weight_gradient():
     module, step, batch, _ = toy()
     module.head.requires_grad_(False)
