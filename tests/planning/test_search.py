@@ -126,7 +126,7 @@ def with_split(profile, split_s):
 
 def test_backwards_in_two_halves_are_left_alone_where_splitting_costs_more_than_bubbles():
     """History: halves were planned to take as long as the whole; on two cores they took 10 % longer."""
-    free = equal_profile(num_layers=4)
+    free = equal_profile(num_layers=4, gradient_bytes=1)
     options = PlanOptions(
         4, num_stages=4, num_replicas=1, data_parallel=1, num_microbatches=4, schedule="auto"
     )
