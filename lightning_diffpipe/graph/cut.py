@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.graph.layer import Call, FoldedOutput, LayerGraph, TensorKey
+from lightning_diffpipe.graph.layer import Call, LayerGraph, TensorKey, Value
 
 FROZEN_SHARE = 0.1
 """A container whose frozen layers make more than this share of its cost stays expanded."""
@@ -171,7 +170,7 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """
     path = graph.path
     foldable = {call for call in graph.calls if _folds(graph, call)}
-    wanted = set(graph.stream(len(graph.layers)))
+    wanted: set[Value] = set(graph.stream(len(graph.layers)))
     sizes = [0] * (len(path) + 1)
     for k in range(len(path), 0, -1):
         if k < len(path):
@@ -182,20 +181,22 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
 
 
 def _crossing_bytes(
-    graph: LayerGraph, wanted: Iterable[Any], stop: int, foldable: Container[Call]
+    graph: LayerGraph, wanted: Iterable[Value], stop: int, foldable: Container[Call]
 ) -> int:
     """Bytes of what was made before layer `stop` on the path, among what is wanted later."""
     total, seen, stack = 0, set(wanted), list(wanted)
     while stack:
         value = stack.pop()
-        if not isinstance(value, FoldedOutput):
+        if not isinstance(value, int):
             made_before = value[0] < stop and not graph.layers[value[0]].frozen
             total += graph.spec(value).nbytes if made_before else 0
-        elif value.call.stop <= stop and value.call in foldable:
-            total += value.num_bytes
+            continue
+        output = graph.folded[value]
+        if output.call.stop <= stop and output.call in foldable:
+            total += output.num_bytes
         else:
-            stack += value.parts - seen
-            seen |= value.parts
+            stack += output.parts - seen
+            seen |= output.parts
     return total
 
 

@@ -28,7 +28,6 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.fake import TrackedFakeMode
 from lightning_diffpipe.graph.layer import (
-    FoldedOutput,
     Layer,
     LayerGraph,
     TensorKey,
@@ -36,7 +35,7 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import LeakError, Record, unfolded
+from lightning_diffpipe.graph.provenance import LeakError, Record, unfolded, values
 from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
 from lightning_diffpipe.graph.trace import (
     Tracer,
@@ -149,7 +148,8 @@ class StepProbe:
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch),
             mode=self._mode,
-            streams=tuple(_streams(tags) for tags in (*(r.reads for r in tracer.records), tail)),
+            folded=tuple(tracer.provenance.folded),
+            streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
@@ -287,10 +287,6 @@ class StepProbe:
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:
     return frozenset(tag for tag in tags if isinstance(tag, tuple))
-
-
-def _streams(tags: Collection[Any]) -> frozenset[Any]:
-    return frozenset(tag for tag in tags if isinstance(tag, tuple | FoldedOutput))
 
 
 def _parameters(tags: Collection[Any]) -> frozenset[str]:

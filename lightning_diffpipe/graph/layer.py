@@ -176,21 +176,23 @@ class Call:
     draws_random: bool
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+Value = TensorKey | int
+"""An output of a layer, or of a container: its position in `LayerGraph.folded`."""
+
+
+@dataclass(frozen=True, slots=True)
 class FoldedOutput:
     """An output of an expanded container: one tensor, wherever the container lies within one stage.
 
     Attributes:
         call: The call of the container.
         num_bytes: Its size, for the batch that was probed.
-        parts: What it was made of: outputs of layers, and of other containers.
-        tags: The same down to layers, with parameters; see `graph/provenance.py`.
+        parts: What it was made of.
     """
 
     call: Call
     num_bytes: int
-    parts: frozenset[Any]
-    tags: frozenset[Any]
+    parts: frozenset[Value]
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,9 @@ class LayerGraph:
         signature: Signature of the batch it was probed with; see `batch_signature`.
         num_samples: Samples in that batch, None if unknown.
         mode: "fake", or "real" with the reason.
-        streams: For each layer, and in the end for the loss, what is read with outputs of containers as
-            one: `TensorKey` or `FoldedOutput`. Empty if unknown.
+        folded: Outputs of expanded containers.
+        streams: For each layer, and in the end for the loss, what is read with those as one value each.
+            Empty if unknown.
     """
 
     layers: tuple[Layer, ...]
@@ -229,7 +232,8 @@ class LayerGraph:
     signature: str
     num_samples: int | None
     mode: str = field(compare=False)
-    streams: tuple[frozenset[Any], ...] = field(default=(), compare=False)
+    folded: tuple[FoldedOutput, ...] = ()
+    streams: tuple[frozenset[Value], ...] = ()
 
     @cached_property
     def path(self) -> tuple[int, ...]:
@@ -251,7 +255,7 @@ class LayerGraph:
         """Modules whose calls a view must see."""
         return frozenset(self.layer_names) | frozenset(self.fine_names) | self.watched
 
-    def stream(self, index: int) -> frozenset[Any]:
+    def stream(self, index: int) -> frozenset[Value]:
         """What a layer reads, or behind the last one the loss, with outputs of containers as one."""
         if self.streams:
             return self.streams[index]

@@ -5,7 +5,7 @@ so that, when a layer starts, the tags of what it reads tell exactly which outpu
 which parameters it depends on, through any amount of glue. No knowledge about architectures enters.
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
-(an output of a layer), `FoldedOutput` (of a container), a string (a parameter), `Leak` (made or changed
+(an output of a layer), `Folded` (of a container), a string (a parameter), `Leak` (made or changed
 inside a layer and not, or not yet, returned by it), or None (data: random, or from a storage that is neither
 parameter nor buffer).
 """
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
-from lightning_diffpipe.graph.layer import Call, FoldedOutput
+from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
 
 _VALUE_READS = {
@@ -38,6 +38,19 @@ class Leak:
     """Tag of a value that lives inside a layer."""
 
     layer: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Folded:
+    """Tag of what a container returned.
+
+    Attributes:
+        index: Position in `Provenance.folded`.
+        tags: What it was made of, down to layers and parameters.
+    """
+
+    index: int
+    tags: frozenset[Any]
 
 
 class LeakError(Exception):
@@ -78,6 +91,7 @@ class Provenance(TorchDispatchMode):
     Attributes:
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
+        folded: What containers returned.
         glue_draws: Called when glue draws random numbers.
     """
 
@@ -86,6 +100,7 @@ class Provenance(TorchDispatchMode):
         self.records: list[Record] = []
         self.current: Record | None = None
         self.control: set[Any] = set()
+        self.folded: list[FoldedOutput] = []
         self.glue_drew = False
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
@@ -121,11 +136,11 @@ class Provenance(TorchDispatchMode):
             num_bytes[_key(tensor)] = num_bytes.get(_key(tensor), 0) + size
         for tensor in {_key(t): t for t in tensors_in(out)}.values():
             tags = self._tags.get(_key(tensor), (None, frozenset()))[1]
-            parts = frozenset(tag for tag in tags if isinstance(tag, tuple | FoldedOutput))
+            parts = values(tags)
             if not parts or _key(tensor) in passed or any(isinstance(t, Leak) for t in tags):
                 continue
-            whole = FoldedOutput(call, num_bytes[_key(tensor)], parts, unfolded(tags))
-            self.set_tags(tensor, {whole})
+            self.set_tags(tensor, {Folded(len(self.folded), unfolded(tags))})
+            self.folded.append(FoldedOutput(call, num_bytes[_key(tensor)], parts))
 
     def _raw(self, tensors: list[Tensor]) -> set[Any]:
         tags: set[Any] = set()
@@ -229,8 +244,17 @@ def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
     """Tags with those of layers in place of those of containers."""
     flat: set[Any] = set()
     for tag in tags:
-        flat |= tag.tags if isinstance(tag, FoldedOutput) else {tag}
+        flat |= tag.tags if isinstance(tag, Folded) else {tag}
     return frozenset(flat)
+
+
+def values(tags: Iterable[Any]) -> frozenset[Value]:
+    """Outputs of layers and containers among tags."""
+    return frozenset(
+        tag.index if isinstance(tag, Folded) else tag
+        for tag in tags
+        if isinstance(tag, tuple | Folded)
+    )
 
 
 class ValueReads(TorchFunctionMode):

@@ -212,9 +212,10 @@ class Bench:
             self._progress(f"{count} samples, warm-up", 0.0)
             try:
                 needed_s = run(count)
-                if not usable and limit_s is not None:  # the very first run sets things up as well
-                    per_sample_s = min(needed_s, run(count)) / count
-                    todo = spread(count, todo, per_sample_s, limit_s)
+                if not usable and limit_s is not None:
+                    if needed_s < limit_s:  # the very first run set things up as well
+                        needed_s = min(needed_s, run(count))
+                    todo = spread(count, todo, needed_s / count, limit_s)
             except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
                 # Too little memory, or a step that needs more samples (batch norm needs two).
                 _log.warning("cannot time %d samples: %s", count, error)
@@ -235,7 +236,8 @@ class Bench:
         run = StepRun(self._graph, self._clock)
         try:
             seconds = run.split_backward_s(self._call(count), interception)
-        except torch.OutOfMemoryError:  # it keeps more than a whole backward does
+        except RuntimeError as error:  # too little memory, or a node that runs once only
+            _log.info("what splitting the backward adds stays unknown: %s", error)
             return []
         return [] if seconds is None else [seconds]
 
