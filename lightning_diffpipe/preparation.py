@@ -9,6 +9,7 @@ everything else back.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.runtime.links import measure_cluster
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
 
 Auto = Literal["auto"]
@@ -89,7 +90,7 @@ def prepare(
     _require_equal(graph.digest, world)
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
-        microbatch_size = max(microbatch_sizes(size, options.num_microbatches))
+        microbatch_size = math.ceil(size / options.num_microbatches)
     subject = Subject(
         module, step, batch, graph, device=process.device, microbatch_size=microbatch_size
     )

@@ -67,15 +67,19 @@ class PipelineCosts:
             case Backward(stage, microbatch):
                 return self.backward_s[stage][microbatch]
             case BackwardInput(stage, microbatch):
+                whole_s = self.backward_s[stage][microbatch]
                 weight_s = self.weight_gradient_s[stage][microbatch]
-                added_s = self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
-                return self.backward_s[stage][microbatch] - weight_s + added_s
+                return whole_s - weight_s + self._added_s(stage, microbatch)
             case BackwardWeight(stage, microbatch):
-                added_s = self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
-                return self.weight_gradient_s[stage][microbatch] + added_s
+                weight_s = self.weight_gradient_s[stage][microbatch]
+                return weight_s + self._added_s(stage, microbatch)
             case Encode(part):
                 return self.encode_s[part]
         return 0.0
+
+    def _added_s(self, stage: int, microbatch: int) -> float:
+        """What splitting adds to either half of a backward."""
+        return self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
 
     def message_s(self, message: Message) -> float:
         """See `Costs`."""
