@@ -122,7 +122,6 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     f"({planned[name][0] / planned[name][1]:.3f})"
                     for name in FILLED
                 },
-                "planner's choice": min(FILLED, key=lambda name: planned[name][1]),
                 **{f"{name} / filled": median[name] / ours for name in others},
                 "worst gradient error": f"{max(e for n, e in errors.items() if n != 'DeepSpeed'):.0e}",
                 "DeepSpeed's": f"{errors.get('DeepSpeed', float('nan')):.0e}",

@@ -127,7 +127,7 @@ class StepProbe:
             tail = tracer.provenance.of(out) | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
-        trained = self._trained(out)
+        tail_tags, trained = unfolded(tail), self._trained(out)
         if seeded is None:
             seeded = {record.name for record in tracer.records if record.drew}
             for record in tracer.records:
@@ -136,8 +136,8 @@ class StepProbe:
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         return LayerGraph(
             layers=self._layers(tracer.records, trained, more),
-            tail_reads=_keys(unfolded(tail)),
-            tail_parameters=_parameters(unfolded(tail)),
+            tail_reads=_keys(tail_tags),
+            tail_parameters=_parameters(tail_tags),
             trained=trained,
             calls=tuple(call for call in tracer.calls if call.stop > call.first),
             fine_names=tuple(tracer.fine_names),
