@@ -9,14 +9,16 @@ isolated random states, and workers are seeded alike.
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
 
-For filling, the next batch is read before this one is trained on, and can be looked at.
+For filling, the next batches are read before this one is trained on, and can be looked at.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ class AlignedLoader:
         data_parallel_rank: Which share of the data this rank's pipeline sees.
         pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
-        looks_ahead: Read one batch ahead, for `take`.
+        looks_ahead: Batches to read ahead, for `take`.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class AlignedLoader:
         data_parallel_rank: int,
         pass_index: Callable[[], int],
         compare: Callable[[int, int], None],
-        looks_ahead: bool = False,
+        looks_ahead: int = 0,
     ) -> None:
         self._loader = loader
         self._looks_ahead = looks_ahead
@@ -76,32 +78,35 @@ class AlignedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._ahead, self._num_taken = {}, 0
-        batches = self._aligned_batches()
-        batch, number = next(batches, _END), 0
-        while batch is not _END:
-            if not self._looks_ahead:
-                yield batch
-                batch = next(batches, _END)
-                continue
-            # A loop that reads no batch ahead would save this state.
-            self._state_before = self._loader.state_dict() if _is_stateful(self._loader) else None
-            following = next(batches, _END)
-            number += 1
-            if following is not _END:
-                self._ahead[number] = following
+        batches = enumerate(self._aligned_batches())
+        read: deque[tuple[Any, Any]] = deque()
+        while True:
+            for number, batch in islice(batches, self._looks_ahead + 1 - len(read)):
+                # A loop that reads no batch ahead would save this state behind this batch.
+                read.append((batch, self._state()))
+                if self._looks_ahead:
+                    self._ahead[number] = batch
+            if not read:
+                break
+            batch, self._state_before = read.popleft()
             yield batch
-            batch = following
         self._state_before = None
 
-    def take(self) -> Any:
+    def _state(self) -> Any:
+        return (
+            self._loader.state_dict() if self._looks_ahead and _is_stateful(self._loader) else None
+        )
+
+    def take(self) -> list[Any]:
         """Says that the next batch of the pass is trained on now.
 
         Returns:
-            The batch behind it, as the loader gave it; `None` if there is none, or it is not known yet.
+            The batches behind it, in order and as the loader gave them, at most `looks_ahead`; fewer at the
+            end of the pass.
         """
         self._num_taken += 1
         self._ahead = {n: batch for n, batch in self._ahead.items() if n >= self._num_taken}
-        return self._ahead.get(self._num_taken)
+        return [self._ahead[number] for number in sorted(self._ahead)[: self._looks_ahead]]
 
     def _aligned_batches(self) -> Iterator[Any]:
         index = self._pass_index()

@@ -46,6 +46,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
@@ -120,7 +121,9 @@ class DiffPipeStrategy(CheckpointHooks):
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self.last_step: StepResult | None = None
-        self.upcoming: Any = None
+        self.upcoming: list[Any] = []
+        self.batches_ahead = BATCHES_AHEAD
+        self._transferred_ahead = 0
         self._options = PipelineOptions(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -268,7 +271,18 @@ class DiffPipeStrategy(CheckpointHooks):
         if self.pipeline is None or trainer.state.stage != RunningStage.TRAINING:
             return None
         mesh, progress = self.pipeline.mesh, trainer.fit_loop.epoch_loop.batch_progress
-        return derived_seed(self.pipeline.seed, "transfer", mesh.pipeline, progress.total.ready)
+        number = progress.total.ready + self._transferred_ahead
+        return derived_seed(self.pipeline.seed, "transfer", mesh.pipeline, number)
+
+    @contextlib.contextmanager
+    def transferring(self, ahead: int) -> Generator[None, None, None]:
+        """Inside, batch hooks draw the random numbers of a later batch; 1 is the next."""
+        # While a batch is trained on it counts as ready, so the next one has the number as it stands.
+        self._transferred_ahead = ahead - 1
+        try:
+            yield
+        finally:
+            self._transferred_ahead = 0
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
@@ -303,7 +317,7 @@ class DiffPipeStrategy(CheckpointHooks):
             pipeline.mesh.pipeline,
             pass_index=(lambda: trainer.current_epoch) if training else (lambda: 0),
             compare=pipeline.compare_over_pipeline,
-            looks_ahead=training and pipeline.fills,
+            looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
         )
 
     # ------------------------------------------------------------------------------------- steps
@@ -319,13 +333,14 @@ class DiffPipeStrategy(CheckpointHooks):
             for parameter in parameters.values():
                 parameter.grad = None
         self._arguments = arguments
+        batch_index = trainer.fit_loop.epoch_loop.total_batch_idx
         result = self.pipeline.engine.run_step(
             batch,
-            trainer.fit_loop.epoch_loop.total_batch_idx,
+            batch_index,
             accumulate,
             reduce_gradients=not self._accumulating,
             arguments=arguments,
-            upcoming=self._take_upcoming(arguments),
+            upcoming=self._take_upcoming(batch_index, arguments),
         )
         self.last_step = result
         self._gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -335,12 +350,17 @@ class DiffPipeStrategy(CheckpointHooks):
             self.lightning_module.log(logged.name, logged.value, **logged.options)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
 
-    def _take_upcoming(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        """The next batch, if bubbles are filled, with the arguments its step will get."""
-        upcoming, self.upcoming = self.upcoming, None
-        if upcoming is None:
-            return None
-        return upcoming, (arguments[0] + 1, *arguments[1:]) if arguments else ()
+    def _take_upcoming(
+        self, batch_index: int, arguments: tuple[Any, ...]
+    ) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Batches that come next and are not known to the engine, with the arguments of their steps."""
+        assert self.pipeline is not None
+        upcoming, self.upcoming = self.upcoming, []
+        first = self.pipeline.engine.num_prepared_behind(batch_index) + 1
+        return [
+            (batch, (arguments[0] + ahead, *arguments[1:]) if arguments else ())
+            for ahead, batch in enumerate(upcoming, first)
+        ]
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -488,7 +508,7 @@ class DiffPipeStrategy(CheckpointHooks):
             self._clip_grad_by_norm = None
         if self._transfer is not None:
             self._transfer.uninstall()
-        self.upcoming = self._transfer = None
+        self.upcoming, self._transfer = [], None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             whole = {}

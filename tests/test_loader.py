@@ -159,28 +159,33 @@ class Resumable:
 
 
 def test_looking_ahead_shows_the_next_batch_once_one_is_taken():
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=True)
-    seen = [(int(batch), loader.take()) for batch in loader]
-    assert [(now, None if ahead is None else int(ahead)) for now, ahead in seen] == [
-        (0, 1), (1, 2), (2, 3), (3, None),
-    ]  # fmt: skip
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
+    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
+    assert seen == [(0, [1]), (1, [2]), (2, [3]), (3, [])]
+
+
+def test_looking_two_batches_ahead():
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=2)
+    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
+    assert seen == [(0, [1, 2]), (1, [2, 3]), (2, [3]), (3, [])]
 
 
 def test_looking_ahead_is_right_where_lightning_reads_ahead_itself():
     """For loaders without a length Lightning holds one batch back, so the loader is two ahead."""
-    loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=True)
+    loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=1)
     batches = iter(loader)
     first, second = next(batches), next(batches)
-    assert torch.equal(loader.take(), second)
+    (ahead,) = loader.take()
+    assert torch.equal(ahead, second)
     assert not torch.equal(first, second)
 
 
 def test_the_state_of_a_loader_is_that_without_looking_ahead():
     """History: one batch read ahead was lost at every resume in the middle of an epoch."""
     states = {}
-    for looks_ahead in (False, True):
+    for looks_ahead in (0, 1, 2):
         loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
         states[looks_ahead] = [(int(batch), loader.state_dict()) for batch in loader]
-    assert states[True] == states[False]
+    assert states[0] == states[1] == states[2]
     assert isinstance(wrapped(Resumable(), 7, 0, Clock(), ignore), _Stateful)
     assert not isinstance(wrapped([1], 7, 0, Clock(), ignore), _Stateful)

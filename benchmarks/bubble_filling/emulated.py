@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks.harness import on_ranks, table
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -148,16 +149,17 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for filling in ("none", "shares"):
         pipeline = pipeline_of(rank, case, filling)
-        engine, upcoming = pipeline.engine, None
+        engine, ahead = pipeline.engine, 0
         if filling == "shares":
             engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
-            upcoming = (batch, ())
+            ahead = BATCHES_AHEAD
         steps, ratios = [], []
-        warmup = 12 if upcoming else 2  # shares settle within ten steps
+        warmup = 20 if ahead else 2  # until shares have settled
         for index in range(warmup + rounds):
             dist.barrier()
             started_s = time.perf_counter()
-            result = engine.run_step(batch, index, upcoming=upcoming)
+            missing = ahead - engine.num_prepared_behind(index)
+            result = engine.run_step(batch, index, upcoming=[(batch, ())] * missing)
             dist.barrier()
             took_s = time.perf_counter() - started_s
             spans: list[Any] = [None] * case.num_ranks

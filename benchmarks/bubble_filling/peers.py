@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
 from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.runtime.engine import Filling
 
@@ -64,7 +65,12 @@ def filled(model: Workload, batch: Batch, microbatches: int, rank: int, **option
     engine = pipeline.engine
     engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
     numbers = iter(range(10**9))
-    step = lambda: engine.run_step(batch, next(numbers), upcoming=(batch, ()))
+
+    def step() -> None:
+        number = next(numbers)
+        known = engine.num_prepared_behind(number)
+        engine.run_step(batch, number, upcoming=[(batch, ())] * (BATCHES_AHEAD - known))
+
     step.planned = pipeline.plan.planned  # type: ignore[attr-defined]
     return step
 

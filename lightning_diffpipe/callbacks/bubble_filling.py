@@ -1,10 +1,10 @@
 """Frozen encoders in the bubbles of the pipeline.
 
     rank 0 | F0 F1 [E0] B0 [E0] B1 [E1]        E: frozen layers (VAE, text encoders, a ControlNet's locked
-    rank 1 | [E2] F0 B0 F1 B1 [E2 E3]             half) for the samples of the NEXT batch
+    rank 1 | [E2] F0 B0 F1 B1 [E2 E3]             half) for samples of COMING batches
 
-While a rank waits for a message it runs frozen layers of the next batch, which the data loader has
-already read. Their results wait for the next step. Nothing is approximated: frozen weights do not change
+While a rank waits for a message it runs frozen layers of the next two batches, which the data loader has
+already read. Their results wait until they are due. Nothing is approximated: frozen weights do not change
 and every batch has its own seeds, so losses and weights are those of a run without filling, bit for bit.
 
 The strategy adds this callback by itself; give it to the trainer to choose another mode.
@@ -23,13 +23,14 @@ import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.loader import AlignedLoader
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.runtime.engine import Filling
 from lightning_diffpipe.runtime.filling import FillingMode
 from lightning_diffpipe.strategy import DiffPipeStrategy
 
 
 class BubbleFilling(L.Callback):
-    """Runs frozen layers of the next batch while a rank waits.
+    """Runs frozen layers of coming batches while a rank waits.
 
     Args:
         mode: `"opportunistic"` runs layers until the awaited message is there, right where a wait blocks
@@ -38,9 +39,12 @@ class BubbleFilling(L.Callback):
         deterministic: Keep the ranks' shares of the frozen work as planned rather than adapting them to
             measured times. Results are the same either way; only the course of a run is not. `None`
             follows `Trainer(deterministic=...)`.
+        batches_ahead: Batches whose frozen layers may run before they are due. With one, a rank that has
+            done its share of the next batch waits for the others in every step; with two (the default)
+            on average only, for the memory of one more batch and its encodings.
 
     Raises:
-        ConfigurationError: The trainer's strategy is not `diffpipe`, or does not fill.
+        ConfigurationError: An argument is none of these, or the trainer's strategy is not `diffpipe`.
 
     Example:
         >>> trainer = L.Trainer(
@@ -48,13 +52,24 @@ class BubbleFilling(L.Callback):
         ... )  # doctest: +SKIP
     """
 
-    def __init__(self, mode: FillingMode | None = None, deterministic: bool | None = None) -> None:
+    def __init__(
+        self,
+        mode: FillingMode | None = None,
+        deterministic: bool | None = None,
+        batches_ahead: int = BATCHES_AHEAD,
+    ) -> None:
         if mode not in (None, "opportunistic", "planned"):
             raise ConfigurationError(
                 f"mode={mode!r} is unknown; use 'opportunistic', 'planned' or None"
             )
+        if batches_ahead < 1:
+            raise ConfigurationError(
+                f"batches_ahead must be at least 1; got {batches_ahead}. To fill no bubbles, give the "
+                "strategy filling=none"
+            )
         self.mode = mode
         self.deterministic = deterministic
+        self.batches_ahead = batches_ahead
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks that there will be bubbles."""
@@ -63,6 +78,8 @@ class BubbleFilling(L.Callback):
                 f"BubbleFilling needs strategy='diffpipe'; {type(trainer.strategy).__name__} has no "
                 "bubbles. Remove the callback, or change the strategy"
             )
+        if stage == "fit":
+            _strategy(trainer).batches_ahead = self.batches_ahead
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Switches filling on, if the plan fills."""
@@ -75,24 +92,38 @@ class BubbleFilling(L.Callback):
             if self.deterministic is None
             else self.deterministic
         )
-        pipeline.engine.fill_bubbles(Filling(self.mode, adapts, pipeline.planned_shares))
+        pipeline.engine.fill_bubbles(
+            Filling(self.mode, adapts, pipeline.planned_shares, self.batches_ahead)
+        )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Shows the strategy the next batch."""
+        """Shows the strategy the batches that come next, each once."""
         strategy = _strategy(trainer)
         assert strategy.pipeline is not None
         if not strategy.pipeline.fills:
             return
-        upcoming = _next_batch(trainer)
-        if upcoming is None or _is_last(trainer, strategy):
-            return
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        known = strategy.pipeline.engine.num_prepared_behind(number)
+        coming = _next_batches(trainer)[: _num_left(trainer)]
+        strategy.upcoming = [
+            self._brought(strategy, pl_module, batch, ahead)
+            for ahead, batch in enumerate(coming, 1)
+            if ahead > known
+        ]
+
+    @staticmethod
+    def _brought(
+        strategy: DiffPipeStrategy, module: L.LightningModule, batch: Any, ahead: int
+    ) -> Any:
+        """A batch on the device, as Lightning will bring it when it is due."""
         # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
-        upcoming = pytree.tree_map_only(torch.Tensor, torch.clone, upcoming)
-        upcoming = trainer.precision_plugin.convert_input(upcoming)
-        upcoming = pl_module._on_before_batch_transfer(upcoming, dataloader_idx=0)
-        strategy.upcoming = strategy.batch_to_device(upcoming, dataloader_idx=0)
+        batch = pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+        batch = strategy.precision_plugin.convert_input(batch)
+        with strategy.transferring(ahead):
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return strategy.batch_to_device(batch, dataloader_idx=0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Frees what was encoded for a batch that does not come."""
@@ -106,23 +137,33 @@ def _strategy(trainer: L.Trainer) -> DiffPipeStrategy:
     return trainer.strategy
 
 
-def _next_batch(trainer: L.Trainer) -> Any:
-    """The batch behind the one that is trained on now, of all loaders together; `None` if not known."""
+def _next_batches(trainer: L.Trainer) -> list[Any]:
+    """The batches behind the one that is trained on now, of all loaders together, as far as known."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     if not all(isinstance(loader, AlignedLoader) for loader in combined.flattened):
-        return None
-    upcoming = [loader.take() for loader in combined.flattened]
-    if combined._mode == "sequential" or any(batch is None for batch in upcoming):
-        return None
+        return []
+    coming = [loader.take() for loader in combined.flattened]
+    if combined._mode == "sequential":
+        return []
     _, structure = pytree.tree_flatten(combined.iterables)
-    return pytree.tree_unflatten(upcoming, structure)
+    return [pytree.tree_unflatten(batches, structure) for batches in zip(*coming, strict=False)]
 
 
-def _is_last(trainer: L.Trainer, strategy: DiffPipeStrategy) -> bool:
-    """Whether no batch follows this one in its epoch."""
+def _num_left(trainer: L.Trainer) -> int:
+    """How many batches follow this one in its epoch."""
     loop = trainer.fit_loop.epoch_loop
-    if loop.batch_progress.is_last_batch or loop.batch_idx + 1 >= trainer.num_training_batches:
-        return True
-    steps = (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-    return trainer.max_steps != -1 and steps and trainer.global_step + 1 >= trainer.max_steps
+    if loop.batch_progress.is_last_batch:
+        return 0
+    left = trainer.num_training_batches - (loop.batch_idx + 1)
+    if trainer.max_steps != -1:
+        # Batches until the optimizer has stepped often enough, counted from its last step.
+        steps_left, window = (
+            trainer.max_steps - trainer.global_step,
+            trainer.accumulate_grad_batches,
+        )
+        left = min(left, steps_left * window - loop.batch_idx % window - 1)
+    return max(0, int(min(left, _MANY)))
+
+
+_MANY = 1 << 30  # for loaders without a length

@@ -19,6 +19,7 @@ from lightning_diffpipe.planning.instruction import (
     Receive,
     ReduceGradients,
     Send,
+    ShareResults,
     Staged,
     Wait,
 )
@@ -137,7 +138,7 @@ class _Run:
                 self.sent.append(Message(kind, stage, microbatch, rank, to_rank))
                 if key in self.waiting:
                     self.ready.append(self.waiting.pop(key))
-            case Receive():
+            case Receive() | ShareResults():
                 pass
             case ExchangeFrozen() | ReduceGradients():
                 return self.meet(rank, instruction)

@@ -17,6 +17,10 @@ from itertools import pairwise
 
 from lightning_diffpipe.errors import ScheduleError
 
+BATCHES_AHEAD = 2
+"""Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
+their share of it wait for each other in every step."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodePart:

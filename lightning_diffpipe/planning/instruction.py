@@ -9,7 +9,8 @@ in tests:
     2I0 2W0  ... in two parts                     2a0?1   wait until it is here
     2P0      forwards it without gradients        2g0 2f0 2p0: also for a gradient, for feedback,
     2U0      steps the optimizer of stage 2               and for a no-grad activation
-    E3       encodes frozen part 3                X R     exchange frozen parts; reduce gradients
+    E3       encodes frozen part 3                X R L   exchange frozen parts; reduce gradients;
+                                                          share the loss
 
 On a rank that holds one stage only, the number of that stage may be left out: `F0 B0`.
 """
@@ -191,9 +192,20 @@ class ReduceGradients:
         return "R"
 
 
+@dataclass(frozen=True, slots=True)
+class ShareResults:
+    """All ranks of the pipeline get loss and metrics, at the end of a program. Text form: `L`.
+
+    Only the runtime adds it; it is nearly nothing, and no plan counts it.
+    """
+
+    def __str__(self) -> str:
+        return "L"
+
+
 Staged = Forward | Backward | BackwardInput | BackwardWeight | ForwardNoGrad | UpdateWeights
 Compute = Staged | Encode
-Instruction = Compute | Send | Receive | Wait | ExchangeFrozen | ReduceGradients
+Instruction = Compute | Send | Receive | Wait | ExchangeFrozen | ReduceGradients | ShareResults
 Program = tuple[Instruction, ...]
 
 _STAGED: dict[str, type[Staged]] = {
@@ -234,6 +246,8 @@ def parse_instruction(text: str, stage: int | None = None) -> Instruction:
         return ExchangeFrozen()
     if text == "R":
         return ReduceGradients()
+    if text == "L":
+        return ShareResults()
     if match := _ENCODE_TEXT.fullmatch(text):
         return Encode(int(match[1]))
     if match := _STAGED_TEXT.fullmatch(text):
@@ -243,7 +257,7 @@ def parse_instruction(text: str, stage: int | None = None) -> Instruction:
         read_by = _stage_of(match[1], text, stage)
         return make(_KIND_OF_LETTER[match[2]], read_by, int(match[3]), int(match[5]))
     raise ScheduleError(
-        f"{text!r} is no instruction; expected for example F0, 2B1, 2a0>3, 2g0<1, 2a0?1, E3, X or R"
+        f"{text!r} is no instruction; expected for example F0, 2B1, 2a0>3, 2g0<1, 2a0?1, E3, X, R or L"
     )
 
 
@@ -272,7 +286,9 @@ def format_program(program: Iterable[Instruction], stage: int | None = None) -> 
 def without_stage(instruction: Instruction, stage: int | None) -> str:
     """The text of an instruction, its stage left out where it is `stage`."""
     text = str(instruction)
-    if stage is None or isinstance(instruction, (Encode, ExchangeFrozen, ReduceGradients)):
+    if stage is None or isinstance(
+        instruction, (Encode, ExchangeFrozen, ReduceGradients, ShareResults)
+    ):
         return text
     return text.removeprefix(str(stage)) if instruction.stage == stage else text
 

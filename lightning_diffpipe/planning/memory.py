@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 
@@ -61,7 +61,7 @@ class FrozenLoad:
         made: Samples of all microbatches of which it encodes some: results are kept in tensors of whole
             microbatches until they have been exchanged.
         working: Samples on which a frozen layer runs at a time.
-        beside: With filling the rank makes the encodings of the next batch beside its activations,
+        beside: With filling the rank makes the encodings of coming batches beside its activations,
             otherwise before there are any.
     """
 
@@ -77,7 +77,7 @@ class FrozenLoad:
         a stage reads has arrived and is joined, but not yet freed.
         """
         read = sum(n * model.read_bytes_per_sample(runs[stage]) for stage, n in self.read.items())
-        made = self.made * model.encoding_bytes_per_sample
+        made = self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
         working = self.working * model.working_bytes_per_sample
         return read + (made + working if self.beside else 0), made + max(working, 2 * read)
 

@@ -5,8 +5,8 @@ the layer graph for their sizes, lowers the schedule, runs this rank's program a
 
     batch -> microbatches -> MicrobatchWork -> Executor -> gradients in .grad, loss on every rank
 
-With filling, the next batch is laid out too, and its frozen layers run while this one waits; the next
-step then begins with their results.
+With filling, the batches that come next are laid out too, and their frozen layers run while this one
+waits. A step then begins with what is left of its own, and the exchange of the results.
 
 It knows no Lightning: a step is a function of the module and a batch.
 """
@@ -14,10 +14,11 @@ It knows no Lightning: a step is a function of the module and a batch.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,13 @@ from torch import Tensor, nn
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import (
+    BATCHES_AHEAD,
     EncodePart,
     encode_parts,
     group_size_of,
     num_groups_of,
 )
-from lightning_diffpipe.planning.instruction import Program
+from lightning_diffpipe.planning.instruction import Program, ShareResults
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.executor import Executor, run_alone
@@ -54,6 +56,9 @@ from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
 
+_PERIOD = 4
+"""Batches over which shares are whole numbers of groups, where frozen work runs several batches ahead."""
+
 
 @dataclass(frozen=True)
 class StepWork:
@@ -65,6 +70,7 @@ class StepWork:
         works: The microbatches.
         frozen: The frozen parts; `None` if nothing is frozen.
         total_groups: Groups of samples in which all ranks encode them.
+        ahead: They may be encoded in bubbles of batches before.
     """
 
     schedule: Schedule
@@ -72,11 +78,12 @@ class StepWork:
     works: list[MicrobatchWork]
     frozen: FrozenWork | None
     total_groups: int
+    ahead: bool
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The next batch, its frozen layers done.
+    """A batch that is not trained on yet; its frozen layers may be done.
 
     Attributes:
         batch_index: Its number since training began.
@@ -97,11 +104,13 @@ class Filling:
         mode: `"opportunistic"` or `"planned"`, see `runtime/filling.py`; `None` by backend.
         adapts: Shares of the ranks follow what is measured.
         planned_shares: Weights of the ranks to begin with; equal if empty.
+        batches_ahead: Batches whose frozen layers may run before they are due.
     """
 
     mode: FillingMode | None = None
     adapts: bool = True
     planned_shares: tuple[float, ...] = ()
+    batches_ahead: int = BATCHES_AHEAD
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,14 @@ class StepResult:
     loss: Tensor
     logged: list[Logged]
     recording: Recording
+
+
+class _Past(NamedTuple):
+    """A step that is over, and when it was."""
+
+    recording: Recording
+    step: StepWork
+    ended_s: float
 
 
 class Engine:
@@ -165,10 +182,10 @@ class Engine:
         self._picture = picture
         self._group_size = group_size
         self._clock = clock_for(mesh.device)
-        self._times: FillingTimes | None = None
+        self._filler: Filler | None = None
         self._shares: GroupShares | None = None
-        self._prepared: Prepared | None = None
-        self._ended_s: float | None = None
+        self._prepared: deque[Prepared] = deque()
+        self._last: _Past | None = None
         placement = schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(mesh, placement.num_stages)
@@ -178,6 +195,7 @@ class Engine:
             stash,
             self._transport,
             self._start_reduction,
+            self._share_results,
             self._clock,
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
@@ -189,12 +207,17 @@ class Engine:
         return self.mesh.layout.num_pipelines
 
     def fill_bubbles(self, filling: Filling) -> None:
-        """From now on the frozen layers of the next batch run while this one waits."""
+        """From now on the frozen layers of coming batches run while this one waits."""
         mode = filling.mode or ("opportunistic" if self.mesh.backend == "gloo" else "planned")
-        self._times = FillingTimes(mode, self._clock)
+        self._filler = Filler(FillingTimes(mode, self._clock))
+        period = 1 if filling.batches_ahead == 1 else _PERIOD
         self._shares = GroupShares(
-            self.schedule.num_ranks, self._gather, filling.adapts, filling.planned_shares
+            self.schedule.num_ranks, self._gather, filling.adapts, filling.planned_shares, period
         )
+
+    def num_prepared_behind(self, batch_index: int) -> int:
+        """Batches behind this one that `run_step` was given already as `upcoming`."""
+        return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
 
     def run_step(
         self,
@@ -203,7 +226,7 @@ class Engine:
         accumulate: int = 1,
         reduce_gradients: bool = True,
         arguments: tuple[Any, ...] = (),
-        upcoming: tuple[Any, tuple[Any, ...]] | None = None,
+        upcoming: Sequence[tuple[Any, tuple[Any, ...]]] = (),
     ) -> StepResult:
         """Runs one batch forward and backward; gradients are added to `.grad`.
 
@@ -214,35 +237,30 @@ class Engine:
             reduce_gradients: Sum gradients over ranks at the end; not before the last batch of an
                 accumulation window.
             arguments: Further arguments of the step.
-            upcoming: The next batch and its arguments; its frozen layers run in the bubbles. Give it
-                on all ranks or on none.
+            upcoming: Batches, and their arguments, that come behind this one and those that were given
+                before; their frozen layers run in bubbles. Give equally many on all ranks.
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches, or is another
-                than the `upcoming` of the step before.
+                than was given as `upcoming` before.
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
         step = self._take_prepared(batch, batch_index)
         if step is None:
             step = self.lay_out(batch, batch_index, accumulate, arguments)
-        following = self._lay_out_upcoming(upcoming, batch_index + 1, accumulate)
-        filler = Filler(following.step.frozen, self._times) if following else None
+        self._prepare(upcoming, batch_index, accumulate)
         self._reduces = reduce_gradients
         try:
             run_alone(
-                self.executor, step.program, step.works, step.frozen, filler,
+                self.executor, step.program, step.works, step.frozen, self._filler,
                 picture=lambda position: self._drawn(step.schedule, position),
             )  # fmt: skip
         except BaseException:
-            if filler is not None:
-                filler.cancel()
+            self.drop_prepared()
             raise
-        if following is not None:
-            following.step.frozen.exchange(self._transport)
-            self._prepared = following
-        loss, logged = self._results.share(step.works)
-        self._observe(following)
+        loss, logged = self._results.finish()
+        self._observe(step)
         return StepResult(loss, logged, self.executor.recording)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
@@ -263,8 +281,8 @@ class Engine:
             batch_index: As for `run_step`.
             accumulate: As for `run_step`.
             arguments: As for `run_step`.
-            groups: If its frozen layers are to run in the bubbles of the batch before: how so many
-                groups are shared over the ranks.
+            groups: If its frozen layers are to run in bubbles of batches before: how so many groups are
+                shared over the ranks.
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches.
@@ -283,61 +301,71 @@ class Engine:
                 parts, group_size if splits else None, works, self.schedule.placement,
                 mesh.local_rank, mesh.device,
             )  # fmt: skip
-        return StepWork(lowered, lowered.programs[mesh.local_rank], works, frozen, total)
+        program = lowered.programs[mesh.local_rank]
+        return StepWork(lowered, program, works, frozen, total, ahead=groups is not None)
 
-    def _lay_out_upcoming(
-        self, upcoming: tuple[Any, tuple[Any, ...]] | None, batch_index: int, accumulate: int
-    ) -> Prepared | None:
-        """The next batch, if its frozen layers shall run in the bubbles of this one."""
-        if upcoming is None or self._shares is None:
-            return None
-        batch, arguments = upcoming
-        step = self.lay_out(batch, batch_index, accumulate, arguments, self._shares.counts)
-        if step.frozen is None:
-            return None
-        return Prepared(batch_index, Fingerprint.of(batch), step)
+    def _prepare(
+        self, upcoming: Sequence[tuple[Any, tuple[Any, ...]]], batch_index: int, accumulate: int
+    ) -> None:
+        """Lays out batches that come later, so that their frozen layers can run in bubbles."""
+        if self._filler is None or self._shares is None:
+            return
+        first = batch_index + 1 + len(self._prepared)
+        for number, (batch, arguments) in enumerate(upcoming, first):
+            counts = partial(self._shares.counts, batch_index=number)
+            step = self.lay_out(batch, number, accumulate, arguments, counts)
+            if step.frozen is None:
+                return
+            self._prepared.append(Prepared(number, Fingerprint.of(batch), step))
+            self._filler.add(step.frozen)
 
     def _take_prepared(self, batch: Any, batch_index: int) -> StepWork | None:
-        """What the step before prepared for this batch, if it did.
+        """What earlier steps prepared for this batch, if they did.
 
         Raises:
-            ConfigurationError: It prepared another batch under the same number.
+            ConfigurationError: They prepared another batch under the same number.
         """
-        prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.batch_index != batch_index:
+        if not self._prepared:
             return None
+        if self._prepared[0].batch_index != batch_index:
+            self.drop_prepared()
+            return None
+        prepared = self._prepared.popleft()
         difference = prepared.fingerprint.difference(Fingerprint.of(batch))
         if difference:
             raise ConfigurationError(
-                f"batch {batch_index} is not the one whose frozen layers ran in the bubbles of the batch "
+                f"batch {batch_index} is not the one whose frozen layers ran in the bubbles of batches "
                 f"before: {difference}. Do not change batches in callbacks; change them in the data set "
                 "or in on_after_batch_transfer, or train with filling=none"
             )
         return prepared.step
 
     def drop_prepared(self) -> None:
-        """Forgets the next batch: it will not come."""
-        self._prepared = None
+        """Forgets the batches that were to come: they will not, or others will."""
+        self._prepared.clear()
+        if self._filler is not None:
+            self._filler.cancel()
 
     def close(self) -> None:
         """Gives back threads and tensors that outlive a step."""
         self.drop_prepared()
         self._transport.close()
 
-    def _observe(self, following: Prepared | None) -> None:
-        """Lets the shares follow what was measured."""
-        recording, ended_s = self.executor.recording, time.perf_counter()
-        if following is not None and self._shares is not None and self._shares.adapts:
-            assert following.step.frozen is not None
-            before_s = self._ended_s or recording.started_s
+    def _observe(self, step: StepWork) -> None:
+        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
+        past, ended_s = self._last, time.perf_counter()
+        self._last = _Past(self.executor.recording, step, ended_s)
+        if past is None or self._shares is None or not self._shares.adapts:
+            return
+        if past.step.frozen is not None and past.step.ahead:
+            between_s = self.executor.recording.started_s - past.ended_s
             self._shares.observe(
-                ended_s - before_s,
-                recording.compute_s + recording.started_s - before_s,
-                recording.encode_s,
-                following.step.frozen.num_own_groups,
-                following.step.total_groups,
+                ended_s - past.ended_s,
+                past.recording.compute_s + between_s,
+                past.step.frozen.ran_s(self._clock),
+                past.step.frozen.num_own_groups,
+                past.step.total_groups,
             )
-        self._ended_s = ended_s
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """A few numbers of every rank of the pipeline, on all of them."""
@@ -382,6 +410,12 @@ class Engine:
             return None
         return all(view is not None and view.is_splittable for view in views)
 
+    def _share_results(self, works: Sequence[MicrobatchWork]) -> Exchange | None:
+        under_way = self._results.start(works)
+        if not under_way:
+            return None
+        return self._transport.awaited(under_way, "loss and metrics", lambda: None)
+
     def _start_reduction(self) -> Exchange | None:
         if not self._reduces:
             return None
@@ -398,8 +432,10 @@ def _lower(
     group_size: int,
     groups: tuple[int, ...] | None,
 ) -> tuple[Schedule, tuple[EncodePart, ...]]:
-    """The schedule with communication and, if there is frozen work, its parts."""
+    """The schedule with all communication and, if there is frozen work, its parts."""
     parts: tuple[EncodePart, ...] = ()
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
-    return lower(prefix_frozen(schedule, parts, encoded=groups is not None)), parts
+    lowered = lower(prefix_frozen(schedule, parts, encoded=groups is not None))
+    programs = tuple((*program, ShareResults()) for program in lowered.programs)
+    return replace(lowered, programs=programs), parts

@@ -4,7 +4,7 @@
 time until the message is there:
 
     for wait in executor.run(program, works, frozen):   # between processes: just block,
-        filler.fill(wait, executor.recording)           # or run frozen layers of the next batch
+        filler.fill(wait, executor.recording)           # or run frozen layers of coming batches
     run_together([executor, ...], ...)                  # in one process: let the other ranks go on
 """
 
@@ -29,6 +29,7 @@ from lightning_diffpipe.planning.instruction import (
     Receive,
     ReduceGradients,
     Send,
+    ShareResults,
     UpdateWeights,
     Wait,
 )
@@ -63,6 +64,7 @@ class Executor:
         transport: Carries the messages.
         start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
             there is nothing to wait for.
+        share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
         clock: Stamps the measured timeline.
 
     Attributes:
@@ -77,6 +79,7 @@ class Executor:
         stash: Stash,
         transport: Transport,
         start_reduction: Callable[[], Exchange | None],
+        share_results: Callable[[Sequence[MicrobatchWork]], Exchange | None],
         clock: Clock,
     ) -> None:
         self.local_rank = local_rank
@@ -86,12 +89,18 @@ class Executor:
         self._stash = stash
         self._transport = transport
         self._start_reduction = start_reduction
+        self._share_results = share_results
         self._clock = clock
+
+    def begin(self) -> Recording:
+        """A new recording, for the program that runs next."""
+        self.recording = Recording(self.local_rank, self._clock)
+        return self.recording
 
     def run(
         self, program: Program, works: Sequence[MicrobatchWork], frozen: FrozenWork | None
     ) -> Iterator[Waiting]:
-        """Runs a program to its end.
+        """Runs a program to its end; `begin` comes before it.
 
         Args:
             program: This rank's instructions, lowered.
@@ -101,7 +110,7 @@ class Executor:
         Yields:
             Before every wait: what it stands at, and a function that tells whether it may go on.
         """
-        self.recording = recording = Recording(self.local_rank, self._clock)
+        recording = self.recording
         try:
             for self.position, instruction in enumerate(program):
                 start = recording.stamp()
@@ -151,16 +160,21 @@ class Executor:
                 exchange.wait()
                 frozen.deliver()
             case ReduceGradients():
-                reduction = self._start_reduction()
-                if reduction is not None:
-                    yield Waiting(instruction, reduction.is_ready)
-                    reduction.wait()
+                yield from self._wait_for(self._start_reduction(), instruction)
+            case ShareResults():
+                yield from self._wait_for(self._share_results(works), instruction)
             case ForwardNoGrad() | UpdateWeights():
                 raise ScheduleError(
                     f"{instruction} cannot be run yet; it can be planned and simulated"
                 )
             case _:
                 assert_never(instruction)
+
+    @staticmethod
+    def _wait_for(exchange: Exchange | None, instruction: Instruction) -> Iterator[Waiting]:
+        if exchange is not None:
+            yield Waiting(instruction, exchange.is_ready)
+            exchange.wait()
 
 
 def run_alone(
@@ -178,19 +192,22 @@ def run_alone(
         program: Its instructions.
         works: The microbatches.
         frozen: The frozen parts.
-        filler: Frozen work of the next batch; all of it is done when this returns.
+        filler: Frozen work of coming batches; what it has of this one is done first.
         picture: Draws the plan with a mark at an instruction, for the error of a timeout.
 
     Raises:
         PipelineTimeoutError: A message did not come in time; names the instruction, and shows where
             in the plan this rank stands.
     """
+    recording = executor.begin()
     try:
+        if filler is not None and frozen is not None:
+            filler.finish(frozen, recording)
         for waiting in executor.run(program, works, frozen):
             if filler is not None:
-                filler.fill(waiting.instruction, waiting.is_ready, executor.recording)
+                filler.fill(waiting.instruction, waiting.is_ready, recording)
         if filler is not None:
-            filler.finish(executor.recording)
+            filler.learn(recording)
     except PipelineTimeoutError as error:
         position = executor.position
         standing = f"{error}; it stands at instruction {position + 1} of {len(program)}"
@@ -207,9 +224,14 @@ def run_together(
 ) -> None:
     """Drives all ranks of a pipeline in one process, on a `LoopbackTransport`.
 
+    Loss and metrics are not shared: they can be read where they are.
+
     Raises:
         ScheduleError: No rank can go on: the programs wait for each other.
     """
+    programs = [tuple(i for i in p if not isinstance(i, ShareResults)) for p in programs]
+    for executor in executors:
+        executor.begin()
     running = {
         executor.local_rank: executor.run(*arguments)
         for executor, *arguments in zip(executors, programs, works, frozen, strict=True)

@@ -1,10 +1,10 @@
-"""Frozen layers of the next batch, run wherever a rank would otherwise wait.
+"""Frozen layers of coming batches, run wherever a rank would otherwise wait.
 
     rank 1 | wait ------------ F0 | wait ---- F1 | B0 ...
-           | vae.0 vae.1 vae.2    | vae.3 -      |            (of the next batch)
+           | vae.0 vae.1 vae.2    | vae.3 vae.0  |            (of the next batch; then of the one behind it)
 
-A `Filler` holds this rank's frozen parts of the next batch as runs that pause at every layer. At each
-wait it goes on, layer by layer, for as long as the wait is expected to last:
+A `Filler` holds this rank's frozen parts of coming batches, in order, as runs that pause at every layer.
+At each wait it goes on, layer by layer, for as long as the wait is expected to last:
 
 * *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer of which
   more than half would probably come after the message is not started, as being late delays every other
@@ -13,16 +13,23 @@ wait it goes on, layer by layer, for as long as the wait is expected to last:
   so it puts as many layers in front of the wait as took its time in the steps before.
 
 Both need two numbers, learnt while training: how long each layer takes (`Pace`), and how long each
-wait lasts (`Budgets`). What is left is done behind the pipeline. None of this changes any result: which
-samples a layer runs on together is fixed beforehand.
+wait lasts (`Budgets`). What is left of a batch is done when that batch is due.
+
+With one batch ahead, a rank that has done its share of it idles beside another that has not, in every
+step: ranks are never done at the same moment. With two it goes on with the batch behind, and has less to do
+in the next step. So ranks are together on average only, and waits are empty when there is no work, rather
+than when it is another rank's.
+
+None of this changes any result: which samples a layer runs on together is fixed beforehand.
 
 Source:
     DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248, fills bubbles with frozen layers
-    as planned; running until the message arrives is ours.
+    of the next batch as planned; running until the message arrives, and further ahead, is ours.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -124,25 +131,25 @@ class FillingTimes:
 
 
 class Filler:
-    """This rank's frozen parts of the next batch, run in pieces.
+    """This rank's frozen parts of coming batches, run in pieces.
 
     Args:
-        frozen: The frozen work of the next batch.
-        times: What earlier steps have taught.
+        times: What it learns of layers and waits.
     """
 
-    def __init__(self, frozen: FrozenWork, times: FillingTimes) -> None:
-        self._frozen = frozen
+    def __init__(self, times: FillingTimes) -> None:
         self._times = times
-        self._todo = [part.index for part in frozen.own_parts]
-        self._run: PausedRun | None = None
+        self._works: deque[_Work] = deque()
         self._waits: list[tuple[Instruction, Any, Any]] = []
-        times.settle()
 
     @property
     def done(self) -> bool:
         """Nothing is left to run."""
-        return not self._todo
+        return all(not work.todo for work in self._works)
+
+    def add(self, frozen: FrozenWork) -> None:
+        """Takes on the frozen work of the batch behind those it has."""
+        self._works.append(_Work(frozen, [part.index for part in frozen.own_parts]))
 
     def fill(self, wait: Instruction, is_ready: Callable[[], bool], recording: Recording) -> None:
         """Runs layers until the wait is over, or would be before the next layer is done.
@@ -155,44 +162,65 @@ class Filler:
         filled = start = recording.stamp()
         limit = _Limit(self._times, wait, is_ready)
         while not self.done:
-            begins = self._run is not None or limit.allows(_BEGINNING)
-            ended = begins and self._go_on(limit.allows, recording)
+            work = next(work for work in self._works if work.todo)
+            begins = work.run is not None or limit.allows(_BEGINNING)
+            ended = begins and self._go_on(work, limit.allows, recording)
             filled = recording.stamp()
             if not ended and not limit.is_overdue():
                 break
         self._waits.append((wait, start, filled))
 
-    def finish(self, recording: Recording) -> None:
-        """Runs all that is left."""
-        while not self.done:
-            self._go_on(lambda _name: True, recording)
+    def finish(self, frozen: FrozenWork, recording: Recording) -> None:
+        """Runs what is left of a batch that is due; nothing if it was never added."""
+        if not self._works or self._works[0].frozen is not frozen:
+            return
+        work = self._works[0]
+        while work.todo:
+            self._go_on(work, lambda _name: True, recording)
+        self._works.popleft()
+
+    def learn(self, recording: Recording) -> None:
+        """Learns from the waits of a step that is over."""
         for wait, start, filled in self._waits:
             self._times.budgets.note(wait, start, filled, recording.end_of(wait))
+        self._waits.clear()
+        self._times.settle()
 
     def cancel(self) -> None:
-        """Gives up what is running; nothing of it is kept."""
-        if self._run is not None:
-            self._run.cancel()
-            self._run = None
-        self._todo.clear()
+        """Gives up all work; nothing of it is kept."""
+        for work in self._works:
+            if work.run is not None:
+                work.run.cancel()
+        self._works.clear()
+        self._waits.clear()
 
-    def _go_on(self, goes_on: Callable[[str], bool], recording: Recording) -> bool:
+    def _go_on(self, work: _Work, goes_on: Callable[[str], bool], recording: Recording) -> bool:
         """Runs the part at hand; says whether it has ended, rather than paused in front of a layer."""
-        part, start = self._todo[0], recording.stamp()
-        if self._run is None:
+        part, start = work.todo[0], recording.stamp()
+        if work.run is None:
             lap = _Lap(self._times.pace, goes_on, _BEGINNING)
-            self._run = self._frozen.start(part)
+            work.run = work.frozen.start(part)
         else:
             lap = _Lap(self._times.pace, goes_on)
-        ended = self._run.advance_while(lap.goes_on)
+        ended = work.run.advance_while(lap.goes_on)
         if ended:
             lap.end()
-            self._frozen.keep(part, self._run.results)
-            self._run = None
-            self._todo.pop(0)
+            work.frozen.keep(part, work.run.results)
+            work.run = None
+            work.todo.pop(0)
         if lap.num_layers:
-            recording.add(Encode(part), start)
+            recording.add(Encode(part), start, ahead=True)
+            work.frozen.ran.append((start, recording.stamp()))
         return ended
+
+
+@dataclass
+class _Work:
+    """The frozen work of one batch, and how far it is."""
+
+    frozen: FrozenWork
+    todo: list[int]
+    run: PausedRun | None = None
 
 
 class _Limit:

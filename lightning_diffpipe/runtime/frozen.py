@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.graph.frozen import FrozenView, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
 from lightning_diffpipe.graph.paused import PausedRun
@@ -40,6 +42,9 @@ class FrozenWork:
         placement: Which rank runs which stage.
         local_rank: This rank's position in its pipeline.
         device: Where results live.
+
+    Attributes:
+        ran: Stamps between which this rank encoded in bubbles.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class FrozenWork:
         self._placement = placement
         self._local_rank = local_rank
         self._device = device
+        self.ran: list[tuple[Any, Any]] = []
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
         self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
         self._exchange: Exchange | None = None
@@ -73,6 +79,12 @@ class FrozenWork:
             1 if self._group_size is None else math.ceil(part.num_samples / self._group_size)
             for part in self.own_parts
         )
+
+    def ran_s(self, clock: Clock) -> float:
+        """Seconds this rank encoded in bubbles; waits for the device if it is not yet past them."""
+        if self.ran and not clock.is_past(self.ran[-1][1]):
+            clock.settle()
+        return sum(clock.seconds(start, stop) for start, stop in self.ran)
 
     def encode(self, index: int) -> None:
         """Runs the frozen layers for one of this rank's parts."""

@@ -3,9 +3,9 @@
 On a GPU the seconds between two points are known only after the device has come by, so a step keeps
 stamps, and reading `spans` is what waits. Nobody reads them in most steps.
 
-    |-------- Wait --------|-- F0 --|  Wait  |-- B0 --|-- E1 --|
-    |--- E0 ---|-- E0 --|     compute                  leftover
-      frozen work inside a wait
+    |-- E0 --|-------- Wait --------|-- F0 --|  Wait  |-- B0 --|
+     leftover |--- E1 ---|-- E1 --|     compute
+                frozen work inside a wait
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.planning.instruction import (
@@ -21,6 +21,7 @@ from lightning_diffpipe.planning.instruction import (
     ExchangeFrozen,
     Instruction,
     ReduceGradients,
+    ShareResults,
     Staged,
     Wait,
 )
@@ -43,33 +44,43 @@ class Recording:
         self._rank = rank
         self._clock = clock
         self._origin = clock.stamp()
-        self._entries: list[tuple[Instruction, Any, Any]] = []
+        self._entries: list[_Entry] = []
 
     def stamp(self) -> Any:
         """This point in time."""
         return self._clock.stamp()
 
-    def add(self, instruction: Instruction, start: Any) -> None:
-        """Notes that an instruction ran from a stamp until now."""
-        self._entries.append((instruction, start, self._clock.stamp()))
+    def add(self, instruction: Instruction, start: Any, ahead: bool = False) -> None:
+        """Notes that an instruction ran from a stamp until now.
+
+        Args:
+            instruction: What ran.
+            start: The stamp.
+            ahead: It is frozen work that was begun, or could have been, in bubbles of earlier batches.
+        """
+        self._entries.append(_Entry(instruction, start, self._clock.stamp(), ahead))
 
     def end_of(self, instruction: Instruction) -> Any:
         """The stamp at which an instruction ended; `None` if it has not."""
-        return next((stop for done, _, stop in self._entries if done == instruction), None)
+        return next((e.stop for e in self._entries if e.instruction == instruction), None)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What this rank did, in the order of starts, in seconds of the host's clock.
 
         A wait lasts until its message is there; pieces of frozen work (`Encode`) lie inside waits, or
-        before and behind everything else. Read it when the step is over.
+        before everything else. Read it when the step is over.
         """
-        self._clock.settle()
-        spans = [
-            Span(self._rank, instruction, self._at_s(start), self._at_s(stop))
-            for instruction, start, stop in self._entries
-        ]
+        spans = self._spans_of(self._entries)
         return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
+
+    def _spans_of(self, entries: Sequence[_Entry]) -> list[Span]:
+        if entries and not self._clock.is_past(entries[-1].stop):
+            self._clock.settle()
+        return [
+            Span(self._rank, entry.instruction, self._at_s(entry.start), self._at_s(entry.stop))
+            for entry in entries
+        ]
 
     def _at_s(self, stamp: Any) -> float:
         return self.started_s + self._clock.seconds(self._origin, stamp)
@@ -82,27 +93,26 @@ class Recording:
     @property
     def waiting_s(self) -> float:
         """Seconds of waiting in which no frozen work ran either."""
-        waits = [s for s in self.spans if isinstance(s.instruction, Wait | ExchangeFrozen)]
+        idle = Wait | ExchangeFrozen | ShareResults
+        waits = [s for s in self.spans if isinstance(s.instruction, idle)]
         filled_s = sum(s.duration_s for s in self._encodes if _lies_in(s, waits))
         return sum(s.duration_s for s in waits) - filled_s
 
     @property
     def filled_s(self) -> float:
-        """Seconds of frozen work inside waits, and while gradients are summed."""
+        """Seconds of frozen work inside waits, and while gradients or results are summed."""
         waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
         return sum(s.duration_s for s in self._encodes if _lies_in(s, waits))
 
     @property
     def leftover_s(self) -> float:
-        """Seconds of frozen work behind the last stage instruction, outside waits."""
-        last_s = self._last_compute_s
-        return sum(s.duration_s for s in self._outside_waits if s.start_s >= last_s)
+        """Seconds of frozen work that bubbles of earlier batches had no room for."""
+        return sum(s.duration_s for s in self._outside_waits(ahead=True))
 
     @property
     def up_front_s(self) -> float:
-        """Seconds of frozen work that the step itself had to wait for."""
-        last_s = self._last_compute_s
-        return sum(s.duration_s for s in self._outside_waits if s.start_s < last_s)
+        """Seconds of frozen work of a batch that nobody knew of before."""
+        return sum(s.duration_s for s in self._outside_waits(ahead=False))
 
     @property
     def encode_s(self) -> float:
@@ -113,17 +123,24 @@ class Recording:
     def _encodes(self) -> list[Span]:
         return [s for s in self.spans if isinstance(s.instruction, Encode)]
 
-    @property
-    def _outside_waits(self) -> list[Span]:
+    def _outside_waits(self, ahead: bool) -> list[Span]:
         waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
-        return [s for s in self._encodes if not _lies_in(s, waits)]
+        chosen = [
+            entry
+            for entry in self._entries
+            if isinstance(entry.instruction, Encode) and entry.ahead == ahead
+        ]
+        return [s for s in self._spans_of(chosen) if not _lies_in(s, waits)]
 
-    @property
-    def _last_compute_s(self) -> float:
-        return max((s.stop_s for s in self.spans if isinstance(s.instruction, Staged)), default=0.0)
+
+class _Entry(NamedTuple):
+    instruction: Instruction
+    start: Any
+    stop: Any
+    ahead: bool
 
 
-_WAITS = (Wait, ExchangeFrozen, ReduceGradients)
+_WAITS = (Wait, ExchangeFrozen, ReduceGradients, ShareResults)
 
 
 def _lies_in(span: Span, others: Sequence[Span]) -> bool:

@@ -3,16 +3,18 @@
 Callbacks decide by metrics (checkpoints, early stopping, schedulers), and they decide on every rank by
 itself, so every rank needs the same numbers. Only the last stage ever computes them. One small sum over
 the pipeline carries all of them: each replica of the last stage adds its microbatches, weighted by
-their samples, and everybody else adds zeros.
+their samples, and everybody else adds zeros. It is started where a rank has run its program, and
+nobody waits for it idly: frozen layers run until it is there.
 
-Which numbers those are (names and options of `self.log`) is known on the last stage only; it is sent
-when it changes, which for most modules is once.
+Which numbers those are (names and options of `self.log`) is known on the last stage only. Every rank adds
+numbers for the names that were agreed on last. Whether they have changed is summed beside them, between
+hosts, so that nobody has to ask a GPU; for most modules it happens once. Then the new names are sent, and
+the numbers are summed again.
 """
 
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,9 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.stage import MicrobatchWork
+
+Entry = tuple[str, dict[str, Any]]
+"""Name and options of a `self.log` call."""
 
 # Arguments of `LightningModule.log` that may follow name and value by position.
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")
@@ -54,32 +59,65 @@ class ResultSharing:
 
     def __init__(self, mesh: Mesh, reporter: int) -> None:
         self._mesh = mesh
-        self._reporter = reporter
-        self._known: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        self._reports = mesh.local_rank == reporter
+        self._source = mesh.world_rank(reporter)
+        self._agreed: list[Entry] = []
+        self._own: list[Entry] = []
+        self._agreed_text = pickle.dumps(self._agreed)
+        self._works: Sequence[MicrobatchWork] = ()
+        self._sums = self._changed = torch.zeros(1)
 
-    def share(self, works: Sequence[MicrobatchWork]) -> tuple[Tensor, list[Logged]]:
-        """Returns the batch's mean loss and metrics, equal on every rank of the pipeline.
+    def start(self, works: Sequence[MicrobatchWork]) -> list[dist.Work]:
+        """Begins to sum what this rank's microbatches have to tell.
+
+        Returns:
+            What to wait for before `finish`; nothing where a pipeline has one rank.
 
         Raises:
             ConfigurationError: A logged value is neither a number nor a tensor of one element.
         """
-        entries = self._agree([_entries(work) for work in works if work.loss is not None][:1])
-        sums = self._weighted_sums(works, [name for name, _ in entries])
-        if self._mesh.layout.ranks_per_pipeline > 1:
-            dist.all_reduce(sums, group=self._mesh.pipeline_group)
-        values = sums[0] / sums[1].clamp_min(torch.finfo(sums.dtype).tiny)
+        self._works = works
+        if self._reports:
+            self._own = next((_entries(work) for work in works if work.loss is not None), [])
+        if self._mesh.layout.ranks_per_pipeline == 1:
+            self._agreed, self._sums = self._own, self._weighted_sums(self._own)
+            return []
+        changed = self._reports and pickle.dumps(self._own) != self._agreed_text
+        self._changed, self._sums = torch.tensor([int(changed)]), self._weighted_sums(self._agreed)
+        under_way = [
+            dist.all_reduce(self._changed, group=self._mesh.control, async_op=True),
+            dist.all_reduce(self._sums, group=self._mesh.pipeline_group, async_op=True),
+        ]
+        return [work for work in under_way if work is not None]
+
+    def finish(self) -> tuple[Tensor, list[Logged]]:
+        """The batch's mean loss and metrics, equal on every rank of the pipeline.
+
+        Raises:
+            ConfigurationError: As `start`.
+        """
+        if self._changed:
+            box = [self._own if self._reports else None]
+            dist.broadcast_object_list(box, src=self._source, group=self._mesh.control)
+            assert box[0] is not None
+            self._agreed, self._agreed_text = box[0], pickle.dumps(self._own)
+            self._sums = self._weighted_sums(self._agreed)
+            dist.all_reduce(self._sums, group=self._mesh.pipeline_group)
+        self._works = ()
+        values = self._sums[0] / self._sums[1].clamp_min(torch.finfo(self._sums.dtype).tiny)
         logged = [
             Logged(name, value, options)
-            for (name, options), value in zip(entries, values[1:], strict=True)
+            for (name, options), value in zip(self._agreed, values[1:], strict=True)
         ]
         return values[0], logged
 
-    def _weighted_sums(self, works: Sequence[MicrobatchWork], names: list[str]) -> Tensor:
-        """Two rows: sums of value x samples, and sums of samples; loss first, then `names`."""
+    def _weighted_sums(self, entries: Sequence[Entry]) -> Tensor:
+        """Two rows: sums of value x samples, and sums of samples; loss first, then the entries."""
         device = self._mesh.device
         dtype = torch.float64 if device.type == "cpu" else torch.float32
+        names = [name for name, _ in entries]
         sums = torch.zeros(2, 1 + len(names), dtype=dtype, device=device)
-        for work in works:
+        for work in self._works:
             if work.loss is None:
                 continue
             values = {name: value for name, value, _ in _calls(work)}
@@ -90,27 +128,8 @@ class ResultSharing:
             sums[1, present] += work.num_samples
         return sums
 
-    def _agree(
-        self, own: list[list[tuple[str, dict[str, Any]]]]
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """Makes the reporter's list of metrics known to all ranks of the pipeline."""
-        if self._mesh.layout.ranks_per_pipeline == 1:
-            return own[0] if own else []
-        reports = self._mesh.local_rank == self._reporter
-        text = pickle.dumps(own[0]) if reports else b""
-        header = torch.tensor([zlib.crc32(text)], dtype=torch.int64)
-        source = self._mesh.world_rank(self._reporter)
-        dist.broadcast(header, src=source, group=self._mesh.control)
-        checksum = int(header)
-        if checksum not in self._known:
-            box = [own[0] if reports else None]
-            dist.broadcast_object_list(box, src=source, group=self._mesh.control)
-            assert box[0] is not None
-            self._known[checksum] = box[0]
-        return self._known[checksum]
 
-
-def _entries(work: MicrobatchWork) -> list[tuple[str, dict[str, Any]]]:
+def _entries(work: MicrobatchWork) -> list[Entry]:
     return [(name, options) for name, _, options in _calls(work)]
 
 

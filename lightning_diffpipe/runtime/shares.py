@@ -1,4 +1,4 @@
-"""Which share of the next batch's frozen work each rank takes, so that all are done together.
+"""Which share of a coming batch's frozen work each rank takes, so that all are done together.
 
 Stages are never quite equal, so ranks have unequal bubbles. Every rank measures how long a step keeps it
 busy without frozen work, and what a group of samples costs it; from time to time all ranks exchange both
@@ -11,6 +11,12 @@ What looks better may not be: bubbles lie where they lie. So steps are timed as 
 slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
 validation or a checkpoint between two steps says nothing about bubbles.
 
+Where frozen work runs several batches ahead, ranks need to be together over several batches only. Then a rank
+may take two groups of one batch and three of the next:
+
+    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  2 2 2 3
+                                              rank 1 takes 7 of 16:  2 2 2 1
+
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
 them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
 also take the same course.
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from lightning_diffpipe.planning.filling_shares import shares
 
@@ -36,6 +43,7 @@ class GroupShares:
         gather: Brings a few numbers of each rank to all of them; a collective call.
         adapts: Follow what is measured.
         planned: Weights of the ranks to begin with; equal if not given.
+        period: Batches over which shares are whole numbers of groups.
 
     Attributes:
         adapts: Whether the shares follow what is measured.
@@ -47,8 +55,9 @@ class GroupShares:
         gather: Callable[[Sequence[float]], list[list[float]]],
         adapts: bool = True,
         planned: Sequence[float] = (),
+        period: int = 1,
     ) -> None:
-        self._num_ranks = num_ranks
+        self._period = period
         self._gather = gather
         self.adapts = adapts and num_ranks > 1
         self._weights = list(planned) or [1.0] * num_ranks
@@ -58,14 +67,26 @@ class GroupShares:
         self._groups_s: list[float] = []
         self._tried: dict[tuple[int, ...], float] = {}
 
-    def counts(self, num_groups: int) -> tuple[int, ...]:
+    def counts(self, num_groups: int, batch_index: int = 0) -> tuple[int, ...]:
         """Groups of a batch for each rank; they add up.
 
         Example:
             >>> GroupShares(2, gather=list, planned=[3, 1]).counts(8)
             (6, 2)
+            >>> shares = GroupShares(2, gather=list, planned=[9, 7], period=4)
+            >>> [shares.counts(4, batch_index) for batch_index in range(4)]
+            [(2, 2), (2, 2), (2, 2), (3, 1)]
         """
-        return _rounded([weight * num_groups / sum(self._weights) for weight in self._weights])
+        at = batch_index % self._period
+        bounds = [
+            bound * (at + 1) // self._period - bound * at // self._period
+            for bound in (0, *accumulate(self._counts_of_period(num_groups)))
+        ]
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
+    def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
+        total = num_groups * self._period
+        return _rounded([weight * total / sum(self._weights) for weight in self._weights])
 
     def observe(
         self, step_s: float, busy_s: float, encode_s: float, num_groups: int, total_groups: int
@@ -75,9 +96,9 @@ class GroupShares:
         Args:
             step_s: Seconds since the step before.
             busy_s: Seconds this rank was busy with anything but frozen work.
-            encode_s: Seconds of its frozen work.
-            num_groups: Groups it encoded.
-            total_groups: Groups of the batch, over all ranks.
+            encode_s: Seconds of its share of the frozen work of a batch.
+            num_groups: Groups of that share.
+            total_groups: Groups of that batch, over all ranks.
         """
         if not self.adapts:
             return
@@ -97,13 +118,13 @@ class GroupShares:
         known = [group for _, _, group in gathered if group > 0]
         if not known:
             return
-        current = self.counts(total)
+        current = self._counts_of_period(total)
         self._tried[current] = max(step for step, _, _ in gathered)
         best = min(self._tried, key=lambda counts: (self._tried[counts], counts))
         if self._tried[current] > _SLOWER * self._tried[best]:
             self._weights = [float(count) for count in best]
             return
-        busy_s = [busy for _, busy, _ in gathered]
+        busy_s = [busy * self._period for _, busy, _ in gathered]
         proposed = _proposed(busy_s, sum(known) / len(known), current)
         if proposed not in self._tried:
             self._weights = [float(count) for count in proposed]

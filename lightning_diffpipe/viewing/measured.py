@@ -4,7 +4,8 @@ A rank stamps every instruction with its own clock, waits included. Three things
 several ranks from being a timeline:
 
 * clocks differ: each rank's offset is subtracted, so that all times are rank 0's;
-* waiting is not work: a `Wait` is dropped, and what ran inside it (frozen work, say) stays;
+* waiting is not work: a `Wait`, or the wait for the loss, is dropped, and what ran inside it (frozen
+  work, say) stays;
 * in a collective, the first to come wait for the last: it begins when the last has come.
 
     as noted    rank 0 | F0 F1 ?? ?? B0 -- ?? B1 --        ??: inside a wait
@@ -24,6 +25,7 @@ from lightning_diffpipe.planning.instruction import (
     Receive,
     ReduceGradients,
     Send,
+    ShareResults,
     Staged,
     Wait,
 )
@@ -143,7 +145,8 @@ def _shortened(span: Span, noted: list[list[Span]], placement: Placement) -> Spa
 
 def _at_work(own: list[Span]) -> list[Span]:
     """One rank's spans without waits, none inside another."""
-    working = [s for s in own if not isinstance(s.instruction, Wait) and s.duration_s > 0]
+    waits = Wait | ShareResults
+    working = [s for s in own if not isinstance(s.instruction, waits) and s.duration_s > 0]
     encodes = [s for s in working if _is_frozen(s)]
     found: list[Span] = []
     for span in working:

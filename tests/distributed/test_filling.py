@@ -70,16 +70,17 @@ class DropoutData(Data):
 
 
 class Watch(L.Callback):
-    """Notes losses, and how much frozen work ran where."""
+    """Notes losses, whether a step encoded its own batch, and how many batches it knew ahead."""
 
     def __init__(self):
         self.losses, self.up_front, self.ahead = [], [], []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        recording = trainer.strategy.last_step.recording
+        recording, engine = trainer.strategy.last_step.recording, trainer.strategy.pipeline.engine
         self.losses.append(float(outputs["loss"]))
         self.up_front.append(recording.up_front_s > 0)
-        self.ahead.append(recording.filled_s + recording.leftover_s > 0)
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        self.ahead.append(engine.num_prepared_behind(number))
 
 
 def train(rank, settings, world_size, callbacks=()):
@@ -98,7 +99,7 @@ def train(rank, settings, world_size, callbacks=()):
 
 
 def compare(world_size, callbacks=(), module_class=Augmented, **settings):
-    """Both runs; returns where frozen work ran in the filled one, by rank and step."""
+    """Both runs; returns by step of the filled one: did a rank encode its own batch, how many were ahead."""
     strategy = settings.pop("strategy")
     runs = {}
     for filling in ("none", "shares"):
@@ -118,13 +119,14 @@ def compare(world_size, callbacks=(), module_class=Augmented, **settings):
             "without filling every step encodes up front"
         )
         assert not any(unfilled[3])
-    ahead = [any(at_step) for at_step in zip(*(run[3] for run in runs["shares"]), strict=True)]
+    ahead = runs["shares"][0][3]
+    assert all(run[3] == ahead for run in runs["shares"])
     up_front = [any(at_step) for at_step in zip(*(run[2] for run in runs["shares"]), strict=True)]
     return up_front, ahead
 
 
 def test_epochs_validation_and_accumulation():
-    """The first batch of an epoch encodes up front, the last one fills nothing."""
+    """The first batch of an epoch encodes up front; behind the last one nothing is known."""
     up_front, ahead = compare(
         2,
         strategy={"num_stages": 2, "num_microbatches": 2},
@@ -132,7 +134,7 @@ def test_epochs_validation_and_accumulation():
         data={"size": 22, "batch_size": 6},
     )
     assert up_front == [True, False, False, False] * 2
-    assert ahead == [True, True, True, False] * 2
+    assert ahead == [2, 2, 1, 0] * 2
 
 
 def test_limits_on_batches_and_steps():
@@ -142,20 +144,23 @@ def test_limits_on_batches_and_steps():
         trainer={"max_steps": 5, "max_epochs": -1, "limit_train_batches": 3},
     )
     assert up_front == [True, False, False, True, False]
-    assert ahead == [True, True, False, True, False]
+    assert ahead == [2, 1, 0, 1, 0]
 
 
 def test_planned_mode_with_replicas():
-    """Layers in front of waits, counted from measured times, instead of until the message is there."""
+    """Layers in front of waits, counted from measured times, instead of until the message is there.
+
+    And one batch ahead only.
+    """
     up_front, ahead = compare(
         3,
         strategy={"num_stages": 2, "num_replicas": (1, 2), "num_microbatches": 4},
         trainer={"max_steps": 4, "max_epochs": -1},
         data={"size": 32, "batch_size": 8},
-        callbacks=(BubbleFilling(mode="planned", deterministic=True),),
+        callbacks=(BubbleFilling("planned", deterministic=True, batches_ahead=1),),
     )
     assert up_front == [True, False, False, False]
-    assert ahead == [True, True, True, False]
+    assert ahead == [1, 1, 1, 0]
 
 
 def test_two_pipelines_with_interleaved_stages():

@@ -35,7 +35,7 @@ def test_a_small_case_by_hand():
 
     Activations of two samples and two layers: 40 bytes, alive twice on rank 0, once on rank 1. Each rank
     reads the encodings of 8 samples (120 and 40 bytes). It makes those of 4 samples (60), two at a time
-    (200 in and out of the layer): with filling for the next batch, beside all this; without, before.
+    (200 in and out of the layer): with filling for the next two batches, beside all this; without, before.
     """
     profile = with_encoder(FOUR, READ)
     plan_of = lambda filling: find_plan(
@@ -48,8 +48,8 @@ def test_a_small_case_by_hand():
         1000 + max(40 + 40, 60 + max(200, 2 * 40)),
     )
     assert plan_of("shares").planned.peak_memory_bytes == (
-        1000 + 2 * 40 + 120 + 60 + 200,
-        1000 + 40 + 40 + 60 + 200,
+        1000 + 2 * 40 + 120 + 2 * 60 + 200,
+        1000 + 40 + 40 + 2 * 60 + 200,
     )
 
 
@@ -89,8 +89,8 @@ def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():
     cluster = Cluster(2, memory_bytes=1350)
     with pytest.raises(PlanError) as error:
         find_plan(profile, cluster, replace(options, filling="shares"))
-    assert "no plan fits into 1,350 bytes a rank: the smallest needs 1,460" in str(error.value)
-    assert "110 too many" in str(error.value)
+    assert "no plan fits into 1,350 bytes a rank: the smallest needs 1,520" in str(error.value)
+    assert "170 too many" in str(error.value)
     assert "filling=none would fit" in str(error.value)
     assert find_plan(profile, cluster, replace(options, filling="auto")).options.filling == "none"
     # Two ranks a stage leave no choice of stages, and two stages none of ranks: both have to go.

@@ -13,9 +13,11 @@ from lightning_diffpipe.planning.instruction import (
     Encode,
     Forward,
     ReduceGradients,
+    ShareResults,
     Wait,
 )
 from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
+from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
@@ -72,7 +74,7 @@ class FakeFrozen:
     """One part, no tensors."""
 
     def __init__(self, clock):
-        self.own_parts, self.kept, self._clock = [FakePart()], {}, clock
+        self.own_parts, self.kept, self.ran, self._clock = [FakePart()], {}, [], clock
 
     def start(self, index):
         return FakeRun(self._clock)
@@ -80,14 +82,16 @@ class FakeFrozen:
     def keep(self, index, results):
         self.kept[index] = results
 
+    ran_s = FrozenWork.ran_s
+
 
 def filled(mode, message_at_s, steps=1, last_at_s=None):
     """Seconds until the wait is left, and until all is done, after some steps with the same wait."""
     clock = FakeClock()
-    times = FillingTimes(mode, clock)
+    filler = Filler(FillingTimes(mode, clock))
     for step in range(steps):
         recording, frozen = Recording(0, clock), FakeFrozen(clock)
-        filler = Filler(frozen, times)
+        filler.add(frozen)
         start_s = clock.now_s
         at_s = last_at_s if last_at_s and step == steps - 1 else message_at_s
         arrives_s = start_s + at_s
@@ -95,7 +99,8 @@ def filled(mode, message_at_s, steps=1, last_at_s=None):
         inside_s = clock.now_s - start_s
         clock.now_s = max(clock.now_s, arrives_s)
         recording.add(WAIT, start_s)
-        filler.finish(recording)
+        filler.learn(recording)
+        filler.finish(frozen, recording)
         assert frozen.kept == {7: {"all": 4}}
     return inside_s, clock.now_s - start_s
 
@@ -132,6 +137,44 @@ def test_all_work_fits_into_a_long_wait():
     assert filled("opportunistic", message_at_s=50.0) == (4.5, 50.0)
 
 
+def test_a_rank_that_is_done_goes_on_with_the_batch_behind():
+    """A share takes 4.5 s and every step waits for 6 s. With one batch ahead the rest would be idle."""
+    clock = FakeClock()
+    filler, worked = Filler(FillingTimes("opportunistic", clock)), []
+    works = [FakeFrozen(clock) for _ in range(6)]
+    filler.add(works[0])
+    for now, following in itertools.pairwise(works):
+        filler.add(following)
+        recording, arrives_s = Recording(0, clock), clock.now_s + 6.0
+        filler.fill(WAIT, lambda arrives_s=arrives_s: clock.now_s >= arrives_s, recording)
+        clock.now_s = max(clock.now_s, arrives_s)
+        filler.finish(now, recording)
+        assert now.kept == {7: {"all": 4}}
+        worked.append(recording.encode_s)
+    assert worked[0] == pytest.approx(6.0, abs=0.5), "until the message, and no further"
+    assert sum(worked) == pytest.approx(5 * 4.5 + 4.5), "then all of the last is done ahead"
+    assert filler.done
+
+
+def test_what_is_ahead_is_finished_in_order_and_given_up_together():
+    clock = FakeClock()
+    filler, works = (
+        Filler(FillingTimes("opportunistic", clock)),
+        [FakeFrozen(clock), FakeFrozen(clock)],
+    )
+    for work in works:
+        filler.add(work)
+    recording = Recording(0, clock)
+    filler.finish(works[1], recording)
+    assert (works[0].kept, works[1].kept) == ({}, {}), "only the batch that is due is finished"
+    filler.finish(works[0], recording)
+    assert (works[0].kept, works[1].kept) == ({7: {"all": 4}}, {})
+    assert recording.leftover_s == works[0].ran_s(clock) == pytest.approx(4.5)
+    filler.cancel()
+    assert filler.done
+    assert works[1].kept == {}
+
+
 def test_layers_and_waits_are_averaged():
     clock = FakeClock()
     pace, budgets = Pace(clock), Budgets(clock, first_s=9.0)
@@ -148,23 +191,26 @@ def test_a_recording_tells_where_frozen_work_ran():
     clock = FakeClock()
     recording = Recording(1, clock)
 
-    def note(instruction, start_s, stop_s):
+    def note(instruction, start_s, stop_s, ahead=False):
         clock.now_s = 100 + stop_s
-        recording.add(instruction, 100 + start_s)
+        recording.add(instruction, 100 + start_s, ahead)
 
-    note(Encode(0), 0, 1)  # up front
-    note(Encode(1), 1, 3)
+    note(Encode(0), 0, 1)  # of this batch, not known before
+    note(Encode(1), 1, 3, ahead=True)
     note(WAIT, 1, 4)
     note(Forward(1, 0), 4, 6)
     note(Backward(1, 0), 6, 9)
+    note(Encode(1), 9, 9.25, ahead=True)
     note(ReduceGradients(), 9, 9.5)
-    note(Encode(1), 9.5, 11)
+    note(Encode(1), 9.5, 10, ahead=True)
+    note(ShareResults(), 9.5, 10.5)
+    note(Encode(1), 10.5, 12, ahead=True)
     assert recording.up_front_s == pytest.approx(1)
-    assert recording.filled_s == pytest.approx(2)
-    assert recording.waiting_s == pytest.approx(1)
+    assert recording.filled_s == pytest.approx(2.75)
+    assert recording.waiting_s == pytest.approx(1.5)
     assert recording.compute_s == pytest.approx(5)
     assert recording.leftover_s == pytest.approx(1.5)
-    assert recording.encode_s == pytest.approx(4.5)
+    assert recording.encode_s == pytest.approx(5.25)
     inside = [str(span.instruction) for span in recording.spans]
     assert inside.index(str(WAIT)) < inside.index("E1"), "a wait comes before what lies in it"
 
@@ -228,12 +274,32 @@ def test_planned_shares_are_kept_when_asked_for():
     assert shares.counts(8) == (2, 4, 2)
 
 
+def test_shares_are_finer_than_a_group_where_work_runs_ahead():
+    """Busy 4 s and 3.5 s, a second for a group: half a group more, every other batch a whole one."""
+    gather = gathered_from((8.0, 4.0, 1.0), (8.0, 3.5, 1.0))
+    coarse, fine = GroupShares(2, gather), GroupShares(2, gather, period=4)
+    for shares in (coarse, fine):
+        for _ in range(4):
+            shares.observe(8.0, 4.0, 4.0, 4, 8)
+    assert [coarse.counts(8, batch_index) for batch_index in range(4)] == [(4, 4)] * 4
+    counts = [fine.counts(8, batch_index) for batch_index in range(4)]
+    assert [sum(of_rank) for of_rank in zip(*counts, strict=True)] == [15, 17]
+    assert set(counts) == {(4, 4), (3, 5)}
+
+
 @given(
     st.lists(st.floats(0, 9), min_size=1, max_size=6).filter(lambda w: sum(w) > 0),
     st.integers(0, 40),
+    st.sampled_from([1, 4]),
 )
-def test_counts_add_up(weights, total):
-    assert sum(GroupShares(len(weights), list, planned=weights).counts(total)) == total
+def test_counts_add_up(weights, total, period):
+    """Of every batch, and every rank's to its share of the period; no batch differs by more than a group."""
+    shares = GroupShares(len(weights), list, planned=weights, period=period)
+    counts = [shares.counts(total, batch_index) for batch_index in range(period)]
+    assert all(sum(of_batch) == total and min(of_batch) >= 0 for of_batch in counts)
+    for of_rank, weight in zip(zip(*counts, strict=True), weights, strict=True):
+        assert abs(sum(of_rank) - weight / sum(weights) * total * period) < 1
+        assert max(of_rank) - min(of_rank) <= 2
 
 
 @given(
