@@ -1,8 +1,8 @@
-"""In which order the instructions of all ranks can run, whatever they cost: found once, replayed often.
+"""In which order the instructions of all ranks can run, whatever they cost.
 
 Which instruction waits for which does not depend on how long they take. So an order in which everything
 can run is found without a clock; if there is none, the schedule hangs. Times are then one pass over
-that order, which makes it cheap to try many costs on the same schedule.
+that order. The search, which needs nothing but the end of it, has a shorter way: `makespan`.
 """
 
 from __future__ import annotations
