@@ -242,46 +242,64 @@ def assemble(
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
-    layout = Layout(process.world_size, schedule.placement)
-    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
-    holders = holders_of(pieces, mesh, graph.trained)
-    mesh.connect(messages_of_edge(schedule))
-    mesh.connect_reductions(holders.values())
+    mesh, holders = _connect(process, schedule, pieces, graph.trained)
 
     residents = [_residents(module, pieces, mesh, local) for local in range(schedule.num_ranks)]
     resident = residents[mesh.local_rank]
     owners = _owners(module, pieces, residents, schedule.placement)
     interception = Interception(module).install()
     whole = None
-    if verify:
+    if verify:  # The last moment at which the module is whole.
         whole = run_whole(
             module, step, graph, interception, batch, plan.num_microbatches, seed, mesh.pipeline
         )
     place_parameters(module, resident, process.device)
     interception.refuse(_whereabouts(pieces, schedule.placement))
-    trained = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if name in graph.trained and name in resident
-    }
+
     steps = PartitionedStepCache(
         module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
         process.device, verify,
     )  # fmt: skip
-    reducer = GradientReducer(mesh, trained, holders)
-    group = plan.options.frozen_group_size
+    trained = _trained_here(module, resident & graph.trained)
     engine = Engine(
-        module, step, schedule, steps, mesh, reducer, seed, check_finite, picture=waiting,
-        group_size=None if group == "auto" else group,
+        module, step, schedule, steps, mesh, GradientReducer(mesh, trained, holders), seed,
+        check_finite, picture=waiting, group_size=_group_size(plan),
     )  # fmt: skip
     if whole is not None:
-        on_device = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(process.device), batch)
-        compare(module, engine, on_device, trained, whole)
+        compare(module, engine, _on_device(batch, process.device), trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     return Pipeline(
         module, plan, graph, mesh, engine, resident, owners, trained, seed, interception, relay
     )
+
+
+def _connect(
+    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
+) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
+    """This rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
+    layout = Layout(process.world_size, schedule.placement)
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
+    holders = holders_of(pieces, mesh, trained)
+    mesh.connect(messages_of_edge(schedule))
+    mesh.connect_reductions(holders.values())
+    return mesh, holders
+
+
+def _trained_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Parameters of this rank that get gradients, in the module's order."""
+    return {name: p for name, p in module.named_parameters() if name in names}
+
+
+def _group_size(plan: PipelinePlan) -> int | None:
+    """Samples on which frozen layers run at a time; None if the plan leaves it open."""
+    size = plan.options.frozen_group_size
+    return None if size == "auto" else size
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors where this rank computes."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:

@@ -209,25 +209,25 @@ def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path):
+def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path, capsys, monkeypatch):
     settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=2"]
     settings += ["trainer.val_check_interval=2", "trainer.limit_val_batches=1"]
     trained = run("train", *settings, f"save_to={tmp_path}/model", "output_dir=out", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert (tmp_path / "out" / "csv" / "metrics.csv").exists()
     assert (tmp_path / "out" / "csv" / "samples" / "step_000002.png").exists()
-    for path in (tmp_path / "model", tmp_path / "out" / "checkpoints" / "final.ckpt"):
-        prompts = 'prompts=["digit four, sans", "digit one, sans"]'
-        drawn = run(
-            "sample",
-            f"path={path}",
-            prompts,
-            "num_inference_steps=2",
-            "hydra.run.dir=drawn",
-            cwd=tmp_path,
-        )
-        assert drawn.returncode == 0, drawn.stderr[-3000:]
-        assert Image.open(tmp_path / "drawn" / "grid.png").size == (128, 64)
+
+    sample = ["sample", 'prompts=["digit four, sans", "digit one, sans"]', "num_inference_steps=2"]
+    drawn = run(*sample, f"path={tmp_path}/model", "hydra.run.dir=from_folder", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr[-3000:]
+    monkeypatch.chdir(tmp_path)  # the second time in this process, which has imported everything
+    checkpoint = tmp_path / "out" / "checkpoints" / "final.ckpt"
+    code, _, err = call(
+        capsys, monkeypatch, *sample, f"path={checkpoint}", "hydra.run.dir=from_checkpoint"
+    )
+    assert code == 0, err[-3000:]
+    for folder in ("from_folder", "from_checkpoint"):
+        assert Image.open(tmp_path / folder / "grid.png").size == (128, 64)
 
 
 @pytest.mark.slow

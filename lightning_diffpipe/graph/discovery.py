@@ -226,7 +226,8 @@ class StepProbe:
                 larger = add_sample(self._batch, num_samples) if num_samples else self._batch
             seen = self._observe(layers, larger, _look_at_dims)
         except Exception as error:  # a step may insist on its batch size
-            _log.info("layers cannot be cut into samples: %s", error)
+            # As text: whoever keeps the record would keep the frames of the error, and their tensors.
+            _log.info("layers cannot be cut into samples: %s", str(error))
             return [(None, None)] * len(names)
         if [name for name, _ in seen] != names:
             return [(None, None)] * len(names)

@@ -28,6 +28,7 @@ from lightning_diffpipe.graph.fake import (
     fake_batch,
     fake_copy,
     forget_fakes,
+    kept_young,
     untouched,
 )
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference
@@ -155,25 +156,39 @@ def _in_some_mode(
 ) -> LayerGraph:
     reason = "asked for"
     if mode in ("auto", "fake"):
-        fake_mode = TrackedFakeMode()
-        try:
-            graph = _fake(root, step, batch, fake_mode, work)
-            return graph if graph.num_samples != 1 else _observed(root, step, batch, seed, graph)
-        except GraphError as error:
-            traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
-            raise
-        except Exception as error:  # any code may fail on tensors without values, in any way
-            if mode == "fake":
-                raise
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
-        finally:  # not earlier: the traceback of an error keeps everything alive
-            forget_fakes(fake_mode)
+        with kept_young():
+            found = _without_values(root, step, batch, work, allow_failure=mode == "auto")
+        if isinstance(found, LayerGraph):
+            return found if found.num_samples != 1 else _observed(root, step, batch, seed, found)
+        reason = found
         _log.info("probing on real tensors, as the step needs values (%s)", reason)
     if any(is_placeholder(p) for p in root.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(root):
         rng.seed_all(seed, host=True)
         return work(StepProbe(root, step, batch, seed, None, f"real ({reason})"))
+
+
+def _without_values(
+    root: nn.Module,
+    step: Step,
+    batch: Any,
+    work: Callable[[StepProbe], LayerGraph],
+    allow_failure: bool,
+) -> LayerGraph | str:
+    """The graph of a run on fake tensors, or why the step cannot be run on them."""
+    mode = TrackedFakeMode()
+    try:
+        return _fake(root, step, batch, mode, work)
+    except GraphError as error:
+        traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
+        raise
+    except Exception as error:  # any code may fail on tensors without values, in any way
+        if not allow_failure:
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+    finally:  # not earlier: the traceback of an error keeps everything alive
+        forget_fakes(mode)
 
 
 def _fake(
@@ -211,5 +226,5 @@ def _observed(root: nn.Module, step: Step, batch: Any, seed: int, graph: LayerGr
             probe_on_values = StepProbe(root, step, batch, seed, None, graph.mode)
             return probe_on_values.with_observed_strides(graph)
     except Exception as error:
-        _log.info("keeping the strides of the fake probe: %s", error)
+        _log.info("keeping the strides of the fake probe: %s", str(error))
         return graph

@@ -9,6 +9,11 @@ gradient must go back through the layers in front, or its own gradients must be 
 holds for every schedule of one backbone with whole backwards, however the other layers are cut. The
 bound of a stage grows with `stop` and falls with `first`. Hence a cut that meets a given time is found
 greedily: let every stage reach as far as it can.
+
+Of a whole cut more is known. The first gradient reaches a stage when a microbatch has been through all
+stages after it and back. If its rank has forwarded all that its warm-up lets it before, it waits:
+
+    step >= the above + max(0, F(first, L) + B(stop, L) - warm-up forwards)
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
 from lightning_diffpipe.planning.partition import Cut
+from lightning_diffpipe.planning.schedules.one_f_one_b import forwards_ahead
 
 _SLACK = 1e-9
 """Relative; keeps rounding from hiding a stage that just fits."""
@@ -44,6 +50,7 @@ class Bounds:
         stages_per_rank: More than one if stages are dealt out round robin.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
             zero-bubble schedules do: then the way back to the first layer bounds nothing.
+        warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
     """
 
     model: CostModel
@@ -55,6 +62,7 @@ class Bounds:
     frozen_first: bool = True
     stages_per_rank: int = 1
     splits_backward: bool = False
+    warmup_depth: int = 1
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
     _synced: dict[tuple[int, Link], tuple[float, ...]] = field(
         default_factory=dict, repr=False, compare=False
@@ -123,8 +131,6 @@ class Bounds:
     def cuts_s(self, cuts: Sequence[Cut]) -> float:
         """The bound of a whole cut; counts the way over every link to a stage and back as well."""
         bound_s, link_s = self.all_work_s, 0.0
-        cluster, size = self.model.cluster, self.sizes[-1]
-        links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
         work = self._work_s(1)
         for stage, (first, stop, replicas) in enumerate(cuts):
             if stage == self.num_ranks and self._interleaves:
@@ -133,9 +139,45 @@ class Bounds:
             later = cuts[stage + self.num_ranks :: self.num_ranks] if self._interleaves else ()
             more_s = sum(work[b] - work[a] for a, b, _ in later)
             bound_s = max(bound_s, link_s + more_s + self.stage_s(first, stop, replicas, link_s))
-            num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), size)
-            link_s += min(link.seconds(num_bytes) for link in links)
+            link_s += self._link_s(first, stop)
         return bound_s
+
+    def pipeline_s(self, cuts: Sequence[Cut]) -> float:
+        """The bound of a whole cut with the wait for the first gradient; leaves frozen work in bubbles out."""
+        if self._interleaves:
+            return self.cuts_s(cuts)
+        links_s = [self._link_s(first, stop) for first, stop, _ in cuts]
+        bound_s, before_s, after_s = 0.0, 0.0, sum(links_s)
+        later_ranks = sum(replicas for _, _, replicas in cuts)
+        for (first, stop, replicas), link_s in zip(cuts, links_s, strict=True):
+            later_ranks -= replicas
+            own_s = before_s + self.stage_s(first, stop, replicas, before_s)
+            back_s = 2 * after_s + self._start_s[-1] - self._start_s[first]
+            back_s += self._end_s[-1] - self._end_s[stop]
+            ahead_s = self._ahead(replicas, later_ranks) * self._forward_s(first, stop)
+            bound_s = max(bound_s, own_s + max(0.0, back_s - ahead_s))
+            before_s, after_s = before_s + link_s, after_s - link_s
+        return bound_s
+
+    def _link_s(self, first: int, stop: int) -> float:
+        """Time, at least, of a message over the cut behind these layers; nothing behind the last."""
+        if stop == self.model.num_layers():
+            return 0.0
+        cluster = self.model.cluster
+        num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.sizes[-1])
+        links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
+        return min(link.seconds(num_bytes) for link in links)
+
+    def _ahead(self, replicas: int, later_ranks: int) -> int:
+        """Forwards of a rank in front of its first backward, at most."""
+        own = -(-len(self.sizes) // replicas)
+        warmup = forwards_ahead(replicas, later_ranks, self.warmup_depth)
+        return own if self.keeps_all else min(warmup + 1, own)
+
+    def _forward_s(self, first: int, stop: int) -> float:
+        """Forward of the largest microbatch."""
+        sums = self.model.sums(0, self.sizes[0]).forward
+        return sums[stop] - sums[first]
 
     @property
     def _interleaves(self) -> bool:
@@ -154,7 +196,7 @@ class Bounds:
     def _alive(self, replicas: int, later_ranks: int) -> int:
         """Microbatches whose activations a rank keeps at least, at a time."""
         own = -(-len(self.sizes) // replicas)
-        return own if self.keeps_all else min(-(-later_ranks // replicas) + 1, own)
+        return own if self.keeps_all else min(forwards_ahead(replicas, later_ranks) + 1, own)
 
     def _encoding_bytes(self, run: LayerRun, replicas: int) -> float:
         """Encodings that are held beside activations, at least."""

@@ -9,10 +9,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.execution import Execution, execution_of
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
 from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
-from lightning_diffpipe.planning.filling_shares import fill_by_shares, shares
+from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares, fill_by_shares
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
     encode_parts,
@@ -20,6 +19,7 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.makespan import Outline, makespan, outline_of
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
     frozen_loads,
@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import INTERLEAVED, schedule_of
-from lightning_diffpipe.planning.simulator import makespan, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 FILLINGS_RUN = ("shares",)
@@ -77,9 +77,9 @@ class Frame:
     need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
 
     @cached_property
-    def execution(self) -> Execution:
-        """The order of its instructions; only made if something is simulated."""
-        return execution_of(lower(self.schedule)).by_size(self.sizes)
+    def outline(self) -> Outline:
+        """What decides how long it takes; only made if something is simulated."""
+        return outline_of(self.schedule, self.sizes)
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Evaluator:
         """
         if proposal not in self._steps:
             costs = self.costs(proposal)
-            step_s = makespan(self.frame(proposal).execution, costs)
+            step_s = makespan(self.frame(proposal).outline, costs)
             if self.fills:
                 step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
             self._steps[proposal] = step_s
@@ -164,8 +164,7 @@ class Evaluator:
         samples = sum(proposal.shape.sizes)
         group = self.group_size(proposal.shape)
         group_s = num_ranks * self.model.encode_s(samples / num_ranks, group) / num_groups
-        counts = shares([max(busy_s) - busy for busy in busy_s], group_s, num_groups)
-        return max(busy + n * group_s for busy, n in zip(busy_s, counts, strict=True))
+        return all_done_s(busy_s, even_shares(busy_s, group_s, num_groups), group_s)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""

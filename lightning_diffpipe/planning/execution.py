@@ -1,15 +1,14 @@
-"""In which order the instructions of all ranks can run, whatever they cost: found once, replayed often.
+"""In which order the instructions of all ranks can run, whatever they cost.
 
 Which instruction waits for which does not depend on how long they take. So an order in which everything
 can run is found without a clock; if there is none, the schedule hangs. Times are then one pass over
-that order, which makes it cheap to try many costs on the same schedule.
+that order. The search, which needs nothing but the end of it, has a shorter way: `makespan`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lightning_diffpipe.planning.instruction import (
     Compute,
@@ -20,7 +19,6 @@ from lightning_diffpipe.planning.instruction import (
     ReduceGradients,
     Send,
     ShareResults,
-    Staged,
     Wait,
 )
 from lightning_diffpipe.planning.schedule import Message, Schedule
@@ -40,7 +38,6 @@ class Execution:
         steps: What happens, in order.
         works: Every compute instruction that a step refers to.
         messages: Every message.
-        like: For every message the first one that costs the same: itself unless `by_size` was used.
         edge_of: For every message the number of its directed edge.
         meetings: Every collective: the instruction and the ranks that meet.
         stuck: Ranks that never end, with the instruction each stands at.
@@ -50,33 +47,9 @@ class Execution:
     steps: tuple[Step, ...]
     works: tuple[Compute, ...]
     messages: tuple[Message, ...]
-    like: tuple[int, ...]
     edge_of: tuple[int, ...]
     meetings: tuple[tuple[Instruction, tuple[int, ...]], ...]
     stuck: dict[int, Instruction] = field(default_factory=dict)
-
-    def by_size(self, sizes: Sequence[int]) -> Execution:
-        """The same order, with instructions and messages of equal cost counted as one.
-
-        Args:
-            sizes: Samples of each microbatch; equal sizes cost the same.
-        """
-        first = [sizes.index(size) for size in sizes]
-        works: dict[Compute, int] = {}
-        firsts: dict[tuple[str, int, int], int] = {}
-        work_of = []
-        for work in self.works:
-            if isinstance(work, Staged):
-                work = replace(work, microbatch=first[work.microbatch])
-            work_of.append(works.setdefault(work, len(works)))
-        like = tuple(
-            firsts.setdefault((m.kind, m.stage, first[m.microbatch]), index)
-            for index, m in enumerate(self.messages)
-        )
-        steps = tuple(
-            (what, rank, work_of[at] if what == COMPUTE else at) for what, rank, at in self.steps
-        )
-        return replace(self, steps=steps, works=tuple(works), like=like)
 
 
 def execution_of(lowered: Schedule) -> Execution:
@@ -89,11 +62,18 @@ def execution_of(lowered: Schedule) -> Execution:
         tuple(run.steps),
         tuple(run.works),
         tuple(run.sent),
-        tuple(range(len(run.sent))),
         tuple(edges[m.from_rank, m.to_rank] for m in run.sent),
         tuple(run.meetings),
         run.stuck(),
     )
+
+
+def group_of(schedule: Schedule, rank: int, instruction: Instruction) -> tuple[int, ...]:
+    """Who meets at a collective: all ranks, or those that hold a copy of one of this rank's stages."""
+    if isinstance(instruction, ExchangeFrozen):
+        return tuple(range(schedule.num_ranks))
+    place = schedule.placement
+    return tuple(sorted({r for s in place.stages_of(rank) for r in place.stage_ranks[s]}))
 
 
 _Key = tuple[str, int, int, int]  # kind, stage, microbatch, rank that reads
@@ -150,7 +130,7 @@ class _Run:
 
     def meet(self, rank: int, instruction: Instruction) -> bool:
         """A collective: the last of the group to come lets all of them pass."""
-        group = self.group_of(rank, instruction)
+        group = group_of(self.schedule, rank, instruction)
         present = self.present[group]
         present.append(rank)
         if len(present) == len(group):
@@ -161,13 +141,6 @@ class _Run:
             self.ready += group
             present.clear()
         return False
-
-    def group_of(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
-        """Who must meet: all ranks, or those that hold a copy of one of this rank's stages."""
-        if isinstance(instruction, ExchangeFrozen):
-            return tuple(range(self.schedule.num_ranks))
-        place = self.schedule.placement
-        return tuple(sorted({r for s in place.stages_of(rank) for r in place.stage_ranks[s]}))
 
     def stuck(self) -> dict[int, Instruction]:
         """The ranks that have not ended, with the instruction at which each stands."""

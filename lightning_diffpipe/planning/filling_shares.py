@@ -70,6 +70,31 @@ def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[in
     return tuple(whole)
 
 
+def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
+    """The shares with which all ranks are done at the same time, if none of them ever waits.
+
+    Args:
+        busy_s: What each rank has to do beside.
+        group_s: Time of a group through all frozen layers.
+        num_groups: Groups to share.
+
+    Example:
+        >>> even_shares([1.0, 3.0], group_s=1.0, num_groups=4)
+        (3, 1)
+    """
+    return shares([max(busy_s) - busy for busy in busy_s], group_s, num_groups)
+
+
+def all_done_s(busy_s: Sequence[float], counts: Sequence[int], group_s: float) -> float:
+    """When all ranks are done if none of them ever waits, each with so many groups.
+
+    Example:
+        >>> all_done_s([1.0, 3.0], (3, 1), group_s=1.0)
+        4.0
+    """
+    return max(busy + count * group_s for busy, count in zip(busy_s, counts, strict=True))
+
+
 def _fill_rank(
     timeline: Timeline,
     rank: int,

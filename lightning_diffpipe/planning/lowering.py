@@ -43,16 +43,26 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
             empty if there is none, or if the programs already contain their `Encode`
             instructions.
     """
-    schedule = prefix_frozen(schedule, frozen_parts)
+    schedule = with_collectives(schedule, frozen_parts)
     edges = messages_of_edge(schedule)
-    reduction = _has_reduction(schedule)
     programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
-        if reduction and ReduceGradients() not in program:
-            program = _reduce_behind_last_stage(program)
         programs.append(tuple(_lower_program(schedule, program, incoming)))
     return replace(schedule, programs=tuple(programs))
+
+
+def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
+    """The same schedule with all that ranks do together, and no messages; arguments as for `lower`."""
+    schedule = prefix_frozen(schedule, frozen_parts)
+    if not _has_reduction(schedule):
+        return schedule
+    reduce = ReduceGradients()
+    programs = tuple(
+        program if reduce in program else _reduce_behind_last_stage(program)
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
 
 
 def prefix_frozen(
@@ -120,5 +130,5 @@ def _has_reduction(schedule: Schedule) -> bool:
 
     Ranks without a microbatch take part: they hold a replica that must stay equal to the others.
     """
-    kinds = {type(instruction) for _, instruction in schedule.staged()}
+    kinds = {type(instruction) for program in schedule.programs for instruction in program}
     return (Backward in kinds or BackwardInput in kinds) and UpdateWeights not in kinds

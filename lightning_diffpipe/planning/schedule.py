@@ -70,6 +70,23 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Flow:
+    """What travels from one stage to another, for every microbatch alike.
+
+    Attributes:
+        kind: What it carries.
+        maker: The stage that makes it.
+        reader: The stage that reads it.
+        lag: Microbatch `m` of the reader needs what the maker made of microbatch `m - lag`.
+    """
+
+    kind: Kind
+    maker: int
+    reader: int
+    lag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Which ranks hold which stage.
 
@@ -205,63 +222,58 @@ class Schedule:
         """Whether messages are sent; where none have to be, lowering twice does no harm."""
         return any(isinstance(i, Send) for program in self.programs for i in program)
 
+    def read_by(self, work: type[Instruction], stage: int) -> Flow | None:
+        """What instructions of this type read from another stage, if anything."""
+        before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
+        if work is Forward and before is not None:
+            return Flow("activation", before, stage)
+        if work is ForwardNoGrad and before is not None:
+            return Flow("no_grad_activation", before, stage)
+        if work in (Backward, BackwardInput) and after is not None:
+            return Flow("gradient", after, stage)
+        fed_back = work is Forward if self.feedback_lag == 0 else work is ForwardNoGrad
+        return self._feedback(stage) if fed_back and before is None else None
+
+    def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
+        """What instructions of this type make for another stage, if anything."""
+        before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
+        if work is Forward and after is not None:
+            return Flow("activation", stage, after)
+        if work is ForwardNoGrad and after is not None:
+            return Flow("no_grad_activation", stage, after)
+        if work in (Backward, BackwardInput) and before is not None:
+            return Flow("gradient", stage, before)
+        is_last = work is ForwardNoGrad and after is None
+        return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None
+
+    def _feedback(self, first_stage: int) -> Flow | None:
+        """What flows from the last stage of a backbone back to its first, if anything does."""
+        if self.feedback_lag is None:
+            return None
+        last = self.placement.backbone_of(first_stage)[-1]
+        return Flow("feedback", last, first_stage, self.feedback_lag)
+
     def input_of(self, instruction: Instruction) -> Message | None:
         """What an instruction reads from another stage, if anything."""
-        place = self.placement
-        match instruction:
-            case Forward(stage, microbatch):
-                before = place.previous_stage(stage)
-                if before is not None:
-                    return self._message("activation", before, stage, microbatch)
-                return self._feedback(stage, microbatch) if self.feedback_lag == 0 else None
-            case ForwardNoGrad(stage, microbatch):
-                before = place.previous_stage(stage)
-                if before is not None:
-                    return self._message("no_grad_activation", before, stage, microbatch)
-                return self._feedback(stage, microbatch) if self.feedback_lag else None
-            case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
-                after = place.next_stage(stage)
-                return self._message("gradient", after, stage, microbatch)
-        return None
+        if not isinstance(instruction, Staged):
+            return None
+        flow = self.read_by(type(instruction), instruction.stage)
+        return None if flow is None else self.message(flow, instruction.microbatch)
 
     def output_of(self, instruction: Instruction) -> Message | None:
         """What an instruction makes for another stage, if anything."""
-        place = self.placement
-        match instruction:
-            case Forward(stage, microbatch):
-                after = place.next_stage(stage)
-                return self._message("activation", stage, after, microbatch)
-            case ForwardNoGrad(stage, microbatch):
-                after = place.next_stage(stage)
-                if after is not None:
-                    return self._message("no_grad_activation", stage, after, microbatch)
-                if self.feedback_lag is None:
-                    return None
-                return self._feedback(place.backbone_of(stage)[0], microbatch + self.feedback_lag)
-            case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
-                before = place.previous_stage(stage)
-                return self._message("gradient", stage, before, microbatch)
-        return None
-
-    def _message(
-        self, kind: Kind, maker: int | None, reader: int | None, microbatch: int
-    ) -> Message | None:
-        """The message between two neighbours; None at the ends of a backbone."""
-        if maker is None or reader is None:
+        if not isinstance(instruction, Staged):
             return None
-        rank_of = self.placement.rank_of
-        return Message(
-            kind, reader, microbatch, rank_of(maker, microbatch), rank_of(reader, microbatch)
-        )
+        flow = self.made_by(type(instruction), instruction.stage)
+        return None if flow is None else self.message(flow, instruction.microbatch + flow.lag)
 
-    def _feedback(self, first_stage: int, microbatch: int) -> Message | None:
-        assert self.feedback_lag is not None
-        made_for = microbatch - self.feedback_lag
+    def message(self, flow: Flow, microbatch: int) -> Message | None:
+        """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""
+        made_for, rank_of = microbatch - flow.lag, self.placement.rank_of
         if made_for < 0 or microbatch >= self.num_microbatches:
             return None
-        rank_of, last = self.placement.rank_of, self.placement.backbone_of(first_stage)[-1]
-        maker = rank_of(last, made_for)
-        return Message("feedback", first_stage, microbatch, maker, rank_of(first_stage, microbatch))
+        maker, reader = rank_of(flow.maker, made_for), rank_of(flow.reader, microbatch)
+        return Message(flow.kind, flow.reader, microbatch, maker, reader)
 
     def staged(self) -> Iterator[tuple[int, Staged]]:
         """All compute instructions of stages with their rank, rank by rank."""

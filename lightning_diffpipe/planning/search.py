@@ -25,6 +25,7 @@ from lightning_diffpipe.planning.evaluation import (
     Evaluator,
     Proposal,
     preference,
+    preference_s,
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
@@ -171,7 +172,18 @@ class Search:
             not self.evaluator.fills,
             shape.stages_per_rank,
             shape.schedule == "zero_bubble",
+            2 if shape.schedule == "1f1b_deep" else 1,
         )
+
+    def least_s(self, bounds: Bounds, cuts: tuple[Cut, ...]) -> float:
+        """What `Evaluator.step_s` gives at least for a cut."""
+        return self._least_s(bounds, bounds.pipeline_s(cuts))
+
+    def _least_s(self, bounds: Bounds, pipeline_s: float) -> float:
+        """... and for all cuts whose pipeline alone takes at least so long."""
+        if not self.evaluator.fills:
+            return pipeline_s
+        return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
@@ -189,10 +201,8 @@ class Search:
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
-            bounds = self.bounds(shape)
             cuts = all_cuts(self.model, self.options, shape)
-            bounded = sorted((bounds.cuts_s(cut), cut) for cut in cuts)
-            self._try_all(shape, (cut for bound, cut in bounded if self._is_better(bound)))
+            self._try_all(shape, self._promising(self.bounds(shape), cuts))
         else:
             self._try_best_bounds(shape)
 
@@ -208,16 +218,41 @@ class Search:
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
         return need <= holders * (limit - model.frozen_bytes)
 
+    def _promising(
+        self, bounds: Bounds, cuts: Iterable[tuple[Cut, ...]]
+    ) -> Iterator[tuple[Cut, ...]]:
+        """Cuts in the order of a bound, without those that cannot be better than the best so far."""
+        for bound_s, cut in sorted((bounds.cuts_s(cut), cut) for cut in cuts):
+            if self._is_better(bound_s) and self._is_better(self.least_s(bounds, cut)):
+                yield cut
+
     def _try_best_bounds(self, shape: Shape) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
-        starts = []
+        starts, bounds = [], self.bounds(shape)
         for bound_s, cuts in sorted(self._starts(shape)):
             if bound_s >= self.best_s * (1 - WORTHWHILE):
                 break
-            starts.append((self._try(Proposal(shape, cuts)), cuts))
+            start = Proposal(shape, cuts)
+            if self._leads_on(bounds, bound_s, start):
+                starts.append((self._try(start), cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
                 self._climb(shape, cuts)
+
+    def _leads_on(self, bounds: Bounds, bound_s: float, start: Proposal) -> bool:
+        """Whether a start, or cuts that it leads to, may be the best; takes less time than simulating it.
+
+        Args:
+            bounds: Those of its shape.
+            bound_s: What the pipeline takes at least, however layers are moved.
+            start: Where to start from.
+        """
+        if not self._is_better(self._least_s(bounds, bound_s)):
+            return False
+        if self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s:
+            return False
+        nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts))
+        return self.evaluator.fits(start) or any(map(self.evaluator.fits, nearby))
 
     def _starts(self, shape: Shape) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
@@ -273,7 +308,7 @@ class Search:
             improved = False
             for moved in _neighbours(cuts):
                 proposal = Proposal(shape, moved)
-                hopeless = bounds.cuts_s(moved) >= max(current_s, self.best_s)
+                hopeless = self.least_s(bounds, moved) >= max(current_s, self.best_s)
                 if hopeless or self.is_over or not self.evaluator.fits(proposal):
                     continue  # Either takes far less time than a simulation.
                 step_s = self._try(proposal)

@@ -26,7 +26,7 @@ from lightning_diffpipe.planning.schedule import Message, Schedule
 from lightning_diffpipe.planning.ticks import TickCosts
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
 
-__all__ = ["Costs", "TickCosts", "makespan", "replay", "simulate"]
+__all__ = ["Costs", "TickCosts", "replay", "simulate"]
 
 
 class Costs(Protocol):
@@ -99,44 +99,14 @@ def replay(execution: Execution, costs: Costs) -> Timeline:
             meeting, group = execution.meetings[index]
             start = max(clock[peer] for peer in group)
             for peer in group:
-                clock[peer] = start + _meeting_s(meeting, peer, costs)
+                clock[peer] = start + meeting_s(meeting, peer, costs)
                 if clock[peer] > start:
                     spans.append(Span(peer, meeting, start, clock[peer]))
     return Timeline(tuple(spans), execution.num_ranks, tuple(transfers))
 
 
-def makespan(execution: Execution, costs: Costs) -> float:
-    """`replay(execution, costs).iteration_s`, many times faster: the inner loop of the search."""
-    clock = [0.0] * execution.num_ranks
-    link_free = [0.0] * (1 + max(execution.edge_of, default=0))
-    arrival = [0.0] * len(execution.messages)
-    work_s = [costs.compute_s(work) for work in execution.works]
-    travel_s: list[float] = []
-    for index, first in enumerate(execution.like):
-        new = first == index
-        travel_s.append(costs.message_s(execution.messages[index]) if new else travel_s[first])
-    edge_of, holds_sender = execution.edge_of, costs.holds_sender
-    for what, rank, index in execution.steps:
-        if what == COMPUTE:
-            clock[rank] += work_s[index]
-        elif what == WAIT:
-            if arrival[index] > clock[rank]:
-                clock[rank] = arrival[index]
-        elif what == SEND:
-            edge = edge_of[index]
-            start = link_free[edge] if link_free[edge] > clock[rank] else clock[rank]
-            link_free[edge] = arrival[index] = start + travel_s[index]
-            if holds_sender:
-                clock[rank] = arrival[index]
-        else:
-            meeting, group = execution.meetings[index]
-            start = max(clock[peer] for peer in group)
-            for peer in group:
-                clock[peer] = start + _meeting_s(meeting, peer, costs)
-    return max(clock)
-
-
-def _meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
+def meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
+    """What a collective takes on one of its ranks, from when all of them are there."""
     return costs.reduce_s(rank) if isinstance(meeting, ReduceGradients) else costs.exchange_s()
 
 

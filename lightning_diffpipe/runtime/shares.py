@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from lightning_diffpipe.planning.filling_shares import shares
+from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares
 
 _WORTHWHILE = 0.5  # of a group's time must be won
 _SLOWER = 1.01  # than the best that was tried
@@ -132,13 +132,9 @@ class GroupShares:
 
 def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...]) -> tuple[int, ...]:
     """Shares with which all ranks would end together, if that wins enough over the current ones."""
-    counts = shares([max(busy_s) - busy for busy in busy_s], group_s, sum(current))
-    won_s = _end_s(busy_s, current, group_s) - _end_s(busy_s, counts, group_s)
+    counts = even_shares(busy_s, group_s, sum(current))
+    won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, counts, group_s)
     return counts if won_s > _WORTHWHILE * group_s else current
-
-
-def _end_s(busy_s: Sequence[float], groups: Sequence[int], group_s: float) -> float:
-    return max(busy + count * group_s for busy, count in zip(busy_s, groups, strict=True))
 
 
 def _rounded(exact: Sequence[float]) -> tuple[int, ...]:

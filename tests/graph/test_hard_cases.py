@@ -1,5 +1,7 @@
 """What models do that a naive split gets wrong: each is exact, or refused with a reason."""
 
+import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +301,26 @@ def test_no_fake_tensor_stays_in_a_cache():
     CachesATable.table = None
     probe(CASES["TableCachedOnTheClass"](), step, rows(), mode="fake")
     assert type(CachesATable.table) in (type(None), Tensor)
+
+
+def test_no_fake_tensor_stays_in_a_log_record(caplog):
+    """History: a record held the error of a step that insists on its batch size, with all its tensors.
+
+    Looking for who held them took half a minute.
+    """
+    made = []
+
+    class Insists(Plain):
+        def training_step(self, x, i):
+            made.append(weakref.ref(x))
+            assert len(x) == 2, "two samples"
+            return self.run(x).pow(2).mean()
+
+    caplog.set_level(logging.INFO, "lightning_diffpipe")
+    graph = probe(Insists(), step, rows(2), mode="fake")
+    assert "layers cannot be cut into samples: two samples" in caplog.text
+    assert graph.layers[0].argument_rows is None
+    assert [ref() for ref in made] == [None] * len(made)
 
 
 def test_autocast_is_bit_equal_on_two_stages():

@@ -4,11 +4,18 @@ import random
 
 import pytest
 
-from lightning_diffpipe.planning.execution import execution_of
-from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.makespan import makespan, outline_of
+from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, makespan, simulate
+from lightning_diffpipe.planning.simulator import TickCosts, simulate
+
+from .profiles import random_case
 
 SIZES = [(S, M) for S in range(1, 7) for M in range(1, 10)]
 
@@ -29,9 +36,33 @@ def test_a_sender_that_moves_its_messages_itself_computes_nothing_meanwhile(link
         costs = TickCosts(activation=link, gradient=link, holds_sender=True)
         held = simulate(gpipe(2, M), costs)
         assert held.iteration_s == pytest.approx(M * (3 + 2 * link) + 3)
-        assert makespan(execution_of(lower(gpipe(2, M))), costs) == held.iteration_s
+        assert makespan(outline_of(gpipe(2, M), [1] * M), costs) == held.iteration_s
         free = simulate(gpipe(2, M), TickCosts(activation=link, gradient=link))
         assert free.iteration_s == pytest.approx(3 * (M + 1) + 2 * link)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
+    """To the last bit, though it writes no messages down and takes equal microbatches for one."""
+    rng = random.Random(seed)
+    profile, cluster, _ = random_case(seed)
+    num_layers, M = len(profile.backbones[0].layers), rng.randint(1, 9)
+    num_stages = rng.randint(1, min(num_layers, 4))
+    if name == INTERLEAVED:
+        num_ranks = rng.choice([r for r in range(1, num_stages + 1) if num_stages % r == 0])
+        placement, M = Placement.round_robin(num_stages, num_ranks), M * num_ranks
+    else:
+        placement = Placement.of_replicas([rng.randint(1, 3) for _ in range(num_stages)])
+    sizes = split_evenly(rng.randint(M, 3 * M), M)
+    parts = encode_parts(sizes, placement.num_ranks) if profile.encoders else ()
+    marks = sorted(rng.sample(range(1, num_layers), num_stages - 1))
+    runs = [LayerRun(0, a, b) for a, b in zip((0, *marks), (*marks, num_layers), strict=True)]
+    links = PipelineLinks(cluster, placement, num_pipelines=rng.randint(1, 2))
+    costs = pipeline_costs(CostModel(profile, cluster), links, runs, sizes, parts)
+    schedule = prefix_frozen(schedule_of(name, placement, M), parts)
+    exact_s = simulate(lower(schedule), costs).iteration_s
+    assert makespan(outline_of(schedule, sizes), costs) == exact_s
 
 
 def test_slow_links_need_a_deep_warmup():

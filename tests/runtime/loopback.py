@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
@@ -31,6 +32,7 @@ from lightning_diffpipe.runtime.executor import run_together
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for, holders_of
+from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.runtime.transport import LoopbackTransport
 
 CPU = torch.device("cpu")
@@ -69,6 +71,25 @@ class Rank:
     trained: dict[str, nn.Parameter]
 
 
+class SharedSteps(PartitionedStepCache):
+    """The cut steps of a rank that takes the graphs of new sizes from ranks that have probed them."""
+
+    def __init__(self, known: dict[str, LayerGraph], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._known = known
+
+    def of(self, microbatch: Any) -> PartitionedStep:
+        key = batch_signature(microbatch)
+        if key in self._known and key not in self._made:
+            self._made[key] = self._partition(self._known[key])
+        return self._made.get(key) or self._probed(key, microbatch)
+
+    def _probed(self, key: str, microbatch: Any) -> PartitionedStep:
+        partitioned = super().of(microbatch)
+        self._known[key] = partitioned.graph
+        return partitioned
+
+
 class Loopback:
     """A pipeline in one process.
 
@@ -85,6 +106,7 @@ class Loopback:
         folded: Make containers inside one stage whole again, as a real run does.
         num_probed: Samples of the probed microbatch.
         fine: The probed graph, if another pipeline of the same module has probed it.
+        shares_probes: One rank probes microbatches of other sizes for all; else each does, as processes do.
     """
 
     def __init__(
@@ -102,6 +124,7 @@ class Loopback:
         folded: bool = True,
         num_probed: int = 2,
         fine: LayerGraph | None = None,
+        shares_probes: bool = False,
     ) -> None:
         small = split(batch, [num_probed])[0]
         self.fine = fine or probe(module, step, small, max_share=max_share)
@@ -114,6 +137,7 @@ class Loopback:
         self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
         self.pieces = cut_for(self.graph, positions, alone=self.placement.num_ranks == 1)
         self.reducer = SumBetweenCopies()
+        self.known: dict[str, LayerGraph] | None = {} if shares_probes else None
         network: dict[Any, Tensor] = {}
         self.ranks = [
             self._rank(module, step, positions, rank, network, seed)
@@ -128,9 +152,8 @@ class Loopback:
         resident = frozenset().union(self.pieces.frozen.parameters, *stages)
         interception = Interception(root).install()
         place_parameters(root, resident, CPU)
-        steps = PartitionedStepCache(
-            root, step, graph, positions, placement, rank, interception, CPU, verify=True
-        )
+        make = PartitionedStepCache if self.known is None else partial(SharedSteps, self.known)
+        steps = make(root, step, graph, positions, placement, rank, interception, CPU, verify=True)
         engine = Engine(
             root,
             step,

@@ -157,7 +157,11 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **options: Any) -> Any:
-    """Trains five steps as pipelines and as one process, and compares everything."""
+    """Trains five steps as pipelines and as one process, and compares everything.
+
+    Every rank of the first pipeline probes microbatches of other sizes for itself, with placeholders for
+    what it does not hold; in the others one rank does it for all.
+    """
     randomise(root)
     initial = {name: value.detach().clone() for name, value in root.named_parameters()}
     graph = probe(root, step, split(batches[0], [2])[0], max_share=max_share)
@@ -166,8 +170,9 @@ def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **opti
         pipelines = []
         for num in stages:
             pipeline = Loopback(
-                root, step, batches[0], num, NUM_MICROBATCHES, seed=SEED, fine=graph, **options
-            )
+                root, step, batches[0], num, NUM_MICROBATCHES, seed=SEED, fine=graph,
+                shares_probes=bool(pipelines), **options,
+            )  # fmt: skip
             stack.callback(pipeline.close)
             pipelines.append(pipeline)
         optimizers = [adam(alone.root.parameters())]

@@ -59,10 +59,15 @@ def _program(placement: Placement, rank: int, num_microbatches: int, depth: int)
 
 
 def warmup_forwards(placement: Placement, stage: int, depth: int = 1) -> int:
-    """Forwards of one replica before its first backward: one for each rank after it, shared.
+    """Forwards of one replica of a stage before its first backward; see `forwards_ahead`."""
+    later_ranks = sum(len(ranks) for ranks in placement.stage_ranks[stage + 1 :])
+    return forwards_ahead(len(placement.stage_ranks[stage]), later_ranks, depth)
+
+
+def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
+    """One forward ahead for each rank after a stage, shared by its replicas.
 
     Without replicas this is `num_stages - stage - 1`; with them PipeDream's
     `(ranks from this stage on - 1) // replicas of this stage`.
     """
-    later_ranks = sum(len(ranks) for ranks in placement.stage_ranks[stage + 1 :])
-    return -(-depth * later_ranks // len(placement.stage_ranks[stage]))
+    return -(-depth * later_ranks // replicas)
