@@ -83,6 +83,16 @@ def ring_bytes(size: AttentionSize, tokens: Sequence[int]) -> int:
     return (len(tokens) - 1) * sum(tokens) * width * size.batch * size.element_bytes
 
 
+def attention_bytes(mode: str, size: AttentionSize, tokens: Sequence[int]) -> int:
+    """Bytes sent by all ranks for one call, by "ulysses" or "ring"."""
+    return {"ulysses": ulysses_bytes, "ring": ring_bytes}[mode](size, tokens)
+
+
+def attention_messages(mode: str, num_ranks: int) -> int:
+    """Messages of all ranks for one call: there and back with Ulysses, once round in a ring."""
+    return (2 if mode == "ulysses" else 1) * num_ranks * (num_ranks - 1)
+
+
 def prediction_bytes(num_bytes: int, num_ranks: int) -> int:
     """Bytes sent by all ranks so that everybody has the prediction of one step."""
     return (num_ranks - 1) * num_bytes

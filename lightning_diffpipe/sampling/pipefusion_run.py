@@ -33,7 +33,7 @@ from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
-from lightning_diffpipe.sampling.sequence_attention import Ulysses
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class PipeFusionRun:
             layout,
             setting.stages.stages[links.rank],
             self._interception,
-            Ulysses(self._sequence, self._share, layout.ghost, self._cache)
+            SEQUENCE_MODES[sampler.sequence_mode](
+                self._sequence, self._share, layout.ghost, self._cache
+            )
             if shared
             else self._cache,
             request.latents.device,

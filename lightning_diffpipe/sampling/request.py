@@ -42,6 +42,8 @@ class Request:
         latents: The initial noise, full, equal on all ranks.
         scale_input: Call `scheduler.scale_model_input` in front of `denoise`.
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
+        branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
+            for guidance in the batch.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Request:
     latents: Tensor
     scale_input: bool = True
     step_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    branches_in_batch: int = 1
 
     @property
     def num_steps(self) -> int:

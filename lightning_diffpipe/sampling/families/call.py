@@ -67,6 +67,7 @@ class Call:
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=dict(self.step_arguments),
+            branches_in_batch=self.expansion * self._copies,
         )
 
     def denoise(
@@ -126,14 +127,18 @@ class Call:
 
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Rows of the latents that belong to samples `start` to `stop`."""
-        copies = family_named(self.family).doubled(self.guidance)
-        per_copy = len(self.latents) // copies
-        return [c * per_copy + i for c in range(copies) for i in range(start, stop)]
+        per_copy = self.num_samples
+        return [c * per_copy + i for c in range(self._copies) for i in range(start, stop)]
 
     @property
     def num_samples(self) -> int:
         """Pictures this request draws."""
-        return len(self.latents) // family_named(self.family).doubled(self.guidance)
+        return len(self.latents) // self._copies
+
+    @property
+    def _copies(self) -> int:
+        """Copies of every sample in the latents themselves."""
+        return family_named(self.family).doubled(self.guidance)
 
     def packed(self) -> Call:
         """The call as it travels: on the host, generators as their states."""
