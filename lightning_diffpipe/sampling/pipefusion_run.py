@@ -124,6 +124,7 @@ class PipeFusionRun:
         # Only the first rank reads latents; the last one steps them.
         seen = latents if self._is_first else self._unread(latents)
         earlier: list[PartRun] = []
+        prediction: Tensor | None = None
         for turn in self._turns():
             if turn.is_first:
                 keep = self.plan.may_be_last_synchronous(turn.step)
@@ -132,10 +133,9 @@ class PipeFusionRun:
             self._take_back(turn, latents)
             t = request.timesteps[turn.step]
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
+                inputs = self._scaler.scale(seen, t, turn.step)
                 run = self._runner.run(
-                    lambda t=t, turn=turn: request.denoise(
-                        self._scaler.scale(seen, t, turn.step), t
-                    ),
+                    lambda t=t, inputs=inputs: request.denoise(inputs, t),
                     self._part(turn),
                     self._receive,
                     self._send,
@@ -144,14 +144,29 @@ class PipeFusionRun:
                 )
                 earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
                 if run.prediction is not None:
-                    self._schedulers.step(latents, run.prediction, t, turn.patch)
+                    prediction = self._guided(run.prediction, inputs, turn)
+                    self._schedulers.step(latents, prediction, t, turn.patch)
                     self._give_back(turn, latents)
             if turn.is_last:
-                self._end_warmup_if_settled(turn, run.prediction)
+                self._end_warmup_if_settled(turn, prediction)
                 self._watch.step_done()
                 if on_step is not None:
                     on_step(turn.step)
         return latents
+
+    def _guided(self, prediction: Tensor, inputs: Tensor, turn: Turn) -> Tensor:
+        """The prediction after guidance: halves of the ranks send each other the rows of a turn only."""
+        request, layout = self._request, self._setting.layout
+        if request.combine is None:
+            return prediction
+        units = self._shares(turn.patch, (0, 1))[1][self._sequence.rank].units
+        with self._watch.waiting():
+            rows = request.guided(
+                layout.take_rows(prediction, units), layout.take_rows(inputs, units)
+            )
+        full = self._unread(request.latents.to(rows.dtype))
+        layout.put_rows(full, units, rows)
+        return full
 
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""

@@ -149,7 +149,7 @@ class SequenceParallel:
                     lambda x=x, t=t: request.denoise(x, t), parts[links.rank], _nothing, _nowhere
                 )
                 assert run.prediction is not None
-                prediction = self._gathered(run.prediction, layout, parts)
+                prediction = self._gathered(request, run.prediction, x, layout, parts)
                 out = scheduler.step(prediction, t, latents, **request.step_kwargs)
                 latents = out.prev_sample if hasattr(out, "prev_sample") else out[0]
             watch.step_done()
@@ -158,13 +158,26 @@ class SequenceParallel:
         links.finish()
         return latents
 
-    def _gathered(self, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
-        """The prediction with the rows of all ranks."""
+    def _gathered(
+        self,
+        request: Request,
+        prediction: Tensor,
+        inputs: Tensor,
+        layout: Layout,
+        parts: list[Part],
+    ) -> Tensor:
+        """The prediction after guidance, with the rows of all ranks."""
         if len(parts) == 1:
-            return prediction
-        rows = [layout.rows(prediction, part.units) for part in parts]
-        mine = rows[self.links.rank].clone(memory_format=torch.contiguous_format)
-        shapes = [TensorShape.of(x) for x in rows]
+            return request.guided(prediction, inputs)
+        units = parts[self.links.rank].units
+        mine = request.guided(
+            layout.take_rows(prediction, units), layout.take_rows(inputs, units)
+        ).contiguous()
+        shapes = []
+        for part in parts:
+            shape = list(mine.shape)
+            shape[layout.axis] = layout.rows(inputs, part.units).shape[layout.axis]
+            shapes.append(TensorShape(tuple(shape), mine.dtype))
         whole = start_all_gather(self.links, mine, shapes, "prediction")()
         return torch.cat(whole, layout.axis)
 

@@ -164,7 +164,7 @@ class _Loop:
         with self._interception.running(self):
             prediction = self._request.denoise(inputs, timestep)
         self._tracks.check_number_of_calls(self._num_calls, self._step.index)
-        return prediction
+        return self._request.guided(prediction, inputs)
 
     def _watch_change(self, prediction: Tensor, before: Tensor | None) -> None:
         """Ends the automatic warm-up on all ranks together."""
