@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.auto import choose, mesh_of
+from lightning_diffpipe.sampling.auto import choose, mesh_of, options_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
@@ -260,6 +260,7 @@ class Predictor:
                 num_patches=choice.num_patches,
                 warmup_steps=choice.warmup_steps,
                 reason=choice.reason,
+                further={**options_of(choice), **options.further},
             )
         mesh = fit_mesh(
             self._world.num_ranks,
