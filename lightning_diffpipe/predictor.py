@@ -104,7 +104,7 @@ class Predictor:
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
                 `"naive"` and `"synchronous"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion; None takes as many as stages.
-            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until predictions hardly change.
+            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change.
             data: Ranks among which the prompts are divided.
             guidance: 2 computes the branches of classifier-free guidance on two halves of the ranks.
             parallel: Pipeline stages, or bands of rows; None takes the ranks that are left.

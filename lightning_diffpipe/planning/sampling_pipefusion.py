@@ -59,8 +59,8 @@ class PipeFusionPlan:
         num_ranks: N.
         num_visits: G, calls of the model in one step.
         warmup_microbatches: n.
-        automatic: W is found while sampling, at least 2: after every synchronous step but the first, the last rank
-            tells the others whether patches may flow from now on. Before that is known, W is S.
+        automatic: W is found while sampling, at least 1: after every synchronous step the last rank tells the
+            others whether patches may flow from now on. Before that is known, W is S.
         ranks_per_stage: q, ranks that share the tokens of every patch. There are q pipelines of N ranks then,
             each of which carries its share of the tokens.
 
@@ -99,7 +99,7 @@ class PipeFusionPlan:
     def may_be_last_synchronous(self, step: int) -> bool:
         """Whether patches may flow in the step after this one, which then reads what this one leaves."""
         if self.automatic and self.num_patches > 1:
-            return 0 < step < min(self.num_synchronous, self.num_steps - 1)
+            return step < min(self.num_synchronous, self.num_steps - 1)
         return step == self.num_synchronous - 1 < self.num_steps - 1
 
     def decides_after(self, turn: Turn) -> bool:
@@ -183,7 +183,7 @@ class PipeFusionPlan:
     def _num_statistics(self) -> int:
         """What the ranks of the last stage tell each other about their shares of a change."""
         pairs = self.ranks_per_stage * (self.ranks_per_stage - 1)
-        return pairs * (self.num_synchronous - 1) if self.automatic else 0
+        return pairs * self.num_decisions
 
     # --- time ---------------------------------------------------------------------------------------
 

@@ -98,12 +98,12 @@ class PipeFusion:
         model: The transformer. Weights of blocks of other ranks are never used and may be placeholders.
         links: Between the ranks; one rank alone if None, which is the emulator of any number of ranks.
         num_patches: M. At least as many as ranks keeps all of them busy.
-        warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until two
-            neighbouring predictions differ by less than `settled`.
+        warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
+            the model is given in the next step differs by less than `settled`.
         split: Blocks in front of which to cut, one fewer than ranks; by measured cost if None.
         text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
-        settled: Relative change of the prediction that ends the automatic warm-up.
+        settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
             there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
             these steps; it cuts nothing where the result has the bits of one process: with one patch, or with

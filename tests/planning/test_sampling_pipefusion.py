@@ -91,8 +91,8 @@ def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
         "latents": 9 * 7,
         "result": (1 + 2) * 7,
         "sequence": 2 * 30 + 8 * 40,
-        "statistics": 2 * 1 * CHANGE_BYTES,
-        "control": 2,
+        "statistics": 2 * 2 * CHANGE_BYTES,
+        "control": 2 * 2,
     }
     sent = plan.messages_sent([1], attention_messages=4)
     turns = 2 + 8 * 2
