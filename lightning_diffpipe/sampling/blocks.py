@@ -8,6 +8,7 @@ per-token residuals. Indices that reach the samples of keys, masks or results on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.tracing import (
     AttentionIntercepted,
     CodeWords,
+    InkOnly,
     can_be_marked,
     lines,
     marked,
@@ -45,6 +47,9 @@ class BlockTracer:
     def __init__(self, block: Block, forward: Forward, flat: list[Any], spec: Any) -> None:
         self._block, self._forward, self._flat, self._spec = block, forward, flat, spec
         self._base = self._reached(flat)
+        self._ink = InkOnly()
+        with self._ink:
+            self._inked_base = self._reached(flat)
 
     def trace(self) -> None:
         """Fills in the block's axes.
@@ -106,7 +111,8 @@ class BlockTracer:
 
     def _runs(self, flat: list[Any]) -> Any:
         try:
-            return self._run(flat, [])
+            with self._ink:  # only shapes are asked for
+                return self._run(flat, [])
         except (RuntimeError, IndexError, ValueError):
             return None
 
@@ -155,9 +161,12 @@ class BlockTracer:
         flat = list(self._flat)
         boolean = flat[leaf].dtype == torch.bool
         flat[leaf] = marked(flat[leaf], axis, mask)
-        found = self._reached(flat)
+        # A flipped boolean changes numbers, which must be real ones then.
+        base = self._base if boolean else self._inked_base
+        with contextlib.nullcontext() if boolean else self._ink:
+            found = self._reached(flat)
         return {
-            target: _changed(found[target], target[2], self._base[target], boolean)
+            target: _changed(found[target], target[2], base[target], boolean)
             for target in targets
             if target in found and can_be_marked(found[target])
         }
