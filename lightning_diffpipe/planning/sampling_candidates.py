@@ -290,7 +290,7 @@ def _pipefusion(
     def stage_s(parts: int, turns: int) -> list[float]:
         """Seconds of every stage for one of so many parts of a step, which takes some turns."""
         computed = max(blocks_s - call_s, 0.0) / per_stage / parts
-        each = glue_s + call_s + computed + trade.seconds(link, turns, parts)
+        each = turns * (glue_s + call_s) + computed + trade.seconds(link, turns, parts)
         return [each] * (stages - 1) + [each + share.exchange_s(link, parts * per_stage)]
 
     timeline = plan.timeline(
