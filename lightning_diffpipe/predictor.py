@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.auto import choose, mesh_of
+from lightning_diffpipe.sampling.auto import choose, mesh_of, options_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
@@ -104,7 +104,7 @@ class Predictor:
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
                 `"naive"` and `"synchronous"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion; None takes as many as stages.
-            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until predictions hardly change.
+            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change.
             data: Ranks among which the prompts are divided.
             guidance: 2 computes the branches of classifier-free guidance on two halves of the ranks.
             parallel: Pipeline stages, or bands of rows; None takes the ranks that are left.
@@ -260,6 +260,7 @@ class Predictor:
                 num_patches=choice.num_patches,
                 warmup_steps=choice.warmup_steps,
                 reason=choice.reason,
+                further={**options_of(choice), **options.further},
             )
         mesh = fit_mesh(
             self._world.num_ranks,

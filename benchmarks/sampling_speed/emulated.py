@@ -26,7 +26,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, table
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_choice import DenoiserProfile, choose_sampling
+from lightning_diffpipe.planning.sampling_candidates import DenoiserProfile
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion

@@ -23,6 +23,9 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.timeline import Span, Timeline
 
+CHANGE_BYTES = 16
+"""Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -56,8 +59,10 @@ class PipeFusionPlan:
         num_ranks: N.
         num_visits: G, calls of the model in one step.
         warmup_microbatches: n.
-        automatic: W is found while sampling, at least 2: after every synchronous step but the first, the last rank
-            tells the others whether patches may flow from now on. Before that is known, W is S.
+        automatic: W is found while sampling, at least 1: after every synchronous step the last rank tells the
+            others whether patches may flow from now on. Before that is known, W is S.
+        ranks_per_stage: q, ranks that share the tokens of every patch. There are q pipelines of N ranks then,
+            each of which carries its share of the tokens.
 
     Example:
         >>> plan = PipeFusionPlan(num_steps=20, warmup_steps=1, num_patches=8, num_ranks=8)
@@ -72,9 +77,12 @@ class PipeFusionPlan:
     num_visits: int = 1
     warmup_microbatches: int = 1
     automatic: bool = False
+    ranks_per_stage: int = 1
 
     def __post_init__(self) -> None:
-        small = min(self.num_steps, self.num_patches, self.num_ranks, self.num_visits)
+        small = min(
+            self.num_steps, self.num_patches, self.num_ranks, self.num_visits, self.ranks_per_stage
+        )
         if small < 1 or self.warmup_steps < 0 or self.warmup_microbatches < 1:
             raise ConfigurationError(
                 "PipeFusion needs at least one step, patch, rank and visit, and no negative number of "
@@ -91,7 +99,7 @@ class PipeFusionPlan:
     def may_be_last_synchronous(self, step: int) -> bool:
         """Whether patches may flow in the step after this one, which then reads what this one leaves."""
         if self.automatic and self.num_patches > 1:
-            return 0 < step < min(self.num_synchronous, self.num_steps - 1)
+            return step < min(self.num_synchronous, self.num_steps - 1)
         return step == self.num_synchronous - 1 < self.num_steps - 1
 
     def decides_after(self, turn: Turn) -> bool:
@@ -122,44 +130,60 @@ class PipeFusionPlan:
 
     # --- bytes and messages, of all ranks together --------------------------------------------------
 
-    def bytes_sent(self, cut_bytes: Sequence[int], latent_bytes: int) -> dict[str, int]:
-        """Payload on the wire by kind, independent of M and W, but for a byte per decision.
+    def bytes_sent(
+        self, cut_bytes: Sequence[int], latent_bytes: int, attention_bytes: tuple[int, int] = (0, 0)
+    ) -> dict[str, int]:
+        """Payload on the wire by kind; but for attention and a byte per decision independent of M, W and q.
 
         Args:
             cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step: `e B p h`
                 with cross-attention, `e B (p + T) h` with text tokens in joint attention, more where
                 long skips cross. All visits together.
             latent_bytes: Of the full latents.
+            attention_bytes: What the ranks of a stage send each other in one synchronous step, and in one of
+                patches, all stages together; where no mask is made from tokens.
         """
-        if self.num_ranks == 1:
-            return {}
-        return {
-            "hidden": self.num_steps * sum(cut_bytes),
-            "latents": (self.num_steps - 1) * latent_bytes,
-            "result": (self.num_ranks - 1) * latent_bytes,
-        } | self._control()
+        n, q = self.num_ranks, self.ranks_per_stage
+        synchronous, patched = self.num_synchronous, self.num_steps - self.num_synchronous
+        sent = {"hidden": self.num_steps * sum(cut_bytes)}
+        if n > 1:
+            sent["latents"] = (self.num_steps - 1) * latent_bytes
+        # The ranks of the last stage put their rows together; each then tells its own pipeline.
+        sent["result"] = (q - 1 + q * (n - 1)) * latent_bytes
+        sent["sequence"] = synchronous * attention_bytes[0] + patched * attention_bytes[1]
+        sent["statistics"] = self._num_statistics * CHANGE_BYTES
+        return {kind: size for kind, size in (sent | self._control()).items() if size}
 
-    def messages_sent(self, messages_per_call: Sequence[int]) -> dict[str, int]:
+    def messages_sent(
+        self, messages_per_call: Sequence[int], attention_messages: int = 0
+    ) -> dict[str, int]:
         """Messages on the wire by kind.
 
         Args:
             messages_per_call: For each cut, messages across it in one turn: G, unless nothing crosses.
+            attention_messages: Of one turn, all stages together.
         """
-        if self.num_ranks == 1:
-            return {}
+        n, q = self.num_ranks, self.ranks_per_stage
         synchronous, patched = self.num_synchronous, self.num_steps - self.num_synchronous
         turns = synchronous * self.warmup_microbatches + patched * self.num_patches
         back = synchronous + patched * self.num_patches
-        return {
-            "hidden": turns * sum(messages_per_call),
-            "latents": back - (self.num_patches if patched else 1),
-            "result": self.num_ranks - 1,
-        } | self._control()
+        sent = {"hidden": q * turns * sum(messages_per_call)}
+        if n > 1:
+            sent["latents"] = q * (back - (self.num_patches if patched else 1))
+        sent["result"] = q * (q - 1) + q * (n - 1)
+        sent["sequence"] = turns * attention_messages
+        sent["statistics"] = self._num_statistics
+        return {kind: count for kind, count in (sent | self._control()).items() if count}
 
     def _control(self) -> dict[str, int]:
         """Messages of one byte."""
-        told = self.num_decisions * (self.num_ranks - 1)
-        return {"control": told} if told else {}
+        return {"control": self.num_decisions * (self.num_ranks - 1) * self.ranks_per_stage}
+
+    @property
+    def _num_statistics(self) -> int:
+        """What the ranks of the last stage tell each other about their shares of a change."""
+        pairs = self.ranks_per_stage * (self.ranks_per_stage - 1)
+        return pairs * self.num_decisions
 
     # --- time ---------------------------------------------------------------------------------------
 

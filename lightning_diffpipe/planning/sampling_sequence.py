@@ -83,6 +83,28 @@ def ring_bytes(size: AttentionSize, tokens: Sequence[int]) -> int:
     return (len(tokens) - 1) * sum(tokens) * width * size.batch * size.element_bytes
 
 
+def attention_bytes(mode: str, size: AttentionSize, tokens: Sequence[int]) -> int:
+    """Bytes sent by all ranks for one call, by "ulysses" or "ring"."""
+    return {"ulysses": ulysses_bytes, "ring": ring_bytes}[mode](size, tokens)
+
+
+def attention_messages(mode: str, num_ranks: int) -> int:
+    """Messages of all ranks for one call: there and back with Ulysses, once round in a ring."""
+    return (2 if mode == "ulysses" else 1) * num_ranks * (num_ranks - 1)
+
+
+def halves_bytes(num_bytes: int, num_steps: int, copies: int = 1) -> int:
+    """Bytes that two halves of the ranks, one for each branch of guidance, send each other in a request.
+
+    Args:
+        num_bytes: Of one whole prediction of one branch.
+        num_steps: Denoising steps.
+        copies: Ranks of a half that need whole predictions: all those of bands, one where each rank steps or
+            collects its own rows only, as in PipeFusion and under sequence parallelism.
+    """
+    return 2 * num_steps * copies * num_bytes
+
+
 def prediction_bytes(num_bytes: int, num_ranks: int) -> int:
     """Bytes sent by all ranks so that everybody has the prediction of one step."""
     return (num_ranks - 1) * num_bytes

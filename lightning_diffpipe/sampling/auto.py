@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_choice import (
+from lightning_diffpipe.planning.sampling_candidates import (
     MIN_STEPS,
     DenoiserProfile,
     SamplingChoice,
-    choose_sampling,
 )
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.mesh import SamplingMesh
@@ -53,8 +54,13 @@ def choose(call: Call, model: Any, link: Link, num_ranks: int) -> SamplingChoice
 
 def mesh_of(choice: SamplingChoice) -> SamplingMesh:
     """The mesh of a choice."""
-    own = {"sequence": "sequence"}.get(choice.method, "parallel")
-    return SamplingMesh(data=choice.data, guidance=choice.guidance, **{own: choice.ranks})
+    return SamplingMesh(**choice.axes)
+
+
+def options_of(choice: SamplingChoice) -> dict[str, Any]:
+    """Options of the method's own."""
+    name = {"sequence": "mode", "pipefusion": "sequence_mode"}.get(choice.method)
+    return {name: choice.sequence_mode} if name and choice.sequence_mode else {}
 
 
 @torch.inference_mode()
@@ -76,8 +82,11 @@ def profile_request(
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0)
     if layout is not None:
         patched.know(request, layout)
+    microbatches = 1
     try:
-        layout, refusal = patched.prepare(request).layout, ""
+        setting = patched.prepare(request)
+        layout, refusal = setting.layout, ""
+        microbatches = setting.plan.warmup_microbatches
     except DiffPipeError as error:
         layout, refusal = None, _short(error)
     glue_s = 0.0 if layout is None else min(_glue_s(request, layout), step_s)
@@ -97,8 +106,28 @@ def profile_request(
         num_attention=counted.num_attention,
         halo_bytes=counted.halo_bytes,
         num_norms=counted.num_norms,
+        num_calls=1 if layout is None else _num_calls(layout),
+        warmup_microbatches=microbatches,
+        num_heads=_fewest(layout, "heads"),
+        num_key_heads=_fewest(layout, "key_heads"),
         refusal=refusal,
     )
+
+
+def _num_calls(layout: Layout) -> int:
+    """Calls of the model in one step, told by its blocks."""
+    return max(Counter(block.name for block in layout.blocks).values())
+
+
+def _fewest(layout: Layout | None, what: str) -> int:
+    """Heads of the self-attention that has fewest; 0 if there is none."""
+    sizes = [
+        size
+        for block in (layout.blocks if layout else ())
+        for tokens, size in zip(block.attention, block.sizes, strict=True)
+        if tokens is not None
+    ]
+    return min((getattr(size, what) for size in sizes), default=0)
 
 
 def _short(error: Exception) -> str:

@@ -8,6 +8,7 @@ per-token residuals. Indices that reach the samples of keys, masks or results on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.tracing import (
     AttentionIntercepted,
     CodeWords,
+    InkOnly,
     can_be_marked,
     lines,
     marked,
@@ -45,6 +47,9 @@ class BlockTracer:
     def __init__(self, block: Block, forward: Forward, flat: list[Any], spec: Any) -> None:
         self._block, self._forward, self._flat, self._spec = block, forward, flat, spec
         self._base = self._reached(flat)
+        self._ink = InkOnly()
+        with self._ink:
+            self._inked_base = self._reached(flat)
 
     def trace(self) -> None:
         """Fills in the block's axes.
@@ -75,6 +80,26 @@ class BlockTracer:
 
     def cuts_samples(self) -> bool:
         """Whether the block can be fed half of the samples."""
+        if self._runs_on_half():
+            return True
+        self._block.input_samples |= self._integers_of_samples()
+        return self._runs_on_half()
+
+    def _integers_of_samples(self) -> dict[int, int]:
+        """Axes as long as there are samples, of arguments that cannot be marked: class numbers, timesteps.
+
+        That they count samples shows in that the block runs on half of the samples with them cut, and only so.
+        """
+        block = self._block
+        sizes = {self._flat[leaf].shape[axis] for leaf, axis in block.input_samples.items()}
+        return {
+            leaf: x.shape.index(min(sizes))
+            for leaf, x in enumerate(self._flat)
+            if isinstance(x, Tensor) and not can_be_marked(x) and len(sizes) == 1
+            if sum(size in sizes for size in x.shape) == 1
+        }
+
+    def _runs_on_half(self) -> bool:
         block = self._block
         part = Part(samples=(0, 2))
         out = self._runs(cut_arguments(block, self._flat, part, ghost=False))
@@ -86,7 +111,8 @@ class BlockTracer:
 
     def _runs(self, flat: list[Any]) -> Any:
         try:
-            return self._run(flat, [])
+            with self._ink:  # only shapes are asked for
+                return self._run(flat, [])
         except (RuntimeError, IndexError, ValueError):
             return None
 
@@ -135,9 +161,12 @@ class BlockTracer:
         flat = list(self._flat)
         boolean = flat[leaf].dtype == torch.bool
         flat[leaf] = marked(flat[leaf], axis, mask)
-        found = self._reached(flat)
+        # A flipped boolean changes numbers, which must be real ones then.
+        base = self._base if boolean else self._inked_base
+        with contextlib.nullcontext() if boolean else self._ink:
+            found = self._reached(flat)
         return {
-            target: _changed(found[target], target[2], self._base[target], boolean)
+            target: _changed(found[target], target[2], base[target], boolean)
             for target in targets
             if target in found and can_be_marked(found[target])
         }

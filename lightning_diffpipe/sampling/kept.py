@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.layout import BETWEEN, Place, shapes_of_call
-from lightning_diffpipe.sampling.tracing import all_to_all
+from lightning_diffpipe.sampling.tracing import InkOnly, all_to_all
 
 Run = Callable[..., Tensor]
 """`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
@@ -53,7 +53,8 @@ def find_kept(
 
     def record(x: Tensor, at: Tensor) -> list[_Call]:
         recorder = _Recorder()
-        with forward_replaced(model, names, recorder.make):
+        # What is not known stays so; equal numbers are looked for in the rest.
+        with InkOnly(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
         return recorder.calls
 

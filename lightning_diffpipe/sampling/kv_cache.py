@@ -66,6 +66,35 @@ class _Buffer:
     written: dict[Part, int] = field(default_factory=dict)  # patch -> step
 
 
+@dataclass
+class KeysInShares:
+    """Keys and values of one attention call that come one share after the other.
+
+    Attributes:
+        kept: Keys and values over all tokens, into which shares are written; None if nobody will read them.
+        mask: Over all keys, if there is one.
+        others: Keys that are there already, of other patches; None in a synchronous step.
+    """
+
+    kept: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    others: Selection | None = None
+
+    def put(self, place: Selection, k: Tensor, v: Tensor) -> None:
+        """Writes a share to its place among all tokens."""
+        for whole, x in zip(self.kept or (), (k, v), strict=False):
+            place.put(whole, whole.ndim - 2, x)
+
+    def of_others(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Keys, values and mask of other patches; None if there are none."""
+        others = self.others
+        if others is None or self.kept is None or not len(others):
+            return None
+        key, value = (others.take(x, x.ndim - 2) for x in self.kept)
+        mask = None if self.mask is None else others.take(self.mask, self.mask.ndim - 1)
+        return key, value, mask
+
+
 class KvCache:
     """Keys and values of one request, for PipeFusion.
 
@@ -114,7 +143,9 @@ class KvCache:
             raise LayoutError(f"{where.block.name} attends causally; patches would see the future")
         if where.part.units is None:
             if self._keep:
-                self._keep_all(where, k, v, attn_mask)
+                key, value = self._kept_samples(where, k, v, attn_mask)
+                key.copy_(k)
+                value.copy_(v)
             return attend(q, k, v, attn_mask=attn_mask, **options)
         buffer, mask = self._write(where, k, v, attn_mask)
         if mask is not None and mask.shape[-2] == where.tokens.size > 1:
@@ -129,18 +160,43 @@ class KvCache:
             mask = mask if mask is None else seen.take(mask, mask.ndim - 1)
         return attend(q, key, value, attn_mask=mask, **options)
 
-    def _keep_all(self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-        """Stores what a synchronous step computed for all tokens of some samples."""
+    def in_shares(
+        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> KeysInShares:
+        """Begins a call of attention whose keys and values come one share after the other.
+
+        Args:
+            where: The call; its part is that of all shares together, and has no ghost.
+            k: Keys of one of the shares; its number of tokens does not matter.
+            v: Values, likewise.
+            mask: Over the keys of the part, or over all keys.
+        """
+        if where.part.units is None:
+            views = self._kept_samples(where, k, v, mask) if self._keep else None
+            return KeysInShares(views, mask)
+        buffer = self._buffer(where, k, v, k.shape)
+        own = where.tokens.owned(where.part, where.block.num_text)
+        mask = self._over_all_keys(where, buffer, own, own, mask)
+        others = self._others(where, buffer)
+        buffer.written[where.part] = self._step
+        if self._verify:
+            self._check(where, buffer)
+        return KeysInShares((buffer.key, buffer.value), mask, others)
+
+    def _kept_samples(
+        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Where to store what a synchronous step computes for all tokens of some samples."""
         _, num_parts = where.part.samples or (0, 1)
         whole = (k.shape[0] * num_parts, *k.shape[1:])
         buffer = self._buffer(where, k, v, whole)
-        samples = where.part.samples_of(buffer.key.shape[0])
-        buffer.key[samples], buffer.value[samples] = k, v
         # Only masks made from tokens will be needed; they have one row for all queries.
-        if mask is not None and mask.shape[-1] == k.shape[-2] and mask.shape[-2] == 1:
+        if mask is not None and mask.shape[-1] == where.tokens.size and mask.shape[-2] == 1:
             per_sample = num_parts > 1 and mask.shape[0] == k.shape[0]
             self._keep_mask(where, buffer, mask, num_parts if per_sample else 1)
         buffer.written = dict.fromkeys(self._patches, self._step)
+        samples = where.part.samples_of(buffer.key.shape[0])
+        return buffer.key[samples], buffer.value[samples]
 
     def _keep_mask(
         self, where: AttentionCall, buffer: _Buffer, mask: Tensor, num_parts: int
@@ -156,30 +212,39 @@ class KvCache:
         self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[_Buffer, Tensor | None]:
         """Writes keys and values of a patch; returns the mask over all keys."""
-        tokens, block = where.tokens, where.block
-        own, fed = tokens.owned(where.part, block.num_text), self._fed(where)
-        made_from_tokens = mask is not None and mask.shape[-1] == len(fed) != tokens.size
-        if made_from_tokens and mask.shape[-2] != 1:
-            raise LayoutError(
-                f"{block.name} makes an attention mask of shape {tuple(mask.shape)} from its tokens; "
-                "patches need one that is the same for all queries"
-            )
+        own, fed = where.tokens.owned(where.part, where.block.num_text), self._fed(where)
         if len(own) < len(fed):  # the ghost's key and value belong to nobody
             mine = self._mine(where, own, fed)
             k, v = mine.take(k, k.ndim - 2), mine.take(v, v.ndim - 2)
-            if made_from_tokens:
-                mask = mine.take(mask, mask.ndim - 1)
         buffer = self._buffer(where, k, v, k.shape)
         own.put(buffer.key, k.ndim - 2, k)
         own.put(buffer.value, v.ndim - 2, v)
         buffer.written[where.part] = self._step
-        if not made_from_tokens:
-            return buffer, mask
+        return buffer, self._over_all_keys(where, buffer, own, fed, mask)
+
+    def _over_all_keys(
+        self,
+        where: AttentionCall,
+        buffer: _Buffer,
+        own: Selection,
+        fed: Selection,
+        mask: Tensor | None,
+    ) -> Tensor | None:
+        """A mask over all keys, of one over the keys of a patch."""
+        if mask is None or not mask.shape[-1] == len(fed) != where.tokens.size:
+            return mask
+        if mask.shape[-2] != 1:
+            raise LayoutError(
+                f"{where.block.name} makes an attention mask of shape {tuple(mask.shape)} from its tokens; "
+                "patches need one that is the same for all queries"
+            )
+        if len(own) < len(fed):
+            mask = self._mine(where, own, fed).take(mask, mask.ndim - 1)
         if buffer.mask is None:
             visible = True if mask.dtype == torch.bool else 0.0
-            buffer.mask = mask.new_full((*mask.shape[:-1], tokens.size), visible)
+            buffer.mask = mask.new_full((*mask.shape[:-1], where.tokens.size), visible)
         own.put(buffer.mask, buffer.mask.ndim - 1, mask)
-        return buffer, buffer.mask
+        return buffer.mask
 
     def _buffer(self, where: AttentionCall, k: Tensor, v: Tensor, shape: Sequence[int]) -> _Buffer:
         place = (where.call, where.number)
@@ -208,6 +273,21 @@ class KvCache:
             num_text = where.block.num_text
             index = [where.tokens.owned(part, num_text).index for part in buffer.written]
             self._visible[key] = Selection(where.tokens.size, torch.cat(index).sort().values)
+        return self._visible[key]
+
+    def _others(self, where: AttentionCall, buffer: _Buffer) -> Selection:
+        """Keys of other patches, those that may be seen."""
+        seen = frozenset(buffer.written) if self._hide_unseen else frozenset(self._patches)
+        key = ("others", where.part, seen, id(where.tokens))
+        if key not in self._visible:
+            num_text = where.block.num_text
+            index = [
+                where.tokens.owned(part, num_text).index for part in seen if part != where.part
+            ]
+            none = torch.zeros(0, dtype=torch.long)
+            self._visible[key] = Selection(
+                where.tokens.size, torch.cat([none, *index]).sort().values
+            )
         return self._visible[key]
 
     def _check(self, where: AttentionCall, buffer: _Buffer) -> None:

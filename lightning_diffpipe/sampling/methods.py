@@ -182,7 +182,6 @@ class Worker:
             return
         names = None
         if self.options.method == "pipefusion" and self.place.links.num_ranks > 1:
-            # Without the other branch of guidance: probing must not wait for it.
             found = self._sampler.prepare(call.request(self._model))
             rank = self.place.links.rank
             names = resident_parameters(self._model, found.layout, found.stages, rank)

@@ -38,7 +38,7 @@ class OneProcess:
             inputs = latents
             if request.scale_input:
                 inputs = scheduler.scale_model_input(latents, timestep)
-            prediction = request.denoise(inputs, timestep)
+            prediction = request.guided(request.denoise(inputs, timestep), inputs)
             stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
             latents = stepped.prev_sample
             now_s = time.perf_counter()

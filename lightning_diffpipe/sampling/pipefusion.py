@@ -18,7 +18,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,13 +26,15 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling_sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.costs import measured_costs
-from lightning_diffpipe.sampling.layout import Layout, Part
+from lightning_diffpipe.sampling.layout import Layout, Part, ranges_of
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
 from lightning_diffpipe.sampling.stages import Stages, balanced_split
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
@@ -55,6 +57,39 @@ class PipeFusionSetting:
     shares: tuple[tuple[Part, ...], ...]
     plan: PipeFusionPlan
 
+    def attention_bytes(self, mode: Mode) -> tuple[int, int]:
+        """What the ranks of a stage trade in one synchronous step and in one of patches, all stages together.
+
+        Args:
+            mode: How they do it.
+        """
+        q, n = self.plan.ranks_per_stage, self.plan.warmup_microbatches
+        # The rows that are a rank's own in patches are its own in synchronous steps.
+        whole = [
+            Part(tuple(s for shares in self.shares for s in ranges_of(shares[k].units)), (k, q))
+            for k in range(q)
+        ]
+        synchronous = sum(self._bytes_of(mode, whole, (k, n)) for k in range(n))
+        return synchronous, sum(self._bytes_of(mode, shares, (0, 1)) for shares in self.shares)
+
+    def _bytes_of(self, mode: Mode, parts: Sequence[Part], samples: tuple[int, int]) -> int:
+        if len(parts) == 1:
+            return 0
+        total = 0
+        for block in self.layout.blocks:
+            for tokens, size in zip(block.attention, block.sizes, strict=True):
+                if tokens is not None:
+                    here = Part(samples=samples).samples_of(size.batch)
+                    fewer = replace(size, batch=here.stop - here.start)
+                    owned = [len(tokens.owned(part, block.num_text)) for part in parts]
+                    total += attention_bytes(mode, fewer, owned)
+        return total
+
+    def attention_messages(self, mode: Mode) -> int:
+        """Messages of one turn inside all stages."""
+        calls = sum(t is not None for block in self.layout.blocks for t in block.attention)
+        return calls * attention_messages(mode, self.plan.ranks_per_stage)
+
 
 class PipeFusion:
     """Samples with blocks split over ranks and patches flowing through them.
@@ -63,17 +98,19 @@ class PipeFusion:
         model: The transformer. Weights of blocks of other ranks are never used and may be placeholders.
         links: Between the ranks; one rank alone if None, which is the emulator of any number of ranks.
         num_patches: M. At least as many as ranks keeps all of them busy.
-        warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until two
-            neighbouring predictions differ by less than `settled`.
+        warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
+            the model is given in the next step differs by less than `settled`.
         split: Blocks in front of which to cut, one fewer than ranks; by measured cost if None.
         text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
-        settled: Relative change of the prediction that ends the automatic warm-up.
+        settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
-            there; 2 suits guidance in the batch. Without effect on models whose samples cannot be told apart.
-        sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch
-            and trade them for heads in attention (Ulysses). Then `links` join the ranks of equal position in
-            their stages.
+            there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
+            these steps; it cuts nothing where the result has the bits of one process: with one patch, or with
+            W >= steps. Without effect on models whose samples cannot be told apart.
+        sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch.
+            Then `links` join the ranks of equal position in their stages.
+        sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, and check the age of all keys.
 
@@ -93,8 +130,9 @@ class PipeFusion:
         text_with: int = 0,
         hide_unseen: bool = True,
         settled: float = 0.1,
-        warmup_microbatches: int = 1,
+        warmup_microbatches: int | None = None,
         sequence_links: Links | None = None,
+        sequence_mode: Mode = "ulysses",
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -108,8 +146,9 @@ class PipeFusion:
             raise ConfigurationError(
                 f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
             )
+        refuse_mode(sequence_mode, "sequence_mode")
         self.model, self.links = model, links or Alone()
-        self.sequence_links = sequence_links or Alone()
+        self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
         self.settled = settled
@@ -134,14 +173,14 @@ class PipeFusion:
         if layout is not None:
             self._told[number] = layout
             self._told.pop(number - MAX_LAYOUTS, None)
-        return self.setting(self._told[number], self.positions, request.num_steps)
+        return self.setting(self._told[number], self.positions, request)
 
     def know(self, request: Request, layout: Layout) -> None:
         """Spares this rank from finding a layout that is known from elsewhere."""
         self._layouts.add(request, layout)
 
     def setting(
-        self, layout: Layout, positions: Sequence[int], num_steps: int
+        self, layout: Layout, positions: Sequence[int], request: Request
     ) -> PipeFusionSetting:
         """The setting of a request whose layout and split are known."""
         stages = Stages.split(layout, positions)
@@ -156,15 +195,25 @@ class PipeFusion:
         )
         automatic = self.warmup_steps == "auto"
         plan = PipeFusionPlan(
-            num_steps,
-            num_steps if automatic else self.warmup_steps,
+            request.num_steps,
+            request.num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
             stages.num_visits,
-            self.warmup_microbatches if layout.cuts_samples else 1,
+            self._microbatches(layout, request),
             automatic,
+            n,
         )
         return PipeFusionSetting(layout, stages, patches, shares, plan)
+
+    def _microbatches(self, layout: Layout, request: Request) -> int:
+        """Shares of a synchronous step; the same for any number of ranks, since they decide about last bits."""
+        if not layout.cuts_samples:
+            return 1
+        if self.warmup_microbatches is not None:
+            return self.warmup_microbatches
+        patches_flow = self.warmup_steps == "auto" or self.warmup_steps < request.num_steps
+        return request.branches_in_batch if patches_flow and self.num_patches > 1 else 1
 
     def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
         return Part(units, text=text if patch == self.text_with else None)
@@ -186,6 +235,7 @@ class PipeFusion:
             finally:
                 watch.stop()
                 self.statistics.num_synchronous = run.plan.num_synchronous
+                self.statistics.plan = run.plan
                 self.statistics.traffic = self.links.traffic.since(before[0]).plus(
                     self.sequence_links.traffic.since(before[1])
                 )
@@ -202,6 +252,7 @@ class PipeFusion:
         layout = self._layouts.layout_for(request)
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, self.sequence_links.num_ranks)
+        SEQUENCE_MODES[self.sequence_mode].refuse(layout, self.sequence_links.num_ranks)
         if self.num_patches > 1:
             refuse_unless_elementwise(request, layout.axis)
         if self.split is not None:

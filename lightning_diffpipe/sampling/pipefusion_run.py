@@ -1,8 +1,8 @@
 """One request of PipeFusion on one rank: the loop over turns, and what it sends and waits for.
 
 With an automatic warm-up, what comes after a synchronous step is not known before its prediction is. The last
-rank compares that with the one before and tells the others; until they know, they post no receive for what may
-be of another shape.
+rank compares what the model will be given next with what it was given, and tells the others; until they know, they
+post no receive for what may be of another shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
-from lightning_diffpipe.sampling.sequence_attention import Ulysses
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PipeFusionRun:
     ) -> None:
         self._links, self._request, self._setting = sampler.links, request, setting
         self._watch, self.plan = watch, setting.plan
-        self._settled, self._before = sampler.settled, None
+        self._settled = sampler.settled
         layout, links = setting.layout, sampler.links
         self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
         self._sequence = sampler.sequence_links
@@ -77,7 +77,9 @@ class PipeFusionRun:
             layout,
             setting.stages.stages[links.rank],
             self._interception,
-            Ulysses(self._sequence, self._share, layout.ghost, self._cache)
+            SEQUENCE_MODES[sampler.sequence_mode](
+                self._sequence, self._share, layout.ghost, self._cache
+            )
             if shared
             else self._cache,
             request.latents.device,
@@ -122,6 +124,7 @@ class PipeFusionRun:
         # Only the first rank reads latents; the last one steps them.
         seen = latents if self._is_first else self._unread(latents)
         earlier: list[PartRun] = []
+        before: Tensor | None = None
         for turn in self._turns():
             if turn.is_first:
                 keep = self.plan.may_be_last_synchronous(turn.step)
@@ -130,10 +133,9 @@ class PipeFusionRun:
             self._take_back(turn, latents)
             t = request.timesteps[turn.step]
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
+                inputs = self._scaler.scale(seen, t, turn.step)
                 run = self._runner.run(
-                    lambda t=t, turn=turn: request.denoise(
-                        self._scaler.scale(seen, t, turn.step), t
-                    ),
+                    lambda t=t, inputs=inputs: request.denoise(inputs, t),
                     self._part(turn),
                     self._receive,
                     self._send,
@@ -142,14 +144,32 @@ class PipeFusionRun:
                 )
                 earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
                 if run.prediction is not None:
-                    self._schedulers.step(latents, run.prediction, t, turn.patch)
+                    prediction = self._guided(run.prediction, inputs, turn)
+                    if self.plan.decides_after(turn):
+                        before = self._given(latents, turn.step)
+                    self._schedulers.step(latents, prediction, t, turn.patch)
                     self._give_back(turn, latents)
             if turn.is_last:
-                self._end_warmup_if_settled(turn, run.prediction)
+                if self.plan.decides_after(turn):
+                    self._end_warmup_if_settled(turn, before, latents)
                 self._watch.step_done()
                 if on_step is not None:
                     on_step(turn.step)
         return latents
+
+    def _guided(self, prediction: Tensor, inputs: Tensor, turn: Turn) -> Tensor:
+        """The prediction after guidance: halves of the ranks send each other the rows of a turn only."""
+        request, layout = self._request, self._setting.layout
+        if request.combine is None:
+            return prediction
+        units = self._shares(turn.patch, (0, 1))[1][self._sequence.rank].units
+        with self._watch.waiting():
+            rows = request.guided(
+                layout.take_rows(prediction, units), layout.take_rows(inputs, units)
+            )
+        full = self._unread(request.latents.to(rows.dtype))
+        layout.put_rows(full, units, rows)
+        return full
 
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""
@@ -178,17 +198,19 @@ class PipeFusionRun:
 
     # --- automatic warm-up ----------------------------------------------------------------------------
 
-    def _end_warmup_if_settled(self, turn: Turn, prediction: Tensor | None) -> None:
-        """Lets patches flow from the next step on, on all ranks, if predictions hardly change any more."""
-        if not self.plan.automatic or turn.patch is not None:
-            return
-        change = math.inf if prediction is None else self._change_to(prediction)
-        if not self.plan.decides_after(turn):
-            return
+    def _end_warmup_if_settled(self, turn: Turn, before: Tensor | None, latents: Tensor) -> None:
+        """Lets patches flow from the next step on, on all ranks, if the model is given nearly the same there.
+
+        Args:
+            turn: The last one of a synchronous step.
+            before: On the last rank, its rows of what the model was given in this step.
+            latents: After this step.
+        """
         links = self._links
         last = links.num_ranks - 1
         if self._is_last:
-            settled = change < self._settled
+            assert before is not None
+            settled = self._change(before, self._given(latents, turn.step + 1)) < self._settled
             for rank in range(last):
                 told = torch.tensor([settled], dtype=torch.uint8, device=links.device)
                 links.send(told, rank, "control")
@@ -198,17 +220,18 @@ class PipeFusionRun:
         if settled:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
-    def _change_to(self, prediction: Tensor) -> float:
-        """Distance from the prediction of the step before, relative to this one; infinite at first."""
-        _, parts = self._shares(None, (0, 1))
-        rows = self._setting.layout.take_rows(prediction, parts[self._sequence.rank].units)
-        before, self._before = self._before, rows
-        if before is None:
-            return math.inf
-        mine = torch.stack([x.double().square().sum() for x in (rows - before, rows)])
-        squares = mine
-        if len(parts) > 1:  # every rank of the stage has rows of its own
-            shapes = [TensorShape.of(mine)] * len(parts)
+    def _given(self, latents: Tensor, step: int) -> Tensor:
+        """What the model is given of this rank's rows in a step."""
+        units = self._shares(None, (0, 1))[1][self._sequence.rank].units
+        rows = self._setting.layout.take_rows(latents, units)
+        return self._scaler.scale(rows, self._request.timesteps[step], step)
+
+    def _change(self, before: Tensor, now: Tensor) -> float:
+        """Distance between what the model is given in two steps, of all rows, relative to the later one."""
+        mine = torch.stack([x.double().square().sum() for x in (now - before, now)])
+        squares, num_ranks = mine, self._sequence.num_ranks
+        if num_ranks > 1:  # every rank of the stage has rows of its own
+            shapes = [TensorShape.of(mine)] * num_ranks
             gathered = start_all_gather(self._sequence, mine, shapes, "statistics")()
             squares = torch.stack(gathered).sum(0)
         changed, size = squares.tolist()

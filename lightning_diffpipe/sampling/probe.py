@@ -12,7 +12,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
 5. runs with all latents marked find modules whose result need not be computed for every patch (`kept.py`); one
    with stubs finds results that code between blocks only passes on (`glue.py`).
 
-That is about `log2(units) + 7` runs of the model. Weights do not matter, so placeholders will do.
+That is about `log2(units) + 7` runs of the model, most of which follow NaN only and multiply nothing. Weights do
+not matter, so placeholders will do.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from lightning_diffpipe.sampling.tracing import (
     AttentionHandler,
     AttentionIntercepted,
     CodeWords,
+    InkOnly,
     lines,
     marked,
     token_local,
@@ -84,6 +86,7 @@ class _Probe:
         self._axis = (default if axis is None else axis) % ndim - ndim
         self._names = _block_candidates(self._model)
         self._by_name = True
+        self._ink = InkOnly()
 
     def run(self) -> Layout:
         num_rows = self._latents.shape[self._axis]
@@ -178,7 +181,8 @@ class _Probe:
             look(name, log)
             return out
 
-        return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
+        with self._ink:
+            return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
 
     def _mixes(self, what: str) -> LayoutError:
         num_rows = self._latents.shape[self._axis]
@@ -243,7 +247,7 @@ class _Probe:
                 fill = _NAN if here == source else 0.0
                 return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
 
-            with touched if source == 0 else contextlib.nullcontext():
+            with self._ink, touched if source == 0 else contextlib.nullcontext():
                 out = self._run(self._latents, self._t, wrap)
             if out.isnan().any():
                 reading.add(len(blocks))

@@ -145,21 +145,16 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
-        planned=_planned(options.mesh, num_steps, spans, patches, warmup_steps or 0),
+        planned=_planned(options.mesh, reports[0].statistics.plan, spans),
     )
 
 
 def _planned(
-    mesh: SamplingMesh,
-    num_steps: int,
-    spans: Sequence[Span],
-    patches: int | None,
-    warmup_steps: int,
+    mesh: SamplingMesh | None, plan: PipeFusionPlan | None, spans: Sequence[Span]
 ) -> Timeline | None:
     """What the formulas make of the median times of a turn, for one pipeline without guidance halves."""
-    if patches is None or mesh.num_ranks != mesh.parallel or not spans:
+    if plan is None or mesh is None or mesh.num_ranks != mesh.parallel or not spans:
         return None
-    plan = PipeFusionPlan(num_steps, warmup_steps, patches, mesh.parallel)
     turns = plan.turns
     busy: dict[tuple[int, int], float] = defaultdict(
         float
@@ -177,7 +172,8 @@ def _planned(
         return statistics.median(times.get((rank, whole)) or [0.0])
 
     ranks = range(plan.num_ranks)
-    return plan.timeline([median(r, True) for r in ranks], [median(r, False) for r in ranks])
+    whole = [plan.warmup_microbatches * median(r, True) for r in ranks]
+    return plan.timeline(whole, [median(r, False) for r in ranks])
 
 
 def _size(num_bytes: int) -> str:

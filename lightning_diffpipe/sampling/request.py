@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
+Combine = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -35,13 +36,18 @@ class Request:
 
     Attributes:
         model: The U-Net or transformer that is made parallel.
-        denoise: `(latents, timestep) -> prediction`, both of the latents' full shape, after guidance. Calls
-            `model` once (guidance in the batch) or twice; all conditions are bound inside.
+        denoise: `(latents, timestep) -> prediction`, both of the latents' full shape, after guidance unless there
+            is `combine`. Calls `model` once (guidance in the batch) or twice; all conditions are bound inside.
         scheduler: A diffusers scheduler whose timesteps are set. It is copied, never changed.
         timesteps: One for each denoising step, as the scheduler wants them.
         latents: The initial noise, full, equal on all ranks.
         scale_input: Call `scheduler.scale_model_input` in front of `denoise`.
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
+        branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
+            for guidance in the batch.
+        combine: `(prediction, latents) -> prediction after guidance`, where `denoise` computes one branch and
+            another rank the other: sends this rank's prediction there. A sampler may give it any rows, the same on
+            both ranks, and calls it equally often on both.
     """
 
     model: nn.Module
@@ -51,6 +57,17 @@ class Request:
     latents: Tensor
     scale_input: bool = True
     step_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    branches_in_batch: int = 1
+    combine: Combine | None = None
+
+    def guided(self, prediction: Tensor, latents: Tensor) -> Tensor:
+        """The prediction after guidance.
+
+        Args:
+            prediction: What `denoise` gave, or some rows of it.
+            latents: What `denoise` was given, the same rows.
+        """
+        return prediction if self.combine is None else self.combine(prediction, latents)
 
     @property
     def num_steps(self) -> int:

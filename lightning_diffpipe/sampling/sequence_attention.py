@@ -5,6 +5,13 @@
 * Ring: keys and values travel round the ranks, and each attends to one rank's at a time. Partial results are
   merged by their normalisers, so any number of heads will do, at the price of more bytes.
 
+Inside a stage of PipeFusion the tokens are those of a patch, and keys and values of other patches are taken from
+a cache. Under Ulysses a rank keeps some heads of all tokens. In a ring every rank keeps all heads of all tokens,
+so that only those of the patch travel, and attends to the others while the first of them are under way:
+
+    rank 0    other patches, own ── rank 1's ──          attends to
+              own ->        <- rank 1's                  sends and receives
+
 Source:
     DeepSpeed Ulysses, Jacobs et al. (2023), https://arxiv.org/abs/2309.14509
     Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
@@ -16,18 +23,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import share
-from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
-from lightning_diffpipe.sampling.layout import Part, Selection
+from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, KvCache
+from lightning_diffpipe.sampling.layout import Layout, Part, Selection
 from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.tracing import Attend
+
+Mode = Literal["ulysses", "ring"]
+
+_RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusion)"
 
 
 class _OverRanks:
@@ -37,7 +48,7 @@ class _OverRanks:
         links: Between the ranks.
         share: Tells, for this rank's part, what all ranks compute together and the part of each.
         ghost: Blocks are fed a ghost token instead of no text.
-        inner: Answers the call for all ranks' tokens together; plain attention if None.
+        inner: Keys and values of other patches; None if all tokens are computed together.
     """
 
     def __init__(
@@ -45,7 +56,7 @@ class _OverRanks:
         links: Links,
         share: Callable[[Part], tuple[Part, Sequence[Part]]],
         ghost: bool,
-        inner: PartAttention | None = None,
+        inner: KvCache | None = None,
     ) -> None:
         self._links, self._share, self._ghost, self._inner = links, share, ghost, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
@@ -73,9 +84,8 @@ class _OverRanks:
             fed_shape = (*q.shape[:-1], v.shape[-1])
             q, k, v = (ghost_of.take(x, x.ndim - 2) for x in (q, k, v))
         mask = self._whole_mask(attn_mask, fed, ghost_of, owned, where)
-        if self._inner is not None:
-            attend = partial(self._inner.attend, replace(where, part=together), attend)
-        out = self._attend(attend, q, k, v, mask, owned, options)
+        where = replace(where, part=together)
+        out = self._attend(where, attend, q, k, v, mask, owned, options)
         if ghost_of is None:
             return out
         with_ghost = out.new_zeros(fed_shape)
@@ -84,6 +94,7 @@ class _OverRanks:
 
     def _attend(
         self,
+        where: AttentionCall,
         attend: Attend,
         q: Tensor,
         k: Tensor,
@@ -135,11 +146,28 @@ def _positions(where: AttentionCall, together: Part, parts: Sequence[Part]) -> l
     return [Selection(len(whole), torch.searchsorted(whole.index, each.index)) for each in owned]
 
 
+def _places(where: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
+    """Positions among the tokens of a part as positions among all tokens."""
+    index = where.tokens.owned(where.part, where.block.num_text).index
+    if index is None:
+        return list(owned)
+    return [Selection(where.tokens.size, index[each.index]) for each in owned]
+
+
 class Ulysses(_OverRanks):
     """All tokens of some heads on each rank."""
 
+    @classmethod
+    def refuse(cls, layout: Layout, num_ranks: int) -> None:
+        """Raises ConfigurationError if the heads of a model cannot be spread over so many ranks."""
+        for block in layout.blocks:
+            for tokens, size in zip(block.attention, block.sizes, strict=True):
+                if tokens is not None:
+                    _refuse_heads(size.heads, size.key_heads, num_ranks)
+
     def _attend(
         self,
+        where: AttentionCall,
         attend: Attend,
         q: Tensor,
         k: Tensor,
@@ -148,9 +176,11 @@ class Ulysses(_OverRanks):
         owned: Sequence[Selection],
         options: dict[str, Any],
     ) -> Tensor:
+        if self._inner is not None:
+            attend = partial(self._inner.attend, where, attend)
         me = self._links.rank
+        _refuse_heads(q.shape[1], k.shape[1], self._links.num_ranks)
         heads, key_heads = self._heads(q.shape[1]), self._heads(k.shape[1])
-        self._refuse_uneven_groups(q.shape[1], k.shape[1])
         mine = [
             x.narrow(1, h[me].start, len(h[me]))
             for x, h in zip((q, k, v), (heads, key_heads, key_heads), strict=True)
@@ -210,26 +240,32 @@ class Ulysses(_OverRanks):
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
-        if total < n:
-            raise ConfigurationError(
-                f"Ulysses spreads {total} heads over {n} ranks; use at most {total} ranks, or mode='ring'"
-            )
         return [share(total, rank, n) for rank in range(n)]
 
-    def _refuse_uneven_groups(self, heads: int, key_heads: int) -> None:
-        n = self._links.num_ranks
-        if heads != key_heads and (heads % n or key_heads % n):
-            raise ConfigurationError(
-                f"Ulysses cannot spread {heads} heads in {key_heads} groups over {n} ranks; use a "
-                f"divisor of {math.gcd(heads, key_heads)}, or mode='ring'"
-            )
+
+def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
+    if min(heads, key_heads) < num_ranks:
+        most = min(heads, key_heads)
+        raise ConfigurationError(
+            f"Ulysses spreads {most} heads over {num_ranks} ranks; use at most {most} ranks, or {_RING}"
+        )
+    if heads != key_heads and (heads % num_ranks or key_heads % num_ranks):
+        raise ConfigurationError(
+            f"Ulysses cannot spread {heads} heads in {key_heads} groups over {num_ranks} ranks; use a "
+            f"divisor of {math.gcd(heads, key_heads)}, or {_RING}"
+        )
 
 
 class Ring(_OverRanks):
     """Keys and values of one rank after the other."""
 
+    @classmethod
+    def refuse(cls, layout: Layout, num_ranks: int) -> None:
+        """Any number of heads will do."""
+
     def _attend(
         self,
+        where: AttentionCall,
         attend: Attend,
         q: Tensor,
         k: Tensor,
@@ -240,8 +276,12 @@ class Ring(_OverRanks):
     ) -> Tensor:
         links, me, n = self._links, self._links.rank, self._links.num_ranks
         scale = options.get("scale") or 1 / math.sqrt(q.shape[-1])
-        if mask is not None and mask.shape[-2] == owned[me].size > 1:
-            mask = owned[me].take(mask, mask.ndim - 2)
+        keys = KeysInShares(None, mask)
+        if self._inner is not None:
+            keys = self._inner.in_shares(where, k, v, mask)
+        places = _places(where, owned)
+        if keys.mask is not None and keys.mask.shape[-2] == where.tokens.size > 1:
+            keys.mask = places[me].take(keys.mask, keys.mask.ndim - 2)
         total: tuple[Tensor, Tensor] | None = None
         for turn in range(n):
             source, following = (me - turn) % n, (me - turn - 1) % n
@@ -252,7 +292,11 @@ class Ring(_OverRanks):
                 ]
                 coming = links.receive(packed_shape(shapes), (me - 1) % n, "sequence")
                 links.send(pack([k, v]), (me + 1) % n, "sequence")
-            part = None if mask is None else owned[source].take(mask, mask.ndim - 1)
+            others = keys.of_others() if turn == 0 else None
+            if others is not None:
+                total = _partial(q, *others, scale)
+            keys.put(places[source], k, v)
+            part = None if keys.mask is None else places[source].take(keys.mask, -1)
             total = _merged(total, _partial(q, k, v, part, scale))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
@@ -287,3 +331,19 @@ def _merged(
     norm = torch.logaddexp(total[1], part[1])
     weigh = [(n - norm).exp().nan_to_num(0.0) for n in (total[1], part[1])]
     return total[0] * weigh[0] + part[0] * weigh[1], norm
+
+
+SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}
+
+
+def refuse_mode(mode: str, option: str) -> None:
+    """Raises ConfigurationError unless there is such a way to share tokens.
+
+    Args:
+        mode: Its name.
+        option: Name of the option, for the message.
+    """
+    if mode not in SEQUENCE_MODES:
+        raise ConfigurationError(
+            f"{option}={mode!r} is unknown; choose one of {sorted(SEQUENCE_MODES)}"
+        )

@@ -19,30 +19,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling_sequence import (
-    prediction_bytes,
-    ring_bytes,
-    ulysses_bytes,
-)
+from lightning_diffpipe.planning.sampling_sequence import attention_bytes, prediction_bytes
 from lightning_diffpipe.sampling.layout import Layout, Part
 from lightning_diffpipe.sampling.layouts import LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links, TensorShape, start_all_gather
 from lightning_diffpipe.sampling.patch import PartRunner, Slices
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.sequence_attention import Ring, Ulysses
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
 from lightning_diffpipe.sampling.stages import Stages
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
-
-Mode = Literal["ulysses", "ring"]
-_MODES = {"ulysses": Ulysses, "ring": Ring}
 
 
 class SequenceParallel:
@@ -65,8 +56,7 @@ class SequenceParallel:
         axis: int | None = None,
         verify: bool = False,
     ) -> None:
-        if mode not in _MODES:
-            raise ConfigurationError(f"mode={mode!r} is unknown; choose one of {sorted(_MODES)}")
+        refuse_mode(mode, "mode")
         self.model, self.links, self.mode, self.verify = model, links or Alone(), mode, verify
         self.statistics = SamplingStatistics()
         self.layout: Layout  # of the last request
@@ -76,13 +66,14 @@ class SequenceParallel:
         """Finds the layout; collective. Rank 0 probes, the others are told.
 
         Raises:
-            ConfigurationError: There are more ranks than rows; on all ranks.
+            ConfigurationError: There are more ranks than rows, or than heads for Ulysses; on all ranks.
             LayoutError: The model cannot be sampled in parts; on all ranks.
         """
 
         def decide() -> Layout:
             layout = self._layouts.layout_for(request)
             layout.split_units(self.links.num_ranks, "the number of ranks")
+            SEQUENCE_MODES[self.mode].refuse(layout, self.links.num_ranks)
             return layout
 
         self.layout = self.links.broadcast_object(decide)
@@ -111,10 +102,11 @@ class SequenceParallel:
         """Payload of a whole request by kind, of all ranks together, where no mask is made from tokens."""
         if self.links.num_ranks == 1:
             return {}
-        formula = ulysses_bytes if self.mode == "ulysses" else ring_bytes
         parts, n = self._parts(layout), self.links.num_ranks
         inside = sum(
-            formula(size, [len(tokens.owned(part, block.num_text)) for part in parts])
+            attention_bytes(
+                self.mode, size, [len(tokens.owned(part, block.num_text)) for part in parts]
+            )
             for block in layout.blocks
             for tokens, size in zip(block.attention, block.sizes, strict=True)
             if tokens is not None
@@ -143,7 +135,7 @@ class SequenceParallel:
             layout,
             Stages.split(layout, ()).stages[0],
             interception,
-            _MODES[self.mode](links, lambda part: (Part(), parts), layout.ghost),
+            SEQUENCE_MODES[self.mode](links, lambda part: (Part(), parts), layout.ghost),
             request.latents.device,
             float("nan") if self.verify else 0.0,
         )
@@ -157,7 +149,7 @@ class SequenceParallel:
                     lambda x=x, t=t: request.denoise(x, t), parts[links.rank], _nothing, _nowhere
                 )
                 assert run.prediction is not None
-                prediction = self._gathered(run.prediction, layout, parts)
+                prediction = self._gathered(request, run.prediction, x, layout, parts)
                 out = scheduler.step(prediction, t, latents, **request.step_kwargs)
                 latents = out.prev_sample if hasattr(out, "prev_sample") else out[0]
             watch.step_done()
@@ -166,13 +158,26 @@ class SequenceParallel:
         links.finish()
         return latents
 
-    def _gathered(self, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
-        """The prediction with the rows of all ranks."""
+    def _gathered(
+        self,
+        request: Request,
+        prediction: Tensor,
+        inputs: Tensor,
+        layout: Layout,
+        parts: list[Part],
+    ) -> Tensor:
+        """The prediction after guidance, with the rows of all ranks."""
         if len(parts) == 1:
-            return prediction
-        rows = [layout.rows(prediction, part.units) for part in parts]
-        mine = rows[self.links.rank].clone(memory_format=torch.contiguous_format)
-        shapes = [TensorShape.of(x) for x in rows]
+            return request.guided(prediction, inputs)
+        units = parts[self.links.rank].units
+        mine = request.guided(
+            layout.take_rows(prediction, units), layout.take_rows(inputs, units)
+        ).contiguous()
+        shapes = []
+        for part in parts:
+            shape = list(mine.shape)
+            shape[layout.axis] = layout.rows(inputs, part.units).shape[layout.axis]
+            shapes.append(TensorShape(tuple(shape), mine.dtype))
         whole = start_all_gather(self.links, mine, shapes, "prediction")()
         return torch.cat(whole, layout.axis)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_diffpipe.planning.instruction import Instruction
+from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span
 
 
@@ -60,6 +61,7 @@ class SamplingStatistics:
             On an accelerator these are the times at which work was handed to it.
         total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
+        plan: What was planned, for PipeFusion.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -67,6 +69,7 @@ class SamplingStatistics:
     spans: list[Span] = field(default_factory=list)
     total_s: float = 0.0
     num_synchronous: int | None = None
+    plan: PipeFusionPlan | None = None
 
 
 class Stopwatch:

@@ -9,6 +9,9 @@ indices shows too many marks and can never be mistaken for a third:
     code word  1100  1010  1001  0110  0101  0011        8 runs read a map of 70 indices
 
 Booleans cannot be NaN; they are flipped and compared with an unmarked run.
+
+Nearly all time of a run goes into the products of linear layers, whose numbers nobody looks at: one NaN in a row
+makes the whole row NaN, whatever the weights are. `InkOnly` therefore multiplies nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Attend = Callable[..., Tensor]
@@ -61,6 +64,56 @@ def answer_attention(
     return handler(attend, query, key, value, **options)
 
 
+class InkOnly(TorchFunctionMode):
+    """Runs linear layers without multiplying: NaN goes where it would go, all other numbers mean nothing.
+
+    Weights that are NaN themselves, and types that are cast on the way, are left to torch.
+
+    Args:
+        exactly: Skip only what is NaN throughout, so that all numbers are those of torch.
+
+    Example:
+        >>> with InkOnly():
+        ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, _NAN]]), torch.ones(3, 2)).isnan().any(1)
+        tensor([False,  True])
+    """
+
+    def __init__(self, exactly: bool = False) -> None:
+        super().__init__()
+        self._exactly = exactly
+        self._finite: dict[int, bool] = {}  # parameters live as long as their model
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Answers linear layers, calls everything else as it is."""
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        plain = input.is_floating_point() and input.dtype == weight.dtype and weight.ndim == 2
+        if not plain or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        reached = input.amax(-1, keepdim=True).isnan()  # in one pass
+        skips = bool(reached.all()) if self._exactly else self._is_finite(weight, bias)
+        if not skips:
+            return F.linear(input, weight, bias)
+        # All features differ, as they would, so that nothing is divided by a difference of zero.
+        numbers = torch.linspace(0.01, 0.02, len(weight), dtype=input.dtype, device=input.device)
+        return torch.where(reached, _NAN, numbers)
+
+    def _is_finite(self, *parameters: Tensor | None) -> bool:
+        for p in (p for p in parameters if p is not None):
+            if id(p) not in self._finite or not isinstance(p, nn.Parameter):
+                # A placeholder is one number for all.
+                one = p.detach().as_strided((), ()) if not any(p.stride()) else p
+                self._finite[id(p)] = bool(one.isfinite().all())
+            if not self._finite[id(p)]:
+                return False
+        return True
+
+
 class CodeWords:
     """Code words of equal weight for `n` indices.
 
@@ -97,6 +150,9 @@ class CodeWords:
 
 def lines(x: Tensor, axis: int, base: Tensor | None = None) -> Tensor:
     """Which indices of `axis` hold a NaN anywhere; for booleans, which differ from `base`."""
+    if x.is_floating_point() and x.numel():
+        others = [a for a in range(x.ndim) if a != axis % x.ndim]
+        return (x.amax(others) if others else x).isnan().cpu()  # in one pass
     changed = x ^ base if x.dtype == torch.bool else x.isnan()
     return changed.movedim(axis, 0).flatten(1).any(1).cpu()
 
@@ -138,8 +194,8 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
     ) -> Tensor:
         log.append((k, attn_mask))
         if strict and q.shape[-2] == k.shape[-2]:
-            reached = k.isnan().any(-1, keepdim=True) | v.isnan().any(-1, keepdim=True)
-            q = q.masked_fill(reached.any(1, keepdim=True), _NAN)
+            reached = (k.amax((1, -1), keepdim=True).isnan(), v.amax((1, -1), keepdim=True).isnan())
+            q = q.masked_fill(reached[0] | reached[1], _NAN)
         return q
 
     return handler

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_choice import (
+from lightning_diffpipe.planning.sampling_candidates import (
     MIN_STEPS,
     DenoiserProfile,
     candidates,
-    choose_sampling,
 )
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
+from lightning_diffpipe.sampling.auto import mesh_of, options_of
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 
 sizes = st.integers(1, 4)
@@ -94,6 +95,72 @@ def test_the_choice_is_what_published_measurements_say(
     assert choose_sampling(profile, link, num_ranks, num_steps).method == expected
 
 
+# As many ranks as blocks would leave over; more heads than ranks, unless said otherwise.
+SHALLOW = replace(LARGE, num_blocks=4, num_heads=24, num_key_heads=24)
+GUIDED = replace(LARGE, branches=2, warmup_microbatches=2)
+UNET = replace(GUIDED, num_blocks=0, halo_bytes=HIDDEN // 8, num_norms=60)
+
+
+@pytest.mark.parametrize(
+    ("profile", "link", "num_ranks", "num_steps", "method", "mesh"),
+    [
+        (LARGE, SLOW, 8, 28, "pipefusion", "parallel=8"),
+        (SHALLOW, Link(5e9, 2e-5), 8, 50, "pipefusion", "parallel=4 x sequence=2"),
+        (GUIDED, SLOW, 8, 28, "pipefusion", "guidance=2 x parallel=4"),
+        (
+            replace(SHALLOW, branches=2),
+            Link(5e9, 2e-5),
+            16,
+            50,
+            "pipefusion",
+            "guidance=2 x parallel=4 x sequence=2",
+        ),
+        (GUIDED, FAST, 8, 28, "sequence", "guidance=2 x sequence=4"),
+        (UNET, Link(20e9, 1e-5), 8, 28, "distrifusion", "guidance=2 x parallel=4"),
+        (UNET, SLOW, 2, 28, "single", "guidance=2"),
+        (replace(GUIDED, num_samples=2), SLOW, 16, 28, "pipefusion", "data=2 x guidance=2 x parallel=4"),
+        # Two halves and two prompts leave nothing to share, and nothing beats that.
+        (replace(GUIDED, num_samples=2), SLOW, 4, 28, "single", "data=2 x guidance=2"),
+    ],
+)  # fmt: skip
+def test_every_combination_wins_somewhere(profile, link, num_ranks, num_steps, method, mesh):
+    chosen = choose_sampling(profile, link, num_ranks, num_steps)
+    assert (chosen.method, chosen.mesh) == (method, mesh), chosen.reason
+    assert str(mesh_of(chosen)) == mesh
+    assert mesh_of(chosen).num_ranks == num_ranks
+    # The others are named with what they would take.
+    assert chosen.reason.startswith(f"{method} is expected to take {chosen.seconds:.3g} s")
+
+
+def test_a_mesh_of_several_axes_is_justified_by_the_next_best():
+    reason = choose_sampling(GUIDED, SLOW, 8, 28).reason
+    assert "on guidance=2 x parallel=4, since other meshes take longer: " in reason
+    assert "parallel=8 " in reason
+
+
+def test_more_ranks_than_heads_attend_in_a_ring():
+    few = replace(LARGE, num_heads=2, num_key_heads=2)
+    chosen = choose_sampling(few, FAST, 8, 4)
+    assert (chosen.method, chosen.ranks) == ("sequence", 8)
+    assert options_of(chosen) == {"mode": "ring"}
+    assert "in a ring, since heads cannot be spread over 8 ranks" in chosen.reason
+    # 24 heads in 8 groups go round on 8 ranks, not on 3.
+    grouped = replace(few, num_heads=24, num_key_heads=8)
+    assert grouped.spreads_heads(8)
+    assert not grouped.spreads_heads(3)
+    shallow = replace(SHALLOW, num_heads=3, num_key_heads=3)
+    found = candidates(shallow, SLOW, 16, 28)
+    inside = {c.sequence: c.sequence_mode for c in found if c.method == "pipefusion"}
+    assert inside == {4: "ring", 8: "ring"}  # 16 ranks on 4 or 2 stages
+
+
+def test_patches_have_a_row_for_every_rank_of_a_stage():
+    low = replace(SHALLOW, num_units=9)
+    for choice in candidates(low, SLOW, 8, 28):
+        if choice.method == "pipefusion":
+            assert choice.num_patches * choice.sequence <= 9
+
+
 def test_the_reason_is_one_line_with_numbers():
     reason = choose_sampling(LARGE, SLOW, 8, 4).reason
     assert reason.startswith("sequence is expected to take ")
@@ -108,7 +175,7 @@ def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)
     found = list(candidates(profile, Link(), num_ranks, num_steps))
     for choice in found:
-        assert choice.data * choice.guidance * choice.ranks <= num_ranks
+        assert mesh_of(choice) in (*fitting_meshes(num_ranks, AXES[choice.method]), SamplingMesh())
         assert choice.seconds >= num_steps / num_ranks * (1 - 1e-9)
         assert math.isfinite(choice.seconds)
     chosen = choose_sampling(profile, Link(), num_ranks, num_steps)

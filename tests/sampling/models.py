@@ -27,6 +27,7 @@ class Tiny(NamedTuple):
     denoise: Callable[[nn.Module], Callable[[Tensor, Tensor], Tensor]]
     latents: Tensor
     axis: int | None = None
+    branches: int = 1  # of guidance, in the batch
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -66,7 +67,7 @@ def pixart(**options):
             )[0]
         )  # fmt: skip
 
-    return Tiny(model, denoise, normal(B, 4, 32, 12))
+    return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
 def pixart_two_calls():
@@ -102,7 +103,7 @@ def dit():
             lambda x, t: m(x, timestep=t.long(), class_labels=labels, return_dict=False)[0]
         )
 
-    return Tiny(model, denoise, normal(B, 4, 16, 16))
+    return Tiny(model, denoise, normal(B, 4, 16, 16), branches=2)
 
 
 def sd3(dual=()):
@@ -122,7 +123,7 @@ def sd3(dual=()):
             )[0]
         )  # fmt: skip
 
-    return Tiny(model, denoise, normal(B, 4, 32, 12))
+    return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
 def flux():
@@ -285,7 +286,7 @@ def request_for(
     scheduler = scheduler or scheduler_for(name, num_steps)
     return Request(
         tiny.model, tiny.denoise(tiny.model), scheduler, scheduler.timesteps, tiny.latents,
-        step_kwargs=step_kwargs,
+        step_kwargs=step_kwargs, branches_in_batch=tiny.branches,
     )  # fmt: skip
 
 

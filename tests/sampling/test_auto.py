@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import diffusers
 
-from lightning_diffpipe.planning.sampling_choice import MIN_STEPS
+from lightning_diffpipe.planning.sampling_candidates import MIN_STEPS
 from lightning_diffpipe.sampling.auto import profile_request
 from tests.sampling.models import B, build, request_for
 
@@ -15,6 +15,7 @@ def test_a_profile_counts_attention_however_it_is_called():
     assert (profile.num_attention, profile.num_blocks) == (5, 5)
     key = B * 2 * (96 + 7) * 16 * 8  # samples, heads, tokens, head size, bytes
     assert (profile.key_value_bytes, profile.sequence_bytes) == (5 * 2 * key, 5 * 4 * key)
+    assert (profile.num_heads, profile.num_key_heads) == (2, 2)
     assert 0 <= profile.call_s <= profile.step_s
     assert profile.refusal == ""
 

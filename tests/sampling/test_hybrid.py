@@ -11,7 +11,7 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from tests.sampling.models import STEPS, build, request_for
+from tests.sampling.models import build, request_for
 
 
 def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
@@ -30,42 +30,79 @@ def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
         return samplers[links.rank].sample(request_for(name, tiny=tiny._replace(model=model)))
 
     results = LoopbackNetwork(num_stages * ranks_per_stage, timeout_s=40).run(rank)
-    traffic = (sampler.statistics.traffic.bytes_sent for sampler in samplers.values())
-    return results, sum(traffic, Counter())
+    return results, [samplers[i] for i in sorted(samplers)]
+
+
+NAMES = ["pixart", "sd3", "flux", "qwen", "pixart, two calls", "lumina2", "wan, frames"]
+FAST = {("pixart", "ring"), ("sd3", "ulysses"), ("sd3", "ring")}
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "mode"),
     [
-        "pixart",
-        "sd3",
-        pytest.param("flux", marks=pytest.mark.slow),
-        pytest.param("qwen", marks=pytest.mark.slow),
-        pytest.param("pixart, two calls", marks=pytest.mark.slow),
-        pytest.param("wan, frames", marks=pytest.mark.slow),
+        pytest.param(name, mode, marks=() if (name, mode) in FAST else pytest.mark.slow)
+        for name in NAMES
+        for mode in ("ulysses", "ring")
+        if (name, mode) != ("lumina2", "ulysses")  # one group of keys is too few for two ranks
     ],
 )
-def test_sharing_a_stage_does_not_change_the_result(name):
+def test_sharing_a_stage_does_not_change_the_result(name, mode):
     tiny = build(name)
     # Each rank of the last stage sees rows of its own, and all must decide alike.
     warmup = {"warmup_steps": "auto", "settled": 10.0} if name == "sd3" else {"warmup_steps": 1}
     options = {"num_patches": 2, "warmup_microbatches": 2, **warmup}
-    alone = PipeFusion(tiny.model, axis=tiny.axis, **options)
-    expected = alone.sample(request_for(name, tiny=tiny))
-    results, sent = sample_hybrid(name, tiny, 2, 2, **options)
+    expected = PipeFusion(tiny.model, axis=tiny.axis, **options).sample(
+        request_for(name, tiny=tiny)
+    )
+    results, samplers = sample_hybrid(name, tiny, 2, 2, sequence_mode=mode, **options)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    if name != "qwen":  # makes a mask from its tokens, which is collected besides
+        assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
+
+
+def assert_traffic_is_as_planned(samplers, request):
+    """Bytes and messages, of all ranks together, as integers."""
+    num_bytes, num_messages = Counter(), Counter()
+    for sampler in samplers:
+        num_bytes += sampler.statistics.traffic.bytes_sent
+        num_messages += sampler.statistics.traffic.messages_sent
+    first = samplers[0]
+    layout = first._layouts.layout_for(request)
+    setting, plan = first.setting(layout, first.positions, request), first.statistics.plan
+    latent_bytes = request.latents.numel() * request.latents.element_size()
+    inside = setting.attention_bytes(first.sequence_mode)
     # What crosses the cut and what returns is spread over two links each, but is not more.
-    layout = alone.prepare(request_for(name, tiny=tiny)).layout
-    half = len(layout.block_names) // 2
-    latent_bytes = expected.numel() * expected.element_size()
-    if name == "pixart":
-        assert half == 2
-        assert sent["hidden"] == STEPS * layout.blocks[1].output_bytes
-    assert sent["latents"] == (STEPS - 1) * latent_bytes
-    assert sent["result"] == (1 + 2) * latent_bytes
+    cut_bytes = setting.stages.cut_bytes(layout)
+    assert dict(num_bytes) == plan.bytes_sent(cut_bytes, latent_bytes, inside)
+    assert dict(num_messages) == plan.messages_sent(
+        setting.stages.messages_per_call(), setting.attention_messages(first.sequence_mode)
+    )
+
+
+@pytest.mark.parametrize("hide_unseen", [True, False])
+def test_a_ring_without_a_synchronous_step(hide_unseen):
+    """Nothing is known of other patches at first. Three ranks, which two heads would not do for."""
+    tiny = build("sd3")
+    options = {"num_patches": 2, "warmup_steps": 0, "hide_unseen": hide_unseen}
+    expected = PipeFusion(tiny.model, **options).sample(request_for("sd3", tiny=tiny))
+    results, _ = sample_hybrid("sd3", tiny, 1, 3, sequence_mode="ring", **options)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_more_ranks_in_a_stage_than_rows_in_a_patch():
     with pytest.raises(ConfigurationError, match="at most 8 patches"):
         sample_hybrid("pixart", build("pixart"), 1, 2, num_patches=16)
+
+
+def test_more_ranks_in_a_stage_than_heads():
+    with pytest.raises(
+        ConfigurationError, match=r"at most 2 ranks, or ring .*sequence_mode='ring'"
+    ):
+        sample_hybrid("pixart", build("pixart"), 1, 3, num_patches=2)
+
+
+def test_an_unknown_way_to_share_tokens():
+    with pytest.raises(ConfigurationError, match="sequence_mode='star' is unknown; choose one of"):
+        PipeFusion(build("pixart").model, sequence_mode="star")

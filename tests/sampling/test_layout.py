@@ -16,8 +16,8 @@ from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.stages import Stages, resident_parameters
-from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords
-from tests.sampling.models import build, request_for, scheduler_for
+from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords, InkOnly
+from tests.sampling.models import MODELS, build, request_for, scheduler_for
 
 
 def layout_of(name, tiny=None):
@@ -118,6 +118,56 @@ def test_a_layout_fits_requests_of_its_shapes():
     assert fits(layout, request)
     request.latents = request.latents[..., :8]
     assert not fits(layout, request)
+
+
+def as_data(layout):
+    """All that a layout says, as text."""
+
+    def axis(tokens):
+        return None if tokens is None else (tokens.axis, tokens.owner.tolist())
+
+    blocks = [
+        (
+            b.name, b.num_text, b.flops, b.input_samples, b.output_samples,
+            {leaf: axis(t) for leaf, t in sorted(b.inputs.items())},
+            {leaf: axis(t) for leaf, t in sorted(b.outputs.items())},
+            [axis(t) for t in b.attention],
+        )
+        for b in layout.blocks
+    ]  # fmt: skip
+    glue = layout.glue
+    local = [(p, c.leaf, axis(c.given), axis(c.made), c.passed) for p, c in glue.local.items()]
+    rest = (layout.readers, layout.ghost, layout.cuts_samples, layout.rows_per_unit)
+    kept = (layout.constants, layout.step_constants, sorted(glue.passed), local, glue.made_for)
+    return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("pixart", "sd3") else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
+def test_ink_alone_finds_what_numbers_would(name, monkeypatch):
+    """Linear layers that multiply nothing carry NaN to the same places."""
+    tiny = build(name)
+    found = as_data(layout_of(name, tiny))
+    monkeypatch.setattr(InkOnly, "_linear", lambda self, *args, **kwargs: F.linear(*args, **kwargs))
+    assert found == as_data(layout_of(name, tiny))
+
+
+def test_ink_goes_where_a_product_takes_it():
+    x, weight = torch.randn(2, 5, 4), torch.randn(3, 4)
+    x[0, 1, 2] = x[1, 4] = float("nan")
+    expected = F.linear(x, weight)
+    with InkOnly():
+        assert torch.equal(F.linear(x, weight).isnan(), expected.isnan())
+        broken = F.linear(x[0, :1], torch.full((3, 4), float("nan")))
+    assert broken.isnan().all()
+    with InkOnly(exactly=True):
+        torch.testing.assert_close(F.linear(x, weight), expected, rtol=0, atol=0, equal_nan=True)
+        assert F.linear(x[1, 4:], weight).isnan().all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 70, 71, 300])

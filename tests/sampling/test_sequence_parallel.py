@@ -59,7 +59,9 @@ def test_any_scheduler_will_do():
 
 
 def test_more_ranks_than_heads():
-    with pytest.raises(ConfigurationError, match="at most 2 ranks, or mode='ring'"):
+    with pytest.raises(
+        ConfigurationError, match=r"at most 2 ranks, or ring attention .mode='ring'"
+    ):
         sample_together("pixart", build("pixart"), 3, SequenceParallel)
 
 

@@ -48,11 +48,11 @@ class DistriFusion:
         model: The U-Net or transformer, with all weights on every rank.
         links: To the other ranks.
         mode: "displaced", "synchronous" or "naive".
-        warmup_steps: Synchronous steps at the start, or "auto": until two neighbouring predictions differ by
-            less than `settled`.
+        warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
+            less than `settled` from the step before.
         group_norm: What displaced steps make of other bands' statistics; see `moments.py`.
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
-        settled: Relative change of the prediction that ends the automatic warm-up.
+        settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.
 
     Example:
@@ -133,17 +133,17 @@ class _Loop:
         before: Tensor | None = None
         self._sampler.num_synchronous = 0
         for index, timestep in enumerate(request.timesteps):
+            inputs = latents
+            if request.scale_input and hasattr(scheduler, "scale_model_input"):
+                inputs = scheduler.scale_model_input(latents, timestep)
+            self._watch_change(inputs, before)
+            before = inputs
             self._step = self._kind_of(index)
             self._sampler.num_synchronous += self._step.synchronous
             with self._stopwatch.working(ForwardNoGrad(rank, index)):
-                inputs = latents
-                if request.scale_input and hasattr(scheduler, "scale_model_input"):
-                    inputs = scheduler.scale_model_input(latents, timestep)
                 prediction = self._denoise(inputs, timestep)
                 stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
                 latents = stepped.prev_sample
-            self._watch_change(prediction, before)
-            before = prediction
             self._stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
@@ -164,16 +164,16 @@ class _Loop:
         with self._interception.running(self):
             prediction = self._request.denoise(inputs, timestep)
         self._tracks.check_number_of_calls(self._num_calls, self._step.index)
-        return prediction
+        return self._request.guided(prediction, inputs)
 
-    def _watch_change(self, prediction: Tensor, before: Tensor | None) -> None:
+    def _watch_change(self, inputs: Tensor, before: Tensor | None) -> None:
         """Ends the automatic warm-up on all ranks together."""
         sampler = self._sampler
         if sampler.warmup_steps != "auto" or self._settled or before is None:
             return
 
         def is_settled() -> bool:
-            change = (prediction - before).norm() / prediction.norm().clamp_min(1e-30)
+            change = (inputs - before).norm() / inputs.norm().clamp_min(1e-30)
             return float(change) < sampler.settled
 
         self._settled = self._links.broadcast_object(is_settled)

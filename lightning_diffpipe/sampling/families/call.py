@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.family import Family, family_named
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import Combine, Denoise, Request
 
 
 @dataclass
@@ -61,18 +61,18 @@ class Call:
         """
         return Request(
             model=model,
-            denoise=self.denoise(model, exchange),
+            denoise=self.denoise(model),
             scheduler=copy.deepcopy(self.scheduler),  # schedulers count their steps
             timesteps=self.scheduler.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=dict(self.step_arguments),
+            branches_in_batch=self.expansion * self._copies,
+            combine=None if exchange is None else self._combine(exchange),
         )
 
-    def denoise(
-        self, model: nn.Module, exchange: Exchange | None = None
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """The prediction after guidance, as a function of (scaled latents, timestep)."""
+    def denoise(self, model: nn.Module) -> Denoise:
+        """The prediction as a function of (scaled latents, timestep): after guidance, or of one branch of it."""
         family, guidance = family_named(self.family), dict(self.guidance)
 
         def denoise(latents: Tensor, timestep: Tensor) -> Tensor:
@@ -84,12 +84,21 @@ class Call:
                     "timestep": family.timestep(timestep, inputs),
                 }
                 outputs.append(model(**given, **arguments)[0])
-            if exchange is not None:
-                pair = exchange(outputs[0])
-                outputs = [torch.cat(pair)] if self.divided == "batch" else list(pair)
+            if self.divided is not None:
+                return family.needed(outputs[0], latents)
             return family.guide(outputs, latents, guidance)
 
         return denoise
+
+    def _combine(self, exchange: Exchange) -> Combine:
+        family, guidance = family_named(self.family), dict(self.guidance)
+
+        def combine(prediction: Tensor, latents: Tensor) -> Tensor:
+            pair = exchange(prediction)
+            outputs = [torch.cat(pair)] if self.divided == "batch" else list(pair)
+            return family.guide(outputs, latents, guidance)
+
+        return combine
 
     @property
     def branches(self) -> int:
@@ -126,14 +135,18 @@ class Call:
 
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Rows of the latents that belong to samples `start` to `stop`."""
-        copies = family_named(self.family).doubled(self.guidance)
-        per_copy = len(self.latents) // copies
-        return [c * per_copy + i for c in range(copies) for i in range(start, stop)]
+        per_copy = self.num_samples
+        return [c * per_copy + i for c in range(self._copies) for i in range(start, stop)]
 
     @property
     def num_samples(self) -> int:
         """Pictures this request draws."""
-        return len(self.latents) // family_named(self.family).doubled(self.guidance)
+        return len(self.latents) // self._copies
+
+    @property
+    def _copies(self) -> int:
+        """Copies of every sample in the latents themselves."""
+        return family_named(self.family).doubled(self.guidance)
 
     def packed(self) -> Call:
         """The call as it travels: on the host, generators as their states."""

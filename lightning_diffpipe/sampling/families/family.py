@@ -50,6 +50,8 @@ class Family:
         pipelines: `_class_name` in `model_index.json` of the pipelines of this kind.
         denoiser: Part that is made parallel, `"unet"` or `"transformer"`.
         guide: (outputs of the denoiser, latents, guidance) -> prediction for the scheduler.
+        needed: (output of the denoiser, latents) -> what `guide` looks at, in the same place; all that halves of
+            guidance send each other.
         latents_name: Argument of the denoiser that takes the latents.
         timestep: (timestep, inputs) -> argument `timestep`.
         latents: (inputs, guidance) -> argument `latents_name`.
@@ -68,6 +70,7 @@ class Family:
     doubled: Callable[[Guidance], int] = _once
     shared: frozenset[str] = frozenset()
     option: str = "prompt"
+    needed: Callable[[Tensor, Tensor], Tensor] = lambda output, latents: output
 
 
 # ------------------------------------------------------------------------------- the formulas
@@ -98,6 +101,10 @@ def _rescaled(guided: Tensor, conditional: Tensor, share: float) -> Tensor:
 def _without_variance(prediction: Tensor, latents: Tensor) -> Tensor:
     learned = prediction.shape[1] // 2 == latents.shape[1]
     return prediction.chunk(2, dim=1)[0] if learned else prediction
+
+
+def _channels_of_latents(output: Tensor, latents: Tensor) -> Tensor:
+    return output[:, : latents.shape[1]]
 
 
 def _pixart(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
@@ -133,7 +140,7 @@ def _flux(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
 
 def _latent_diffusion(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
     (output,) = outputs
-    prediction = output[:, : latents.shape[1]].float()
+    prediction = _channels_of_latents(output, latents).float()
     return classifier_free([prediction], latents, guidance)
 
 
@@ -189,6 +196,7 @@ register(
         ("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
         "transformer",
         _pixart,
+        needed=_without_variance,
     )
 )
 register(Family("sd3", ("StableDiffusion3Pipeline",), "transformer", classifier_free))
@@ -222,5 +230,6 @@ for _name, _latents in (("unet", "sample"), ("transformer", "hidden_states")):
             _name,
             _latent_diffusion,
             latents_name=_latents,
+            needed=_channels_of_latents,
         )
     )

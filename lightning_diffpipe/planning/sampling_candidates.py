@@ -1,0 +1,305 @@
+"""How long every method takes to sample on every mesh of the ranks, on paper.
+
+Seconds of a step, for one rank's share f of the work (samples, branches of guidance) and n ranks beside it:
+
+    one rank       f t
+    sequence       g + f b / n + trade                 all waited for, exact
+    pipefusion     M patches of g + (c + f b / M q) / n + trade / M n, at least a round trip
+                                                       after W synchronous steps
+    distrifusion   max(1.1 f t / n, transport)         after W synchronous steps
+
+t is the time of a step, b of the blocks in it, g of the code between them, c of what a call of a block costs
+however few tokens it gets. In PipeFusion q ranks share the tokens of each of n stages; q ranks that share tokens
+trade, per rank and step, for keys and values of k bytes and for l calls of attention,
+
+    Ulysses        2 k (q - 1) / q^2 / bandwidth  +  2 l (q - 1) latency         as many heads as ranks
+    ring             k (q - 1) / q   / bandwidth  +    l (q - 1) latency
+
+Halves of guidance exchange the rows that a rank owns, at the end of its part of a step.
+
+Source:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430, section 4 and table 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+
+MIN_STEPS = 8
+"""With fewer denoising steps, only exact methods are considered."""
+
+_BAND = 1.1
+"""What a band costs beyond its share: every function passes a hook that looks for convolutions and norms.
+From 1.1 to 1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
+
+
+@dataclass(frozen=True)
+class DenoiserProfile:
+    """One denoising step on one rank, measured.
+
+    Attributes:
+        step_s: Seconds of a step, for all samples and all branches of guidance.
+        glue_s: Seconds of what is not in blocks; runs on every rank, for every patch.
+        call_s: Seconds of all blocks that do not shrink with a patch: handing operators to the device, reading
+            weights. Stages share them, patches and ranks of a stage do not.
+        num_samples: Samples in the request.
+        branches: Branches of guidance that can be divided: 1 or 2.
+        num_blocks: Blocks that can be spread over ranks; 0 if the model cannot be sampled in patches.
+        num_units: Smallest slices of rows.
+        cut_bytes: What crosses a cut between two blocks in a step.
+        latent_bytes: Of the latents.
+        key_value_bytes: Keys and values of all self-attention calls of a step.
+        sequence_bytes: Queries, keys, values and results of all self-attention calls of a step.
+        num_attention: Self-attention calls of a step.
+        halo_bytes: Rows at one border, of all convolutions of a step.
+        num_norms: Normalisations over rows in a step.
+        num_calls: Calls of the model in a step: 2 for guidance by two calls.
+        warmup_microbatches: Shares into which PipeFusion cuts a synchronous step.
+        num_heads: Of queries, the fewest there are; 0 if that does not matter.
+        num_key_heads: Of keys and values, the fewest.
+        refusal: Why patches cannot flow through it, if they cannot.
+    """
+
+    step_s: float
+    glue_s: float
+    num_samples: int
+    branches: int
+    num_blocks: int
+    num_units: int
+    cut_bytes: int
+    latent_bytes: int
+    key_value_bytes: int
+    sequence_bytes: int
+    num_attention: int
+    halo_bytes: int = 0
+    num_norms: int = 0
+    call_s: float = 0.0
+    num_calls: int = 1
+    warmup_microbatches: int = 1
+    num_heads: int = 0
+    num_key_heads: int = 0
+    refusal: str = ""
+
+    def spreads_heads(self, num_ranks: int) -> bool:
+        """Whether Ulysses works on so many ranks."""
+        heads, key_heads = self.num_heads, self.num_key_heads or self.num_heads
+        if not heads:
+            return True
+        even = heads == key_heads or not (heads % num_ranks or key_heads % num_ranks)
+        return num_ranks <= min(heads, key_heads) and even
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """One way to sample.
+
+    Attributes:
+        method: Name, as in `Predictor.from_pretrained`.
+        seconds: Expected time of the denoising loop.
+        data: Size of the data axis; then of the guidance axis, and of the method's own.
+        guidance: See `data`.
+        ranks: See `data`.
+        num_patches: Of PipeFusion.
+        warmup_steps: Of approximate methods.
+        sequence: Ranks that share the tokens of a stage of PipeFusion.
+        sequence_mode: How ranks that share tokens attend, "ulysses" or "ring"; empty if none do.
+        reason: One line; empty for candidates.
+    """
+
+    method: str
+    seconds: float
+    data: int
+    guidance: int
+    ranks: int
+    num_patches: int | None = None
+    warmup_steps: int | None = None
+    sequence: int = 1
+    sequence_mode: str = ""
+    reason: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives the pictures of one process, to rounding."""
+        return self.method in ("single", "sequence", "synchronous")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of all axes of the mesh."""
+        own = {"sequence": self.ranks} if self.method == "sequence" else {"parallel": self.ranks}
+        return {
+            "data": self.data,
+            "guidance": self.guidance,
+            "parallel": 1,
+            "sequence": self.sequence,
+        } | own
+
+    @property
+    def mesh(self) -> str:
+        """The axes that have several ranks, as text."""
+        used = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
+        return " x ".join(used) or "one rank"
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the ranks beside each other have to do.
+
+    Attributes:
+        of_work: Share of all samples and branches.
+        prediction_bytes: Of one prediction of one branch, for their samples.
+        halves: Whether guidance is divided, so that predictions are exchanged.
+    """
+
+    of_work: float
+    prediction_bytes: float
+    halves: bool
+
+    def exchange_s(self, link: Link, parts: int) -> float:
+        """Seconds to exchange one of so many parts of a prediction with the other half."""
+        return link.seconds(self.prediction_bytes / parts) if self.halves else 0.0
+
+
+def candidates(
+    profile: DenoiserProfile, link: Link, num_ranks: int, num_steps: int
+) -> Iterator[SamplingChoice]:
+    """Every way to sample, with its expected time. See `choose_sampling`."""
+    for data in range(1, num_ranks + 1):
+        if num_ranks % data or data > max(profile.num_samples, 1):
+            continue
+        for guidance in (1, 2):
+            if (num_ranks // data) % guidance or guidance > profile.branches:
+                continue
+            of_samples = -(-profile.num_samples // data) / profile.num_samples
+            share = _Share(of_samples / guidance, of_samples * profile.latent_bytes, guidance == 2)
+            for choice in _of_mesh(profile, link, num_steps, share, num_ranks // data // guidance):
+                yield replace(choice, data=data, guidance=guidance)
+    yield SamplingChoice("single", num_steps * profile.step_s, 1, 1, 1)
+
+
+def _of_mesh(
+    profile: DenoiserProfile, link: Link, num_steps: int, share: _Share, ranks: int
+) -> Iterator[SamplingChoice]:
+    """Every method on the ranks that share one branch of some samples."""
+    if ranks == 1:
+        step_s = share.of_work * profile.step_s + share.exchange_s(link, 1)
+        yield SamplingChoice("single", num_steps * step_s, 1, 1, 1)
+        return
+    can_share = bool(profile.num_blocks and profile.num_attention)
+    if can_share and ranks <= profile.num_units:
+        trade = _Trade.among(profile, share.of_work, ranks)
+        blocks_s = share.of_work * (profile.step_s - profile.glue_s)
+        step_s = share.of_work * profile.glue_s + blocks_s / ranks + trade.seconds(link)
+        step_s += share.exchange_s(link, ranks)
+        yield SamplingChoice("sequence", num_steps * step_s, 1, 1, ranks, sequence_mode=trade.mode)
+    if ranks <= profile.num_units:
+        yield from _bands(profile, link, num_steps, share, ranks)
+    if num_steps < MIN_STEPS:
+        return
+    for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
+        per_stage = ranks // stages
+        if stages > profile.num_blocks or (per_stage > 1 and not can_share):
+            continue
+        for patches in _patches(stages, profile.num_units // per_stage):
+            yield _pipefusion(profile, link, num_steps, share, stages, per_stage, patches)
+
+
+@dataclass(frozen=True)
+class _Trade:
+    """What a rank sends in one step to those it shares tokens with.
+
+    Attributes:
+        mode: How they attend.
+        num_bytes: Of all calls of attention.
+        num_messages: Of all calls of attention; each turn sends as many.
+    """
+
+    mode: str
+    num_bytes: float
+    num_messages: float
+
+    @classmethod
+    def among(cls, profile: DenoiserProfile, of_work: float, ranks: int, stages: int = 1) -> _Trade:
+        """Among some ranks that hold one of some stages; nothing if there is one rank."""
+        peers, calls = ranks - 1, profile.num_attention / stages
+        if not peers:
+            return cls("", 0.0, 0.0)
+        if profile.spreads_heads(ranks):
+            sent = of_work * profile.sequence_bytes * peers / ranks**2
+            return cls("ulysses", sent / stages, 2 * calls * peers)
+        sent = of_work * profile.key_value_bytes * peers / ranks
+        return cls("ring", sent / stages, calls * peers)
+
+    def seconds(self, link: Link, turns: int = 1, parts: int = 1) -> float:
+        """Of some turns, which together compute one of so many parts of a step."""
+        sent_s = self.num_bytes / parts / link.bandwidth_bytes_per_s
+        return sent_s + turns * self.num_messages * link.latency_s
+
+
+def _bands(
+    profile: DenoiserProfile, link: Link, num_steps: int, share: _Share, ranks: int
+) -> Iterator[SamplingChoice]:
+    """Bands of rows, waited for or one step old."""
+    peers = (ranks - 1) / ranks
+    sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
+    latency_s = (profile.num_attention + profile.num_norms) * (ranks - 1) * link.latency_s
+    transport_s = sent / link.bandwidth_bytes_per_s + latency_s
+    # Whole predictions: of the other bands first, then of the other branch of guidance.
+    gather_s = link.seconds(share.prediction_bytes * peers) + share.exchange_s(link, 1)
+    compute_s = _BAND * share.of_work * profile.step_s / ranks
+    synchronous_s = compute_s + transport_s + gather_s
+    yield SamplingChoice("synchronous", num_steps * synchronous_s, 1, 1, ranks)
+    if num_steps >= MIN_STEPS:
+        warmup = 4 if num_steps < 30 else 1
+        displaced_s = max(compute_s, transport_s) + gather_s
+        seconds = warmup * synchronous_s + (num_steps - warmup) * displaced_s
+        yield SamplingChoice("distrifusion", seconds, 1, 1, ranks, None, warmup)
+
+
+def _patches(stages: int, most: int) -> list[int]:
+    """Numbers of patches worth a thought; each patch has a row for every rank of a stage."""
+    wished = {stages, stages + 1, 2 * stages, 4 * stages}
+    return sorted({min(count, most) for count in wished if most})
+
+
+def _pipefusion(
+    profile: DenoiserProfile,
+    link: Link,
+    num_steps: int,
+    share: _Share,
+    stages: int,
+    per_stage: int,
+    patches: int,
+) -> SamplingChoice:
+    plan = PipeFusionPlan(
+        num_steps,
+        1,
+        patches,
+        stages,
+        num_visits=1 if share.halves else profile.num_calls,
+        warmup_microbatches=1 if share.halves else profile.warmup_microbatches,
+        ranks_per_stage=per_stage,
+    )
+    trade = _Trade.among(profile, share.of_work, per_stage, stages)
+    glue_s, call_s = share.of_work * profile.glue_s, profile.call_s / stages
+    blocks_s = share.of_work * (profile.step_s - profile.glue_s) / stages
+
+    def stage_s(parts: int, turns: int) -> list[float]:
+        """Seconds of every stage for one of so many parts of a step, which takes some turns."""
+        computed = max(blocks_s - call_s, 0.0) / per_stage / parts
+        each = turns * (glue_s + call_s) + computed + trade.seconds(link, turns, parts)
+        return [each] * (stages - 1) + [each + share.exchange_s(link, parts * per_stage)]
+
+    timeline = plan.timeline(
+        stage_s(1, plan.warmup_microbatches),
+        stage_s(patches, 1),
+        link=link,
+        cut_bytes=[round(share.of_work * profile.cut_bytes / per_stage)] * (stages - 1),
+        latent_bytes=round(share.prediction_bytes / per_stage),
+    )
+    return SamplingChoice(
+        "pipefusion", timeline.iteration_s, 1, 1, stages, patches, 1, per_stage, trade.mode
+    )

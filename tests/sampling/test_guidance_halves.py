@@ -1,0 +1,109 @@
+"""Two halves of the ranks, one for each branch of guidance: the same result, and no row is sent twice."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+from lightning_diffpipe.planning.sampling_sequence import halves_bytes
+from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.links import TensorShape, start_all_gather
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
+from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from tests.sampling.models import STEPS, B, build, normal, scheduler_for
+
+
+def pixart_call():
+    """Its model predicts a variance, too, which nobody needs."""
+    arguments = {
+        "encoder_hidden_states": normal(2 * B, 7, 8, seed=2),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "return_dict": False,
+    }
+    tiny = build("pixart")
+    call = Call(
+        "pixart", [arguments], tiny.latents, scheduler_for("pixart"), {"scale": 3.0}, 2, torch.float64
+    )  # fmt: skip
+    return tiny.model, call
+
+
+def sample_in_halves(model, call, num_ranks, make, per_rank=1):
+    """Rank `branch * num_ranks + position`; `make(model, links, inside)` makes the sampler of a position."""
+    stages = num_ranks // per_rank
+    pipelines = [[LoopbackNetwork(stages) for _ in range(per_rank)] for _ in range(2)]
+    inside = [[LoopbackNetwork(per_rank) for _ in range(stages)] for _ in range(2)]
+    pairs = [LoopbackNetwork(2) for _ in range(num_ranks)]
+    statistics = {}
+
+    def rank(links):
+        branch, position = divmod(links.rank, num_ranks)
+        stage, share = divmod(position, per_rank)
+        own, pair = copy.deepcopy(model), pairs[position].links[branch]
+
+        def exchange(prediction):
+            shapes = [TensorShape.of(prediction)] * 2
+            return tuple(start_all_gather(pair, prediction, shapes, "prediction")())
+
+        sampler = make(
+            own, pipelines[branch][share].links[stage], inside[branch][stage].links[share]
+        )
+        result = sampler.sample(call.branch(branch).request(own, exchange))
+        statistics[links.rank] = pair.traffic
+        return result
+
+    results = LoopbackNetwork(2 * num_ranks).run(rank)
+    num_bytes, num_messages = Counter(), Counter()
+    for traffic in statistics.values():
+        num_bytes += traffic.bytes_sent
+        num_messages += traffic.messages_sent
+    return results, dict(num_bytes), dict(num_messages)
+
+
+def pipefusion(model, links, inside):
+    return PipeFusion(model, links, num_patches=4, sequence_links=inside, verify=True)
+
+
+@pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 1), (2, 1), (2, 2)])
+def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
+    """Once it was the whole prediction, for every patch, with its variance: eight times as much."""
+    model, call = pixart_call()
+    expected = PipeFusion(model, num_patches=4).sample(call.request(model))
+    results, sent, messages = sample_in_halves(model, call, num_ranks, pipefusion, per_rank)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    latent_bytes = expected.numel() * expected.element_size()
+    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS)}
+    assert messages == {"prediction": 2 * per_rank * (1 + (STEPS - 1) * 4)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
+    model, call = pixart_call()
+    expected = OneProcess().sample(call.request(model))
+    results, sent, messages = sample_in_halves(
+        model, call, num_ranks, lambda m, links, inside: SequenceParallel(m, inside), num_ranks
+    )
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    latent_bytes = expected.numel() * expected.element_size()
+    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS)}
+    assert messages == {"prediction": 2 * num_ranks * STEPS}
+
+
+def test_an_automatic_warmup_ends_alike_in_both_halves():
+    """Each half decides by the prediction after guidance, which both have."""
+    model, call = pixart_call()
+    found = []
+
+    def make(m, links, inside):
+        found.append(PipeFusion(m, links, num_patches=2, warmup_steps="auto", settled=10.0))
+        return found[-1]
+
+    results, _, _ = sample_in_halves(model, call, 2, make)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert {sampler.statistics.num_synchronous for sampler in found} == {1}
