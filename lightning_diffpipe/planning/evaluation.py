@@ -13,6 +13,7 @@ from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
 from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
 from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares, fill_by_shares
 from lightning_diffpipe.planning.frozen_parts import (
+    SHARES_PERIOD,
     EncodePart,
     encode_parts,
     group_samples,
@@ -111,9 +112,16 @@ class Evaluator:
             return None
         return self.model.group_size(shape.sizes, shape.num_ranks) if wanted == "auto" else wanted
 
-    def groups(self, shape: Shape) -> tuple[int, ...]:
-        """Samples of every group; microbatches that cannot be split are groups."""
-        return group_samples(shape.sizes, self.group_size(shape) or max(shape.sizes))
+    def share_steps(self, shape: Shape) -> tuple[int, ...]:
+        """Samples of every piece of a batch that a rank may take or leave, on average over batches.
+
+        Parts of groups, as a rank may take another number of groups of the next batch; microbatches that
+        cannot be split are whole.
+        """
+        group = self.group_size(shape)
+        return group_samples(
+            shape.sizes, max(1, group // SHARES_PERIOD) if group else max(shape.sizes)
+        )
 
     def frame(self, proposal: Proposal) -> Frame:
         """What does not depend on where a proposal cuts."""
@@ -141,7 +149,7 @@ class Evaluator:
     def step_s(self, proposal: Proposal) -> float:
         """The simulated time of a step; with filling, an estimate by which proposals are compared.
 
-        The estimate: bubbles are filled without a loss, by whole groups of samples. Often many cuts then
+        The estimate: bubbles are filled without a loss, by shares as fine as they get. Often many cuts then
         take the same time, as frozen work evens out any of them, and the one that needs least of that is
         the safest: costs are never known exactly. So a little of the unfilled step is added.
         """
@@ -154,17 +162,17 @@ class Evaluator:
         return self._steps[proposal]
 
     def _all_done_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
-        """When all ranks are done if none ever waits, each with its own work and its share of groups."""
+        """When all ranks are done if none ever waits, each with its own work and its share of samples."""
         placement, num_ranks = self.frame(proposal).schedule.placement, proposal.shape.num_ranks
         busy_s = [0.0] * num_ranks
         for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
             for microbatch, (forward_s, backward_s) in enumerate(zip(*times, strict=True)):
                 busy_s[placement.rank_of(stage, microbatch)] += forward_s + backward_s
-        num_groups = len(self.groups(proposal.shape))
+        num_steps = len(self.share_steps(proposal.shape))
         samples = sum(proposal.shape.sizes)
         group = self.group_size(proposal.shape)
-        group_s = num_ranks * self.model.encode_s(samples / num_ranks, group) / num_groups
-        return all_done_s(busy_s, even_shares(busy_s, group_s, num_groups), group_s)
+        step_s = num_ranks * self.model.encode_s(samples / num_ranks, group) / num_steps
+        return all_done_s(busy_s, even_shares(busy_s, step_s, num_steps), step_s)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
@@ -232,7 +240,7 @@ class Evaluator:
             frame.schedule,
             timeline,
             self.model.profile.encoders,
-            self.groups(proposal.shape),
+            self.share_steps(proposal.shape),
             self.group_size(proposal.shape),
         )
         costs = replace(costs, encode_s=filled.piece_s)
@@ -330,12 +338,12 @@ def fill(
     schedule: Schedule,
     timeline: Timeline,
     encoders: Sequence[EncoderProfile],
-    groups: Sequence[int],
+    share_steps: Sequence[int],
     group_size: int | None = None,
 ) -> Filled:
     """Fills the bubbles of a pipeline by the policy of that name."""
     if policy == "diffusionpipe":
-        placed = fill_like_diffusionpipe(timeline, encoders, sum(groups))
+        placed = fill_like_diffusionpipe(timeline, encoders, sum(share_steps))
     else:
-        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), groups)
+        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), share_steps)
     return weave(schedule, timeline, placed)

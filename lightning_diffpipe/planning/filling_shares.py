@@ -1,7 +1,8 @@
 """Filling by shares: every rank encodes its own samples, as many as its bubbles have room for.
 
-Rank `r` takes `n_r` groups of samples through all frozen layers, so many that all ranks are done at the
-same time, as far as whole groups allow. A layer that does not fit into what is left of a bubble runs for
+Rank `r` takes `n_r` samples through all frozen layers, so many that all ranks are done at the same time, as
+far as steps of a share allow. They are averages: layers run on groups of samples, and of one batch a rank may
+take a group more than of the next. A layer that does not fit into what is left of a bubble runs for
 as many samples as do fit, and for the others later. Nothing has to move between ranks before the exchange
 at the end, which needs each sample once.
 """
@@ -22,21 +23,21 @@ from lightning_diffpipe.planning.timeline import Timeline
 
 
 def fill_by_shares(
-    timeline: Timeline, layers: Sequence[FrozenLayer], groups: Sequence[int]
+    timeline: Timeline, layers: Sequence[FrozenLayer], steps: Sequence[int]
 ) -> tuple[Placed, ...]:
     """Places the frozen work of a batch.
 
     Args:
         timeline: The pipeline alone.
         layers: The frozen layers, in an order in which they can run.
-        groups: Samples of each group of the pipeline's next batch.
+        steps: Samples of each piece of the pipeline's next batch that a rank may take or leave.
     """
     placed: list[Placed] = []
     idle = [timeline.idle_s(rank) for rank in range(timeline.num_ranks)]
-    group_s = sum(layer.seconds(sum(groups)) for layer in layers) / len(groups)
-    bounds = (0, *accumulate(groups))
+    step_s = sum(layer.seconds(sum(steps)) for layer in layers) / len(steps)
+    bounds = (0, *accumulate(steps))
     first = 0
-    for rank, count in enumerate(shares(idle, group_s, len(groups))):
+    for rank, count in enumerate(shares(idle, step_s, len(steps))):
         start, stop = bounds[first], bounds[first + count]
         placed += _fill_rank(timeline, rank, layers, start, stop - start, len(placed))
         first += count

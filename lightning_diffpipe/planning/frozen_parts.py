@@ -21,6 +21,10 @@ BATCHES_AHEAD = 2
 """Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
 their share of it wait for each other in every step."""
 
+SHARES_PERIOD = 4
+"""Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
+ahead: of one batch a rank takes two groups, of the next three."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodePart:
@@ -62,8 +66,9 @@ def cheapest_group_size(
 ) -> int:
     """Samples on which frozen layers run at a time, where it is known what that costs.
 
-    Ranks take whole groups, so that they are done within a group of each other; half of one is lost on
-    average. The size, a power of two, for which a rank's groups and that loss take least time.
+    Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size,
+    a power of two of which each rank gets at least two, for which a rank's groups and that loss take least
+    time.
 
     Args:
         seconds: Time of so many samples through all frozen layers at once.
@@ -74,12 +79,13 @@ def cheapest_group_size(
         >>> cheapest_group_size(lambda samples: samples, [16, 16], num_ranks=2)
         1
         >>> cheapest_group_size(lambda samples: 1 + samples, [16, 16], num_ranks=2)
-        4
+        8
     """
     share = sum(microbatch_sizes) / num_ranks
     most = max(1, min(int(share) // 2, *microbatch_sizes))
     sizes = [1 << shift for shift in range(most.bit_length())]
-    return min(sizes, key=lambda size: (share / size + 0.5 * (num_ranks > 1)) * seconds(size))
+    lost = 0.5 / SHARES_PERIOD if num_ranks > 1 else 0.0
+    return min(sizes, key=lambda size: (share / size + lost) * seconds(size))
 
 
 def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:

@@ -28,6 +28,7 @@ from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import (
     BATCHES_AHEAD,
+    SHARES_PERIOD,
     EncodePart,
     encode_parts,
     group_size_of,
@@ -55,9 +56,6 @@ from lightning_diffpipe.runtime.shares import GroupShares
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
-
-_PERIOD = 4
-"""Batches over which shares are whole numbers of groups, where frozen work runs several batches ahead."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ class Engine:
         """From now on the frozen layers of coming batches run while this one waits."""
         mode = filling.mode or ("opportunistic" if self.mesh.backend == "gloo" else "planned")
         self._filler = Filler(FillingTimes(mode, self._clock))
-        period = 1 if filling.batches_ahead == 1 else _PERIOD
+        period = 1 if filling.batches_ahead == 1 else SHARES_PERIOD
         self._shares = GroupShares(
             self.schedule.num_ranks, self._gather, filling.adapts, filling.planned_shares, period
         )
