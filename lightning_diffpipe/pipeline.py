@@ -104,7 +104,7 @@ class Pipeline:
 
     @property
     def fills(self) -> bool:
-        """Whether frozen layers of the next batch run in the bubbles of this one."""
+        """Whether frozen layers of coming batches run in the bubbles of this one."""
         return (
             self.plan.options.filling != "none"
             and self.plan.ranks_per_pipeline > 1

@@ -1,7 +1,7 @@
 """Random batch transforms that draw the same numbers whenever they run.
 
 A module may change batches on their way to the device (`on_after_batch_transfer`), at random: flips,
-crops, caption dropout. With filling the next batch is brought to the device while this one trains, so
+crops, caption dropout. With filling the next batches are brought to the device while this one trains, so
 the same hooks run at another time, and once more when Lightning brings the batch itself. Seeded by the
 number of the batch, they give the same batch each time, with filling and without.
 """

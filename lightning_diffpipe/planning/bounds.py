@@ -27,7 +27,7 @@ from functools import cached_property
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import EncodePart, encode_parts
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart, encode_parts
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.schedules.one_f_one_b import forwards_ahead
 
@@ -209,13 +209,13 @@ class Bounds:
 
     @cached_property
     def _made_bytes(self) -> float:
-        """With filling: what every rank has made for the next batch, and works on, at least."""
+        """With filling: what every rank has made for coming batches, and works on, at least."""
         made = [0] * self.num_ranks
         for rank, microbatch in {(part.rank, part.microbatch) for part in self._parts}:
             made[rank] += self.sizes[microbatch]
         group = min(self.group_size or self.sizes[0], self.sizes[0])
         working = group * self.model.working_bytes_per_sample
-        return min(made) * self.model.encoding_bytes_per_sample + working
+        return BATCHES_AHEAD * min(made) * self.model.encoding_bytes_per_sample + working
 
     @cached_property
     def _resident_and_activation_bytes(self) -> tuple[tuple[float, float], ...]:

@@ -5,7 +5,7 @@ when two stages read it (tied weights, a module called twice). Each holder has t
 samples and calls it saw, and losses are scaled by their share of all samples, so the true gradient is
 the plain sum over the holders, whatever the reason they share it.
 
-Sums travel while the rank does something else, if it has something: frozen layers of the next batch.
+Sums travel while the rank does something else, if it has something: frozen layers of coming batches.
 
 The global norm counts each parameter once: its first holder in the pipeline contributes it.
 """
