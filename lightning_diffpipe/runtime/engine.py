@@ -127,11 +127,13 @@ class StepResult:
 
 
 class _Past(NamedTuple):
-    """A step that is over, and when it was."""
+    """What is kept of a step that is over; `ran` is None if its frozen work was not known before."""
 
     recording: Recording
-    step: StepWork
     ended_s: float
+    ran: Sequence[tuple[Any, Any]] | None
+    num_groups: int
+    total_groups: int
 
 
 class Engine:
@@ -352,18 +354,24 @@ class Engine:
     def _observe(self, step: StepWork) -> None:
         """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
         past, ended_s = self._last, time.perf_counter()
-        self._last = _Past(self.executor.recording, step, ended_s)
-        if past is None or self._shares is None or not self._shares.adapts:
+        ran = step.frozen.ran if step.frozen is not None and step.ahead else None
+        num_groups = step.frozen.num_own_groups if step.frozen is not None else 0
+        recording = self.executor.recording
+        self._last = _Past(recording, ended_s, ran, num_groups, step.total_groups)
+        if past is None or past.ran is None or self._shares is None or not self._shares.adapts:
             return
-        if past.step.frozen is not None and past.step.ahead:
-            between_s = self.executor.recording.started_s - past.ended_s
-            self._shares.observe(
-                ended_s - past.ended_s,
-                past.recording.compute_s + between_s,
-                past.step.frozen.ran_s(self._clock),
-                past.step.frozen.num_own_groups,
-                past.step.total_groups,
-            )
+        self._shares.observe(
+            ended_s - past.ended_s,
+            past.recording.compute_s + recording.started_s - past.ended_s,
+            self._clock_s(past.ran),
+            past.num_groups,
+            past.total_groups,
+        )
+
+    def _clock_s(self, stamps: Sequence[tuple[Any, Any]]) -> float:
+        if stamps and not self._clock.is_past(stamps[-1][1]):
+            self._clock.settle()
+        return sum(self._clock.seconds(start, stop) for start, stop in stamps)
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """A few numbers of every rank of the pipeline, on all of them."""

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.graph.frozen import FrozenView, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
 from lightning_diffpipe.graph.paused import PausedRun
@@ -79,12 +78,6 @@ class FrozenWork:
             1 if self._group_size is None else math.ceil(part.num_samples / self._group_size)
             for part in self.own_parts
         )
-
-    def ran_s(self, clock: Clock) -> float:
-        """Seconds this rank encoded in bubbles; waits for the device if it is not yet past them."""
-        if self.ran and not clock.is_past(self.ran[-1][1]):
-            clock.settle()
-        return sum(clock.seconds(start, stop) for start, stop in self.ran)
 
     def encode(self, index: int) -> None:
         """Runs the frozen layers for one of this rank's parts."""

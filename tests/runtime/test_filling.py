@@ -17,7 +17,6 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
-from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
@@ -81,8 +80,6 @@ class FakeFrozen:
 
     def keep(self, index, results):
         self.kept[index] = results
-
-    ran_s = FrozenWork.ran_s
 
 
 def filled(mode, message_at_s, steps=1, last_at_s=None):
@@ -169,7 +166,8 @@ def test_what_is_ahead_is_finished_in_order_and_given_up_together():
     assert (works[0].kept, works[1].kept) == ({}, {}), "only the batch that is due is finished"
     filler.finish(works[0], recording)
     assert (works[0].kept, works[1].kept) == ({7: {"all": 4}}, {})
-    assert recording.leftover_s == works[0].ran_s(clock) == pytest.approx(4.5)
+    assert recording.leftover_s == pytest.approx(4.5)
+    assert sum(stop - start for start, stop in works[0].ran) == pytest.approx(4.5)
     filler.cancel()
     assert filler.done
     assert works[1].kept == {}
