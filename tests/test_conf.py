@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -99,9 +101,14 @@ def test_config_folders_are_packages():
         assert (path.parent / "__init__.py").exists(), path.parent
 
 
+WITH_OPTIONS = {"pipefusion": PipeFusion, "sequence": SequenceParallel}
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_has_only_options_the_predictor_takes(sampler):
-    known = inspect.signature(Predictor.from_pretrained).parameters
+    known = set(inspect.signature(Predictor.from_pretrained).parameters)
+    if sampler in WITH_OPTIONS:
+        known |= set(inspect.signature(WITH_OPTIONS[sampler]).parameters)
     config = composed("sample", f"sampler={sampler}").sampler
     assert config.method == sampler
-    assert set(config) <= set(known)
+    assert set(config) <= known
