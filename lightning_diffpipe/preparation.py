@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
 from lightning_diffpipe.graph.frozen import why_not_splittable
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
@@ -80,6 +81,8 @@ def prepare(
         GraphError: The step cannot be cut at its layers.
     """
     _require_trainable(module)
+    if process.device.type == "cpu":
+        keep_freed_memory()
     world = _world_group(process)
     seed = _agree(_own_seed(options), world)
     _align_parameters(module, world)
