@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 ALLOWED = {
     "errors": set(),
     "clock": set(),
+    "host_memory": set(),
     "planning": {"errors"},
     "viewing": {"planning", "errors"},
     "graph": {"planning", "errors"},
@@ -27,6 +28,7 @@ TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "
 THIRD_PARTY = {
     "errors": set(),
     "clock": {"torch"},
+    "host_memory": set(),
     "planning": set(),
     "viewing": {"matplotlib"},
     "graph": {"torch", "numpy"},
