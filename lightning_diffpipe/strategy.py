@@ -121,7 +121,7 @@ class DiffPipeStrategy(CheckpointHooks):
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self.last_step: StepResult | None = None
-        self.upcoming: list[Any] = []
+        self.upcoming: list[tuple[int, Any]] = []
         self.batches_ahead = BATCHES_AHEAD
         self._transferred_ahead = 0
         self._options = PipelineOptions(
@@ -333,14 +333,13 @@ class DiffPipeStrategy(CheckpointHooks):
             for parameter in parameters.values():
                 parameter.grad = None
         self._arguments = arguments
-        batch_index = trainer.fit_loop.epoch_loop.total_batch_idx
         result = self.pipeline.engine.run_step(
             batch,
-            batch_index,
+            trainer.fit_loop.epoch_loop.total_batch_idx,
             accumulate,
             reduce_gradients=not self._accumulating,
             arguments=arguments,
-            upcoming=self._take_upcoming(batch_index, arguments),
+            upcoming=self._take_upcoming(arguments),
         )
         self.last_step = result
         self._gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -350,16 +349,12 @@ class DiffPipeStrategy(CheckpointHooks):
             self.lightning_module.log(logged.name, logged.value, **logged.options)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
 
-    def _take_upcoming(
-        self, batch_index: int, arguments: tuple[Any, ...]
-    ) -> list[tuple[Any, tuple[Any, ...]]]:
+    def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
         """Batches that come next and are not known to the engine, with the arguments of their steps."""
-        assert self.pipeline is not None
         upcoming, self.upcoming = self.upcoming, []
-        first = self.pipeline.engine.num_prepared_behind(batch_index) + 1
         return [
             (batch, (arguments[0] + ahead, *arguments[1:]) if arguments else ())
-            for ahead, batch in enumerate(upcoming, first)
+            for ahead, batch in upcoming
         ]
 
     def backward(

@@ -62,10 +62,10 @@ class BubbleFilling(L.Callback):
             raise ConfigurationError(
                 f"mode={mode!r} is unknown; use 'opportunistic', 'planned' or None"
             )
-        if batches_ahead < 1:
+        if not 1 <= batches_ahead <= BATCHES_AHEAD:
             raise ConfigurationError(
-                f"batches_ahead must be at least 1; got {batches_ahead}. To fill no bubbles, give the "
-                "strategy filling=none"
+                f"batches_ahead must be from 1 to {BATCHES_AHEAD}, for which plans count memory; got "
+                f"{batches_ahead}. To fill no bubbles, give the strategy filling=none"
             )
         self.mode = mode
         self.deterministic = deterministic
@@ -108,7 +108,7 @@ class BubbleFilling(L.Callback):
         known = strategy.pipeline.engine.num_prepared_behind(number)
         coming = _next_batches(trainer)[: _num_left(trainer)]
         strategy.upcoming = [
-            self._brought(strategy, pl_module, batch, ahead)
+            (ahead, self._brought(strategy, pl_module, batch, ahead))
             for ahead, batch in enumerate(coming, 1)
             if ahead > known
         ]
@@ -158,11 +158,9 @@ def _num_left(trainer: L.Trainer) -> int:
     left = trainer.num_training_batches - (loop.batch_idx + 1)
     if trainer.max_steps != -1:
         # Batches until the optimizer has stepped often enough, counted from its last step.
-        steps_left, window = (
-            trainer.max_steps - trainer.global_step,
-            trainer.accumulate_grad_batches,
-        )
-        left = min(left, steps_left * window - loop.batch_idx % window - 1)
+        window = trainer.accumulate_grad_batches
+        until_last = (trainer.max_steps - trainer.global_step) * window
+        left = min(left, until_last - loop.batch_idx % window - 1)
     return max(0, int(min(left, _MANY)))
 
 

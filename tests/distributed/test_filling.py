@@ -147,6 +147,18 @@ def test_limits_on_batches_and_steps():
     assert ahead == [2, 1, 0, 1, 0]
 
 
+def test_a_limit_on_steps_of_several_batches():
+    """Two batches a step: the sixth batch is the last, and nothing behind it is encoded."""
+    up_front, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        trainer={"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2},
+        data={"size": 48, "batch_size": 6},
+    )
+    assert up_front == [True] + [False] * 5
+    assert ahead == [2, 2, 2, 2, 1, 0]
+
+
 def test_planned_mode_with_replicas():
     """Layers in front of waits, counted from measured times, instead of until the message is there.
 
