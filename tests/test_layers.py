@@ -17,7 +17,7 @@ ALLOWED = {
     "planning": {"errors"},
     "viewing": {"planning", "errors"},
     "graph": {"planning", "errors"},
-    "profiling": {"clock", "graph", "planning", "errors"},
+    "profiling": {"clock", "host_memory", "graph", "planning", "errors"},
     "runtime": {"clock", "graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "errors"},
 }

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.probe import Step, probe
 from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
@@ -72,6 +73,8 @@ def profile(
     graph = probe(module, step, small, max_share=max_share)
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()  # as training will
     with _bar(progress) as report:
         subject = Subject(
             module,
