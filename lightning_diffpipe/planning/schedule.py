@@ -69,6 +69,13 @@ class Message:
         return Wait(self.kind, self.stage, self.microbatch, self.from_rank)
 
 
+_ONWARD: dict[type[Instruction], Kind] = {
+    Forward: "activation",
+    ForwardNoGrad: "no_grad_activation",
+}
+_BACK = (Backward, BackwardInput)
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """What travels from one stage to another, for every microbatch alike.
@@ -225,11 +232,9 @@ class Schedule:
     def read_by(self, work: type[Instruction], stage: int) -> Flow | None:
         """What instructions of this type read from another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
-        if work is Forward and before is not None:
-            return Flow("activation", before, stage)
-        if work is ForwardNoGrad and before is not None:
-            return Flow("no_grad_activation", before, stage)
-        if work in (Backward, BackwardInput) and after is not None:
+        if work in _ONWARD and before is not None:
+            return Flow(_ONWARD[work], before, stage)
+        if work in _BACK and after is not None:
             return Flow("gradient", after, stage)
         fed_back = work is Forward if self.feedback_lag == 0 else work is ForwardNoGrad
         return self._feedback(stage) if fed_back and before is None else None
@@ -237,11 +242,9 @@ class Schedule:
     def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
         """What instructions of this type make for another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
-        if work is Forward and after is not None:
-            return Flow("activation", stage, after)
-        if work is ForwardNoGrad and after is not None:
-            return Flow("no_grad_activation", stage, after)
-        if work in (Backward, BackwardInput) and before is not None:
+        if work in _ONWARD and after is not None:
+            return Flow(_ONWARD[work], stage, after)
+        if work in _BACK and before is not None:
             return Flow("gradient", stage, before)
         is_last = work is ForwardNoGrad and after is None
         return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None
