@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from tests.sampling.models import build, request_for
+from tests.sampling.traffic import assert_traffic_is_as_planned
 
 
 def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
@@ -59,25 +59,6 @@ def test_sharing_a_stage_does_not_change_the_result(name, mode):
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     if name != "qwen":  # makes a mask from its tokens, which is collected besides
         assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
-
-
-def assert_traffic_is_as_planned(samplers, request):
-    """Bytes and messages, of all ranks together, as integers."""
-    num_bytes, num_messages = Counter(), Counter()
-    for sampler in samplers:
-        num_bytes += sampler.statistics.traffic.bytes_sent
-        num_messages += sampler.statistics.traffic.messages_sent
-    first = samplers[0]
-    layout = first._layouts.layout_for(request)
-    setting, plan = first.setting(layout, first.positions, request), first.statistics.plan
-    latent_bytes = request.latents.numel() * request.latents.element_size()
-    inside = setting.attention_bytes(first.sequence_mode)
-    # What crosses the cut and what returns is spread over two links each, but is not more.
-    cut_bytes = setting.stages.cut_bytes(layout)
-    assert dict(num_bytes) == plan.bytes_sent(cut_bytes, latent_bytes, inside)
-    assert dict(num_messages) == plan.messages_sent(
-        setting.stages.messages_per_call(), setting.attention_messages(first.sequence_mode)
-    )
 
 
 @pytest.mark.parametrize("hide_unseen", [True, False])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from tests.sampling.models import (
     sample_plainly,
 )
 from tests.sampling.ranks_in_threads import sample_together
+from tests.sampling.traffic import assert_traffic_is_as_planned
 
 FAST = ("pixart, two calls", "sd3")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
@@ -138,22 +137,6 @@ def changes_of(tiny, num_steps):
     request.denoise = lambda x, t: (seen.append(x), inner(x, t))[1]
     sample_plainly(request)
     return torch.stack([(b - a).norm() / b.norm() for a, b in itertools.pairwise(seen)])
-
-
-def assert_traffic_is_as_planned(samplers, request):
-    """Bytes and messages, of all ranks together, as integers."""
-    num_bytes, num_messages = Counter(), Counter()
-    for sampler in samplers:
-        num_bytes += sampler.statistics.traffic.bytes_sent
-        num_messages += sampler.statistics.traffic.messages_sent
-    sampler = samplers[0]
-    layout = sampler._layouts.layout_for(request)
-    setting = sampler.setting(layout, sampler.positions, request)
-    plan = replace(setting.plan, warmup_steps=sampler.statistics.num_synchronous)
-    latent_bytes = request.latents.numel() * request.latents.element_size()
-    cut_bytes = setting.stages.cut_bytes(layout)
-    assert dict(num_bytes) == plan.bytes_sent(cut_bytes, latent_bytes)
-    assert dict(num_messages) == plan.messages_sent(setting.stages.messages_per_call())
 
 
 @pytest.mark.parametrize("name", ["pixart", "sd3"])
