@@ -146,6 +146,7 @@ def test_results_do_not_depend_on_stages_even_with_dropout():
 
 
 def test_metrics_reach_every_rank():
+    """One of them is logged at every other step, so that names change all the time."""
     outcomes, expected = check(
         2,
         3,
@@ -160,6 +161,9 @@ def test_metrics_reach_every_rank():
     last_epoch = expected.losses[-4:]
     assert outcomes[0].metrics["train/loss"] == pytest.approx(last_epoch[-1])
     assert outcomes[0].metrics["train/double"] == pytest.approx(2 * sum(last_epoch) / 4)
+    assert outcomes[0].metrics["train/odd"] == pytest.approx(
+        3 * (last_epoch[1] + last_epoch[3]) / 2
+    )
 
 
 def test_hooks_fire_in_the_order_of_one_device():

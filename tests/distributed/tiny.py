@@ -90,6 +90,8 @@ class TinyDiffusion(L.LightningModule):
             self.log_dict(
                 {"train/double": 2 * loss, "train/one": 1.0}, on_step=False, on_epoch=True
             )
+            if batch_idx % 2:
+                self.log("train/odd", 3 * loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
