@@ -32,9 +32,11 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.profiling.bench import Rounds
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
@@ -233,7 +235,8 @@ def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> 
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
     if source == "measure":
-        return cached_profile(subject, agree=partial(_agree, group=world))
+        agree, pool = partial(_agree, group=world), partial(_pool, group=world)
+        return cached_profile(subject, agree=agree, pool=pool)
     path = Path(source)
     if not path.is_file():
         raise ConfigurationError(
@@ -306,6 +309,15 @@ def _agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def _pool(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:
+    """The layer times of all ranks; medians of each rank's runs, which are few enough to be sent."""
+    if group is None:
+        return rounds
+    ranks: list[Rounds] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, summed_up(rounds), group=group)
+    return pooled(ranks)
 
 
 def _require_equal(digest: str, group: dist.ProcessGroup | None) -> None:

@@ -33,6 +33,7 @@ from lightning_diffpipe.errors import DiffPipeError, ProfileError
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.pooling import Pool, alone
 
 CACHE_VARIABLE = "DIFFPIPE_CACHE"
 """Environment variable that names the folder of the cache."""
@@ -55,7 +56,8 @@ def cache_folder() -> Path:
 def cached_profile(
     subject: Subject,
     folder: Path | None = None,
-    agree: Callable[[bool], bool] = lambda is_true: is_true,
+    agree: Callable[[ModelProfile | None], ModelProfile | None] = lambda known: known,
+    pool: Pool = alone,
 ) -> ModelProfile:
     """The profile from the cache if it still holds, else measured and kept there.
 
@@ -64,8 +66,9 @@ def cached_profile(
     Args:
         subject: What is measured.
         folder: Where profiles are kept; `cache_folder()` if not given.
-        agree: Where several ranks measure at once: gives all of them the first one's verdict on
-            whether the kept profile holds.
+        agree: Where several ranks measure at once: gives all of them the first one's profile, or
+            its verdict that it has none that holds.
+        pool: As for `measure_profile`.
 
     Raises:
         ProfileError: See `measure_profile`.
@@ -76,10 +79,11 @@ def cached_profile(
         subject.module, subject.graph, device, subject.counts, subject.title, folder
     )
     known = read_cached(path, subject.graph)
-    holds = agree(known is not None and still_holds(known, subject, str(path)))
-    if known is not None and holds:
+    holds = known is not None and still_holds(known, subject, str(path))
+    known = agree(known if holds else None)
+    if known is not None:
         return known
-    profile = measure_profile(subject)
+    profile = measure_profile(subject, pool)
     try:
         write_atomically(path, profile.to_json())
     except OSError as error:

@@ -24,6 +24,7 @@ from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.pooling import Pool, alone
 from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
 
 _MAX_COUNTS = 5
@@ -80,11 +81,15 @@ class Subject:
         return Bench(self.module, self.step, self.batch, self.graph, device, self.progress)
 
 
-def measure_profile(subject: Subject) -> ModelProfile:
+def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
     Threads are used as this process is set to. The module is left bit-identical: gradients, buffers,
     training flags, random number generators. It is moved to the device meanwhile if it lives elsewhere.
+
+    Args:
+        subject: What is measured.
+        pool: Where several ranks measure at once, gives each of them the times of all.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.
@@ -96,20 +101,33 @@ def measure_profile(subject: Subject) -> ModelProfile:
             f"cannot time {max(counts)} samples with a batch of {total}; "
             "give a larger batch, or smaller sample_counts"
         )
+    try:
+        rounds, saved, split, known = _measured(subject, counts)
+    except Exception:
+        pool({})  # the other ranks wait for this one
+        raise
+    rounds = pool(rounds)
+    graph = subject.graph
+    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
+    return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
+
+
+def _measured(
+    subject: Subject, counts: Sequence[int]
+) -> tuple[Rounds, list[float], Seconds | None, dict[str, Encoding]]:
+    """What this process finds: times, bytes kept by layer, what a split adds, and encodings."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved, splits = subject.bench().run(
             counts, subject.repeats, subject.budget_s, fixed=fixed
         )
         known = _encodings(subject) if subject.looks_at_results else {}
-    split = split_seconds(rounds, splits)
-    graph, groups = subject.graph, alike(subject.graph, subject.module)
-    rounds = {
+    split, groups = split_seconds(rounds, splits), alike(subject.graph, subject.module)
+    even = {
         count: ([evened(t, groups) for t in whole], [evened(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
     }
-    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
+    return even, saved, split, known
 
 
 def _encodings(subject: Subject) -> dict[str, Encoding]:
