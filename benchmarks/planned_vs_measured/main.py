@@ -1,10 +1,10 @@
 """Does a step take as long as its plan says? Planned beside measured, on real and on emulated ranks.
 
-Real ranks: two processes with one thread each profile the model, measure their link, plan, and train; the
-clock of `Engine.run_step` is compared with the plan. A shared machine does not keep its speed from the profile to
-the run, so both ranks also time an ordinary step of one microbatch, before and after the profile and between
-the pipeline's steps: the change is divided out, and shown. Emulated ranks: layers that sleep for the time
-their profile gives them, on four and eight processes.
+Real ranks: two processes with one thread each profile the model, measure their link, plan, and train. A shared
+machine does not keep its speed from the profile to the run, so the layers are timed once more, and runs of that
+profile and steps of the pipeline take turns: what is compared with the measured step is the same plan, simulated
+with times from the same minutes. Emulated ranks: layers that sleep for the time their profile gives them, on
+four and eight processes.
 
     python benchmarks/planned_vs_measured/main.py --json out.json
 """
@@ -19,8 +19,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +29,91 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from benchmarks.planned_vs_measured.models import CASES, Case, batch_of
 from benchmarks.planned_vs_measured.sleepers import SLEEPING, Sleeping, sleeper_of
+from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.profiling.bench import Rounds
 from lightning_diffpipe.profiling.cache import CACHE_VARIABLE, cache_folder
+from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.pooling import pooled, summed_up
+from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.viewing.gap import explain_gap
 from lightning_diffpipe.viewing.measured import measured_timeline
 
-WARMUP, TURNS, REFERENCES = 3, 3, 6
+WARMUP, TURNS = 3, 3
 TOLERANCE, POINTS = 0.03, 2.0
+
+Step = tuple[int, Timeline]
+"""How often other processes took a core away meanwhile, and what was measured."""
 
 
 def measure_model(rank: int, case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A real model on real ranks: profiled, planned and run in turns."""
-    batch = batch_of(case.batch_size)
+    """A real model on real ranks, several times from the start."""
+    process = Process(rank, 2, torch.device("cpu"), "gloo", timeout_s=60.0)
+    turns = []
+    for _ in range(TURNS):
+        shutil.rmtree(cache_folder(), ignore_errors=True)
+        dist.barrier()
+        torch.manual_seed(0)
+        turns.append(planned_and_run(case, process, rounds))
+    return turns
+
+
+def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]:
+    """Plans as for a user; then pipeline steps between the runs of another profile."""
+    batch, size = batch_of(case.batch_size), case.batch_size
+    step = lambda module, part: module.training_step(part, 0)
     options = PipelineOptions(
         num_stages=case.num_stages,
         num_microbatches=case.num_microbatches,
         schedule=case.schedule,
         filling="none",
     )
-    process = Process(rank, 2, torch.device("cpu"), "gloo", timeout_s=60.0)
-    step = lambda module, part: module.training_step(part, 0)
-    whole, part = case.make(), batch_of(case.batch_size // case.num_microbatches)
-    one_process = lambda: step(whole, part).backward()
-    turns = []
-    for _ in range(TURNS):
-        shutil.rmtree(cache_folder(), ignore_errors=True)
-        dist.barrier()
-        torch.manual_seed(0)
-        when_profiled = [timed(one_process) for _ in range(REFERENCES)]
-        pipeline = prepare(case.make(), step, batch, options, process)
-        when_profiled += [timed(one_process) for _ in range(REFERENCES)]
-        turns.append(compared(pipeline, batch, rounds, one_process, when_profiled))
-    return turns
+    pipeline = prepare(case.make(), step, batch, options, process)
+    steps = [one_step(pipeline, batch) for _ in range(WARMUP)]
+    module = case.make()
+    subject = Subject(
+        module,
+        step,
+        batch,
+        probe(module, step, take_samples(batch, size, 2)),
+        sample_counts=default_counts(size, size // case.num_microbatches),
+        repeats=rounds,
+        progress=lambda what, share: steps.append(one_step(pipeline, batch)),
+        looks_at_results=False,
+    )
+    profile = measure_profile(subject, pool=of_all_ranks)
+    return compared(pipeline.plan, planned_again(pipeline.plan, profile), steps[WARMUP:])
+
+
+def of_all_ranks(rounds: Rounds) -> Rounds:
+    """The layer times of both ranks."""
+    ranks: list[Rounds] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, summed_up(rounds))
+    return pooled(ranks)
+
+
+def planned_again(plan: PipelinePlan, profile: ModelProfile) -> PipelinePlan:
+    """The same cut and schedule with other layer times; links are measured anew, too."""
+    cluster = measure_cluster(dist.group.WORLD, torch.device("cpu"))
+    shape = Shape(
+        plan.num_pipelines,
+        plan.ranks_per_pipeline,
+        plan.num_stages,
+        plan.microbatch_sizes,
+        plan.options.schedule,
+    )
+    cuts = tuple((stage.first_layer, stage.stop, stage.num_replicas) for stage in plan.stages)
+    model = CostModel(profile, cluster, plan.options.optimizer_bytes_factor)
+    return Evaluator(model, plan.options).plan(Proposal(shape, cuts))
 
 
 def measure_sleeping(rank: int, case: Sleeping, rounds: int) -> list[dict[str, Any]]:
@@ -82,69 +130,46 @@ def measure_sleeping(rank: int, case: Sleeping, rounds: int) -> list[dict[str, A
         cluster=Cluster(case.num_ranks),
     )
     step = lambda module, part: module.training_step(part)
-    return [compared(prepare(module, step, batch, options, process), batch, rounds)]
+    pipeline = prepare(module, step, batch, options, process)
+    steps = [one_step(pipeline, batch) for _ in range(WARMUP + rounds)]
+    return [compared(pipeline.plan, pipeline.plan, steps[WARMUP:])]
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Seconds of a step that both ranks begin together."""
+def one_step(pipeline: Pipeline, batch: Any) -> Step:
+    """Runs a step that all ranks begin together, and puts their recordings side by side."""
     dist.barrier()
-    start_s = time.perf_counter()
-    step()
-    return time.perf_counter() - start_s
+    before = preemptions()
+    result = pipeline.engine.run_step(batch, 0)
+    mine = (preemptions() - before, list(result.recording.spans))
+    ranks = dist.get_world_size()
+    noted: list[tuple[int, list[Span]]] = [(0, [])] * ranks
+    dist.all_gather_object(noted, mine)
+    timeline = measured_timeline([own for _, own in noted], [0.0] * ranks, pipeline.plan.placement)
+    return sum(count for count, _ in noted), timeline
 
 
-def compared(
-    pipeline: Pipeline,
-    batch: Any,
-    rounds: int,
-    one_process: Callable[[], None] | None = None,
-    when_profiled: Sequence[float] = (),
-) -> dict[str, Any]:
-    """Runs steps, and puts the median one beside the plan.
+def compared(promised: PipelinePlan, plan: PipelinePlan, steps: list[Step]) -> dict[str, Any]:
+    """Puts the median step beside the plan.
 
     Of the steps, those count in which other processes took a core away least often.
 
     Args:
-        pipeline: What to run.
-        batch: Its batch.
-        rounds: Counted steps.
-        one_process: A step to be timed between the others.
-        when_profiled: What that step took around the profile.
+        promised: The plan that is run.
+        plan: The same with layer times from the minutes of the run.
+        steps: All of them.
     """
-    found: list[tuple[int, Timeline]] = []
-    now: list[float] = []
-    placement, ranks = pipeline.plan.placement, dist.get_world_size()
-    for index in range(WARMUP + rounds):
-        if one_process is not None:
-            now.append(timed(one_process))
-        dist.barrier()
-        before = preemptions()
-        result = pipeline.engine.run_step(batch, index)
-        mine = (preemptions() - before, list(result.recording.spans))
-        noted: list[tuple[int, list[Span]]] = [(0, [])] * ranks
-        dist.all_gather_object(noted, mine)
-        if index >= WARMUP:
-            spans = [own for _, own in noted]
-            timeline = measured_timeline(spans, [0.0] * ranks, placement)
-            found.append((sum(count for count, _ in noted), timeline))
-    found.sort(key=lambda step: step[0])
-    timelines = [timeline for _, timeline in found[: max(rounds // 2, 1)]]
-    planned = pipeline.plan.planned
-    drift = torch.ones(1)
-    if one_process is not None:
-        drift[0] = statistics.median(now[WARMUP:]) / statistics.median(when_profiled)
-        dist.all_reduce(drift)
-        drift /= ranks
+    steps = sorted(steps, key=lambda step: step[0])
+    timelines = [timeline for _, timeline in steps[: max(len(steps) // 2, 1)]]
     middle_s = statistics.median(timeline.iteration_s for timeline in timelines)
     median = min(timelines, key=lambda timeline: abs(timeline.iteration_s - middle_s))
     return {
-        "ranks": ranks,
-        "planned_s": planned.iteration_s,
+        "ranks": plan.num_ranks,
+        "promised_s": promised.planned.iteration_s,
+        "planned_s": plan.planned.iteration_s,
         "measured_s": middle_s,
-        "drift": float(drift),
-        "planned_ratio": planned.bubble_ratio,
+        "planned_ratio": plan.planned.bubble_ratio,
         "measured_ratio": statistics.median(timeline.bubble_ratio for timeline in timelines),
-        "parts": {part.name: part.added_s for part in explain_gap(pipeline.plan, median).parts},
+        "parts": {part.name: part.added_s for part in explain_gap(plan, median).parts},
     }
 
 
@@ -155,7 +180,7 @@ def preemptions() -> int:
 
 def row_of(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
     """The median turn as a row of the table."""
-    excess = lambda turn: turn["measured_s"] / turn["drift"] / turn["planned_s"] - 1
+    excess = lambda turn: turn["measured_s"] / turn["planned_s"] - 1
     slower = statistics.median(map(excess, turns))
     points = 100 * statistics.median(t["measured_ratio"] - t["planned_ratio"] for t in turns)
     median = min(turns, key=lambda turn: abs(excess(turn) - slower))
@@ -163,9 +188,9 @@ def row_of(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "model": name,
         "ranks": median["ranks"],
+        "promised, ms": 1e3 * median["promised_s"],
         "planned, ms": 1e3 * median["planned_s"],
         "measured, ms": 1e3 * median["measured_s"],
-        "machine": f"{100 * (median['drift'] - 1):+.1f} %",
         "difference": f"{100 * slower:+.1f} %",
         "bubbles planned": f"{100 * median['planned_ratio']:.1f} %",
         "bubbles measured": f"{100 * median['measured_ratio']:.1f} %",
