@@ -49,7 +49,6 @@ DISTRIBUTED = {
     "reduction",
     "results",
     "relay",
-    "engine",
     "links",
     "gathering",
 }

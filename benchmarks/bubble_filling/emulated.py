@@ -29,7 +29,7 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
 )
 from lightning_diffpipe.preparation import PipelineOptions, prepare
-from lightning_diffpipe.runtime.engine import Filling
+from lightning_diffpipe.runtime.ahead import Filling
 from lightning_diffpipe.viewing.measured import measured_timeline
 
 SAMPLES = 15  # of a microbatch; in groups of one sample there are about 15 for each rank

@@ -25,7 +25,7 @@ from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.preparation import PipelineOptions, prepare
-from lightning_diffpipe.runtime.engine import Filling
+from lightning_diffpipe.runtime.ahead import Filling
 
 Step = Callable[[], Any]
 READING_LR = 1024.0  # gradients are read from the change of weights: far above its rounding

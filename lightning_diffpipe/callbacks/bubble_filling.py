@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.loader import AlignedLoader
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
-from lightning_diffpipe.runtime.engine import Filling
+from lightning_diffpipe.runtime.ahead import Filling
 from lightning_diffpipe.runtime.filling import FillingMode
 from lightning_diffpipe.strategy import DiffPipeStrategy
 

@@ -16,7 +16,7 @@ each other.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,6 +143,21 @@ class Mesh:
             group = self._new_group(peers, "gloo")
             if self.rank in peers:
                 self.data_parallel = group
+
+    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        """A few numbers of every rank of the pipeline, by position, on all of them."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.zeros_like(own) for _ in range(self.layout.ranks_per_pipeline)]
+        dist.all_gather(rows, own, group=self.control)
+        return [row.tolist() for row in rows]
+
+    def summed_over_pipelines(self, number: int) -> int:
+        """The sum of a number of every pipeline, on all of them."""
+        if self.layout.num_pipelines == 1:
+            return number
+        total = torch.tensor([number])
+        dist.all_reduce(total, group=self.data_parallel)
+        return int(total)
 
     def reduction_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group that sums the gradients of parameters held by exactly these world ranks."""

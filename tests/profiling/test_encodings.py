@@ -43,7 +43,7 @@ def test_ranks_hold_what_the_plan_counts(tiny):
     assert {encoder.name for encoder in profile.encoders} == known.keys()
     pipeline = Loopback(module, step, batch, num_stages=3, num_microbatches=4, fine=graph)
     try:
-        laid_out = [rank.engine.lay_out(batch, 0) for rank in pipeline.ranks]
+        laid_out = [rank.engine.layout.lay_out(batch, 0) for rank in pipeline.ranks]
         made = [bytes_made(s.frozen) for s in laid_out]
         run_together(
             [rank.engine.executor for rank in pipeline.ranks],

@@ -170,7 +170,7 @@ class Loopback:
 
     def run_step(self, batch: Any, batch_index: int) -> float:
         """Runs one batch on all ranks; returns its mean loss and leaves summed gradients."""
-        steps = [rank.engine.lay_out(batch, batch_index) for rank in self.ranks]
+        steps = [rank.engine.layout.lay_out(batch, batch_index) for rank in self.ranks]
         run_together(
             [rank.engine.executor for rank in self.ranks],
             [step.program for step in steps],

@@ -1,0 +1,170 @@
+"""From a batch to one rank's work: microbatches, frozen parts, the schedule with all communication.
+
+    batch of 8 -> sizes 3 3 2 -> a MicrobatchWork each: layer graph of its size, seed, weight of its loss
+                              -> frozen parts: which rank encodes which samples, in groups
+                              -> the plan's schedule lowered for these sizes: this rank's program
+
+Nothing runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
+an epoch may be smaller, so layouts are kept by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import nn
+
+from lightning_diffpipe.planning.frozen_parts import (
+    EncodePart,
+    encode_parts,
+    group_size_of,
+    num_groups_of,
+)
+from lightning_diffpipe.planning.instruction import Program, ShareResults
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
+from lightning_diffpipe.runtime.seeding import microbatch_seed
+from lightning_diffpipe.runtime.stage import MicrobatchWork
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One batch laid out for one rank.
+
+    Attributes:
+        schedule: What all ranks of the pipeline do, with communication.
+        program: This rank's part of it.
+        works: The microbatches.
+        frozen: The frozen parts; `None` if nothing is frozen.
+        total_groups: Groups of samples in which all ranks encode them.
+        ahead: They may be encoded in bubbles of batches before.
+    """
+
+    schedule: Schedule
+    program: Program
+    works: list[MicrobatchWork]
+    frozen: FrozenWork | None
+    total_groups: int
+    ahead: bool
+
+
+class BatchLayout:
+    """Lays batches out for one rank.
+
+    Args:
+        root: The module, its wrappers installed.
+        step: The user's step: module and batch to loss.
+        schedule: The plan's schedule, compute instructions only.
+        steps: Cut steps by signature.
+        mesh: This rank's place and groups.
+        seed: Seed of the run; with it all random numbers of a step are derived.
+        group_size: Samples on which frozen layers run at a time; `None` chooses.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        step: Step,
+        schedule: Schedule,
+        steps: PartitionedStepCache,
+        mesh: Mesh,
+        seed: int,
+        group_size: int | None,
+    ) -> None:
+        self._root = root
+        self._step = step
+        self._schedule = schedule
+        self._steps = steps
+        self._mesh = mesh
+        self._seed = seed
+        self._group_size = group_size
+        self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule))
+
+    def lay_out(
+        self,
+        batch: Any,
+        batch_index: int,
+        accumulate: int = 1,
+        arguments: tuple[Any, ...] = (),
+        groups: Callable[[int], tuple[int, ...]] | None = None,
+    ) -> StepWork:
+        """Cuts a batch into microbatches and adds communication to the schedule; runs nothing.
+
+        Args:
+            batch: This pipeline's batch, on this rank's device.
+            batch_index: Number of the batch since training began; seeds its random numbers.
+            accumulate: Batches whose gradients are averaged before an optimizer step.
+            arguments: Further arguments of the step.
+            groups: If its frozen layers are to run in bubbles of batches before: how so many groups are
+                shared over the ranks.
+
+        Raises:
+            ConfigurationError: The batch has fewer samples than there are microbatches.
+        """
+        sizes = microbatch_sizes(num_samples(batch), self._schedule.num_microbatches)
+        works = self._works(batch, sizes, batch_index, accumulate, arguments)
+        splits = self._splits_frozen(works)
+        mesh, num_ranks = self._mesh, self._schedule.num_ranks
+        group_size = (self._group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
+        total = num_groups_of(sizes, group_size)
+        counts = groups(total) if groups else None
+        lowered, parts = self._lowered(sizes, splits, group_size, counts)
+        frozen = None
+        if parts:
+            frozen = FrozenWork(
+                parts, group_size if splits else None, works, self._schedule.placement,
+                mesh.local_rank, mesh.device,
+            )  # fmt: skip
+        program = lowered.programs[mesh.local_rank]
+        return StepWork(lowered, program, works, frozen, total, ahead=groups is not None)
+
+    def _works(
+        self,
+        batch: Any,
+        sizes: tuple[int, ...],
+        batch_index: int,
+        accumulate: int,
+        arguments: tuple[Any, ...],
+    ) -> list[MicrobatchWork]:
+        total = self._mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
+        return [
+            MicrobatchWork(
+                index=index,
+                call=partial(self._step, self._root, microbatch, *arguments),
+                seed=microbatch_seed(self._seed, self._mesh.pipeline, batch_index, index),
+                loss_scale=size / total / accumulate,
+                partitioned=self._steps.of(microbatch),
+                num_samples=size,
+            )
+            for index, (size, microbatch) in enumerate(zip(sizes, split(batch, sizes), strict=True))
+        ]
+
+    def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:
+        """Whether frozen work can be split by samples; `None` if there is none."""
+        views = [work.partitioned.frozen_view for work in works]
+        if all(view is None for view in views):
+            return None
+        return all(view is not None and view.is_splittable for view in views)
+
+
+def _lower(
+    schedule: Schedule,
+    sizes: tuple[int, ...],
+    splits_frozen: bool | None,
+    group_size: int,
+    groups: tuple[int, ...] | None,
+) -> tuple[Schedule, tuple[EncodePart, ...]]:
+    """The schedule with all communication and, if there is frozen work, its parts."""
+    parts: tuple[EncodePart, ...] = ()
+    if splits_frozen is not None:
+        parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
+    lowered = lower(prefix_frozen(schedule, parts, encoded=groups is not None))
+    programs = tuple((*program, ShareResults()) for program in lowered.programs)
+    return replace(lowered, programs=programs), parts
