@@ -24,7 +24,7 @@ from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
-from lightning_diffpipe.profiling.pooling import Pool, alone
+from lightning_diffpipe.profiling.pooling import Pool, alone, typical
 from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
 
 _MAX_COUNTS = 5
@@ -181,7 +181,7 @@ def layer_costs(
     rounds: Rounds,
     saved_bytes_per_sample: Sequence[float],
 ) -> dict[int, LayerCost]:
-    """Medians over repetitions, for every layer.
+    """Typical times of every layer.
 
     Args:
         graph: The layers.
@@ -192,9 +192,9 @@ def layer_costs(
     backward: dict[int, list[float]] = {}
     inputs: dict[int, list[float]] = {}
     for count, (whole, without_weights) in rounds.items():
-        forward[count] = _medians([forward_s(graph, t) for t in (*whole, *without_weights)])
-        backward[count] = _medians([backward_s(graph, t) for t in whole])
-        inputs[count] = _medians([backward_s(graph, t) for t in without_weights])
+        forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
+        backward[count] = typical([backward_s(graph, t) for t in whole])
+        inputs[count] = typical([backward_s(graph, t) for t in without_weights])
     costs = {}
     for layer in graph.layers:
         i = layer.index
@@ -207,7 +207,3 @@ def layer_costs(
             round(saved_bytes_per_sample[i]),
         )
     return costs
-
-
-def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.profiling.pooling import pooled, summed_up
+from lightning_diffpipe.profiling.pooling import pooled, summed_up, typical
 
 
 def steps(*seconds):
@@ -17,6 +17,13 @@ def steps(*seconds):
 def test_a_rank_sums_up_its_runs_by_medians():
     one = {2: (steps(1.0, 8.0, 2.0), steps(4.0, 4.0))}
     assert summed_up(one) == {2: (steps(2.0), steps(4.0))}
+
+
+def test_typical_times_add_up_to_the_typical_step():
+    """Steps have a disturbed layer, always another: no layer's median has one. One step was held up."""
+    rows = [(5.0, 2.0, 3.0), (1.0, 6.0, 3.0), (1.0, 2.0, 7.0), (1.0, 2.0, 3.0), (1.0, 2.0, 47.0)]
+    assert typical(rows) == pytest.approx([10 / 6 * median for median in (1.0, 2.0, 3.0)])
+    assert typical([(0.0, 0.0), (0.0, 0.0)]) == [0.0, 0.0]
 
 
 def test_what_a_rank_could_not_run_comes_from_the_others():
@@ -37,9 +44,13 @@ def subject_of(step):
 
 
 def scaled(step, factor):
-    scale = lambda row: tuple(factor * seconds for seconds in row)
+    row = lambda seconds: tuple(factor * second for second in seconds)
     return StepTimes(
-        scale(step.before), scale(step.inside), factor * step.tail, scale(step.backward), 0.0
+        row(step.before),
+        row(step.inside),
+        factor * step.tail,
+        row(step.backward),
+        factor * step.backward_tail,
     )
 
 
