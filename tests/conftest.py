@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
-
-import lightning
-import pytest
-import torch
 
 # Imported by the server of test processes only: it probes a module, and hides all objects from gc.
 collect_ignore = ["warm.py"]
@@ -20,11 +19,13 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header():
-    return f"torch {torch.__version__}, lightning {lightning.__version__}"
+    return f"torch {version('torch')}, lightning {version('lightning')}"
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
+    import torch  # not before: what hands out tests to workers runs none, and starts seconds earlier
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
