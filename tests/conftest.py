@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -9,6 +10,10 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
+
+# Half a million objects come with the imports of all tests, and stay: they are not searched for garbage meanwhile,
+# nor by collections during the tests (`tests/graph/conftest.py` says where they are).
+gc.disable()
 
 # Imported by the server of test processes only: it probes a module, and hides all objects from gc.
 collect_ignore = ["warm.py"]
@@ -20,6 +25,11 @@ def pytest_addoption(parser):
 
 def pytest_report_header():
     return f"torch {version('torch')}, lightning {version('lightning')}"
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
