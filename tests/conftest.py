@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from importlib.metadata import version
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
 
-import lightning
-import pytest
-import torch
+# Half a million objects come with the imports of all tests, and stay: they are not searched for garbage meanwhile,
+# nor by collections during the tests (`tests/graph/conftest.py` says where they are).
+gc.disable()
 
 # Imported by the server of test processes only: it probes a module, and hides all objects from gc.
 collect_ignore = ["warm.py"]
@@ -20,11 +24,18 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header():
-    return f"torch {torch.__version__}, lightning {lightning.__version__}"
+    return f"torch {version('torch')}, lightning {version('lightning')}"
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
+    import torch  # not before: what hands out tests to workers runs none, and starts seconds earlier
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)

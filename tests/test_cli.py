@@ -60,7 +60,13 @@ def test_every_verb_has_its_config():
     assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli.VERBS)
 
 
-@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(verb, marks=() if verb in ("train", "show") else pytest.mark.slow)
+        for verb in sorted(cli.VERBS)
+    ],
+)
 def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
     _, out, _ = call(capsys, monkeypatch, verb, "--help")
     assert f"diffpipe {verb}: " in out
@@ -192,7 +198,12 @@ def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys
 
 @pytest.mark.parametrize(
     ("form", "start"),
-    [("trace", b"{"), ("chrome", b"{"), ("picture", b"\x89PNG"), ("plot", b"\x89PNG")],
+    [
+        ("trace", b"{"),
+        pytest.param("chrome", b"{", marks=pytest.mark.slow),
+        pytest.param("picture", b"\x89PNG", marks=pytest.mark.slow),
+        ("plot", b"\x89PNG"),
+    ],
 )
 def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)

@@ -33,6 +33,15 @@ NEEDED = {
 }
 
 
+def first_of_each_group_fast():
+    """The others are left to the whole suite."""
+    first = dict(reversed(OPTIONS))
+    return [
+        pytest.param(group, option, marks=() if first[group] == option else pytest.mark.slow)
+        for group, option in OPTIONS
+    ]
+
+
 def composed(verb="train", *overrides):
     with initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = compose(verb, overrides=list(overrides), return_hydra_config=True)
@@ -52,7 +61,7 @@ def test_every_verb_composes_and_explains_itself(verb):
     assert config.hydra.run.dir.startswith(f"outputs/{verb}" if verb in WRITES else ".")
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+@pytest.mark.parametrize(("group", "option"), first_of_each_group_fast())
 def test_every_option_can_be_built(group, option, output_dir):
     if option == "webdataset":
         pytest.importorskip("webdataset")

@@ -15,13 +15,7 @@ from tests.zoo import CASES, in_double
 from tests.zoo.measure import idle_blocks, measure, plain_gradients
 from tests.zoo.write_table import PATH, facts, row
 
-FAST = (
-    "FluxTransformer2DModel",
-    "PixArtTransformer2DModel",
-    "SD3ControlNetModel with locked transformer",
-    "UNet2DModel",
-    "WanTransformer3DModel",
-)
+FAST = ("PixArtTransformer2DModel", "UNet2DModel")
 BUILT = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name, case in CASES.items()

@@ -1,6 +1,7 @@
 """Who may import whom. A forbidden edge is explained, because it always has a better place."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -54,7 +55,8 @@ DISTRIBUTED = {
 }
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """Modules imported anywhere in a file, type checking included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -63,7 +65,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def room_of(path: Path) -> str:

@@ -1,5 +1,9 @@
 """Checkpoints are ordinary Lightning checkpoints, whoever wrote them and whoever reads them."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import lightning as L
 import pytest
 import torch
@@ -75,14 +79,28 @@ def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
         }
 
 
+@functools.cache
+def straight():
+    """The weights of one rank after two epochs without a break."""
+    return run_ranks(train, 1, 1, 2)[0]
+
+
+@functools.cache
+def checkpoint_of(world_size):
+    """The bytes of a checkpoint after one epoch on as many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "half.ckpt"
+        run_ranks(save_from, world_size, world_size, path)
+        return path.read_bytes()
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (2, 3)])
 def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, after):
     path = tmp_path / "half.ckpt"
-    run_ranks(save_from, before, before, path)
+    path.write_bytes(checkpoint_of(before))
     resumed = run_ranks(train, after, after, 2, None, path)
-    straight = run_ranks(train, 1, 1, 2)
     for weights in resumed:
-        for name, value in straight[0].items():
+        for name, value in straight().items():
             assert_close(weights[name], value, 1e-10, name)
 
 
@@ -128,17 +146,15 @@ def load_broken(rank, path):
 
 
 def test_a_checkpoint_cut_short_is_named(tmp_path):
-    path = tmp_path / "whole.ckpt"
-    run_ranks(save_from, 2, 2, path)
-    broken = tmp_path / "broken.ckpt"
-    broken.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    whole, broken = checkpoint_of(2), tmp_path / "broken.ckpt"
+    broken.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RankError, match=r"cannot read the checkpoint .*broken\.ckpt"):
         run_ranks(load_broken, 2, broken)
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path):
     path = tmp_path / "whole.ckpt"
-    run_ranks(save_from, 2, 2, path)
+    path.write_bytes(checkpoint_of(2))
     checkpoint = torch.load(path)
     checkpoint["state_dict"]["extra"] = checkpoint["state_dict"].pop("head.bias")
     torch.save(checkpoint, path)

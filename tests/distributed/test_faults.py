@@ -1,5 +1,6 @@
 """Bad input and broken peers: a clear error, early, on every rank, and nothing hangs."""
 
+import functools
 import os
 import time
 
@@ -46,6 +47,7 @@ def test_more_stages_than_ranks():
         run(2, strategy={"num_stages": 3})
 
 
+@functools.cache
 def plan_of_two_ranks():
     return run(2, trainer={"max_steps": 1})[0].plan
 

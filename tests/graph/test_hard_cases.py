@@ -279,6 +279,14 @@ class LoggedFrozenValue(Plain):
         return F.mse_loss(self.run(latents + torch.randn_like(latents)), latents)
 
 
+LONGEST = (
+    "AttentionAndRecurrence",
+    "BatchNormAndInplaceRelu",
+    "TransformerWithDropout",
+    "TreesObjectsAndConstants",
+)
+
+
 def check_case(name, share, splits):
     torch.manual_seed(0)
     root = CASES[name]().double()
@@ -286,7 +294,10 @@ def check_case(name, share, splits):
     check_stages(root, rows().double(), max_share=share, splits=splits, mode="auto")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONGEST else ()) for name in CASES],
+)
 def test_stages_add_up(name):
     check_case(name, share=1 / 4, splits=(2,))
 

@@ -41,8 +41,17 @@ def fit(model, batch, tmp_path, steps=3, **kwargs):
     return trainer
 
 
-@pytest.mark.parametrize("denoiser", ["unet", "transformer"])
-@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+@pytest.mark.parametrize(
+    ("prediction", "denoiser"),
+    [
+        ("flow", "unet"),
+        ("epsilon", "transformer"),
+        ("v", "transformer"),
+        pytest.param("epsilon", "unet", marks=pytest.mark.slow),
+        pytest.param("v", "unet", marks=pytest.mark.slow),
+        pytest.param("flow", "transformer", marks=pytest.mark.slow),
+    ],
+)
 def test_training_lowers_the_loss(make_model, batch, tmp_path, denoiser, prediction):
     model = make_model(denoiser, prediction, caption_dropout=0.0)
     before = [loss_of(model, batch, seed).item() for seed in range(4)]

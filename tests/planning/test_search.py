@@ -30,6 +30,14 @@ from lightning_diffpipe.planning.simulator import simulate
 from .profiles import equal_profile, random_case, random_cluster, random_profile
 
 
+def seeds(num_seeds, num_fast):
+    """All of them in the whole suite, the first few in the fast subset."""
+    return [
+        pytest.param(seed, marks=() if seed < num_fast else pytest.mark.slow)
+        for seed in range(num_seeds)
+    ]
+
+
 def every_way(profile, cluster, options):
     """All pipelines, microbatches, cuts and replicas, without any cleverness."""
     batch, num_layers = options.global_batch_size, len(profile.backbones[0].layers)
@@ -99,7 +107,7 @@ def brute_force(profile, cluster, options):
     return min(fitting, default=None), min(need for _, need in found)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60, 20))
 def test_the_search_is_optimal(seed):
     profile, cluster, batch = random_case(seed)
     options = PlanOptions(batch, num_microbatches=[1, 2, 3, 4][seed % 4] if batch > 4 else "auto")
@@ -108,7 +116,7 @@ def test_the_search_is_optimal(seed):
     assert find_plan(profile, cluster, options).planned.iteration_s == pytest.approx(best_s)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, 10))
 def test_the_search_is_optimal_where_backwards_have_two_parts(seed):
     """History: bounds took it that a gradient waits for whole backwards on its way to the first layer."""
     profile, cluster, batch = random_case(seed, max_layers=6)
@@ -159,7 +167,7 @@ def test_the_search_is_optimal_in_hundreds_of_cases(seed):
     test_the_search_is_optimal(seed)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30, 5))
 def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     """All schedules at once, against trying everything; and no bound is above what it bounds."""
     profile, cluster, batch = random_case(seed, max_layers=7)
@@ -190,7 +198,7 @@ def test_more_stages_than_ranks_are_interleaved():
     assert plan.planned.bubble_ratio == pytest.approx(1 / 9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40, 20))
 def test_the_search_is_optimal_within_memory(seed):
     profile, cluster, batch = random_case(seed, max_layers=6, memory=True)
     options = PlanOptions(batch, num_microbatches=min(batch, 4))
@@ -205,7 +213,7 @@ def test_the_search_is_optimal_within_memory(seed):
         assert max(plan.planned.peak_memory_bytes) <= cluster.memory_bytes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60, 20))
 def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
     """Where there are too many cuts to try all; the optimum is missed by 2% at most here."""
     profile, cluster, batch = random_case(seed)
@@ -215,7 +223,7 @@ def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
     assert find_plan(profile, cluster, options).planned.iteration_s <= 1.02 * best_s
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60, 20))
 def test_no_cut_is_faster_than_its_bound(seed):
     profile, cluster, batch = random_case(seed)
     options = PlanOptions(batch)
@@ -234,7 +242,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
 
 @pytest.mark.parametrize("filling", ["none", "shares"])
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", seeds(15, 2))
 def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, filling):
     """For every order of work, links that take as long as stages, replicas, and frozen work in bubbles."""
     rng = random.Random(seed)
@@ -307,7 +315,7 @@ def test_two_hundred_layers_on_64_ranks_are_planned_in_ten_seconds():
     assert cpu_seconds(200, 64, 512) < 10
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, 10))
 def test_a_limit_on_the_step_changes_no_plan(seed):
     profile, cluster, batch = random_case(seed, max_layers=6)
     options = PlanOptions(batch, filling=["none", "auto"][seed % 2])

@@ -48,7 +48,10 @@ def by_diffusers(path, name, seed=0, **settings):
     )
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("pixart", "dit") else pytest.mark.slow) for n in PIPELINES],
+)
 def test_one_process_equals_the_pipeline_bit_for_bit(name, folder_of):
     expected = by_diffusers(folder_of(name), name)
     predictor = Predictor.from_pretrained(folder_of(name), method="single")

@@ -138,7 +138,13 @@ def test_a_tiny_model_is_modelled_like_the_large_ones(monkeypatch, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("sd21", "pixart") else pytest.mark.slow)
+        for name in KNOWN_MODELS
+    ],
+)
 def test_published_configurations_have_the_published_number_of_parameters(name):
     known = KNOWN_MODELS[name]
     training = KnownTraining(known, torch.bfloat16)

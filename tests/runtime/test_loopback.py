@@ -247,7 +247,13 @@ def test_denoisers_of_diffusers(name):
         check(root, batches)
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("tied weights", "long skips") else pytest.mark.slow)
+        for name in TOWERS
+    ],
+)
 def test_towers(name):
     make, max_share = TOWERS[name]
     generator = torch.Generator().manual_seed(1)
@@ -256,7 +262,7 @@ def test_towers(name):
         check(make().double(), batches, max_share=max_share)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b_deep", marks=pytest.mark.slow)])
 def test_unequal_replicas_and_other_schedules(schedule):
     batches = [rows(5).double() for _ in range(NUM_STEPS)]
     with in_double():

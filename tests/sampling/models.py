@@ -7,6 +7,7 @@ float64: what differs by more than rounding is wrong.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.sampling.layout import Layout
+from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 
 B = 2  # prompts
@@ -288,6 +291,19 @@ def request_for(
         tiny.model, tiny.denoise(tiny.model), scheduler, scheduler.timesteps, tiny.latents,
         step_kwargs=step_kwargs, branches_in_batch=tiny.branches,
     )  # fmt: skip
+
+
+@functools.cache
+def layout_of(name: str) -> Layout:
+    """The layout of a tiny model, found once: a probe takes longer than what most tests sample."""
+    tiny = build(name)
+    return probe(request_for(name, tiny=tiny), tiny.axis)
+
+
+def knowing(sampler, name: str, tiny: Tiny | None = None):
+    """The sampler, which need not probe; it tries the layout on as after an earlier request."""
+    sampler.know(request_for(name, tiny=tiny), layout_of(name))
+    return sampler
 
 
 @torch.inference_mode()

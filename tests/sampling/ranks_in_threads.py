@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.stages import resident_parameters
-from tests.sampling.models import Tiny, request_for
+from tests.sampling.models import Tiny, knowing, request_for
 
 
 def sample_together(
@@ -24,12 +24,13 @@ def sample_together(
 ) -> tuple[list[Tensor], list[object]]:
     """Runs one request on all ranks; returns their latents and their samplers.
 
-    With `free_foreign`, weights of blocks of other ranks are gone before sampling. Generators are made
-    for each rank, as in processes.
+    Rank 0 knows the layout and tells the others. With `free_foreign`, weights of blocks of other ranks are
+    gone before sampling. Generators are made for each rank, as in processes.
     """
     network = LoopbackNetwork(num_ranks, timeout_s=20)
     models = [copy.deepcopy(tiny.model) for _ in range(num_ranks)]
     samplers = [make(model, links) for model, links in zip(models, network.links, strict=True)]
+    knowing(samplers[0], name, tiny)
 
     def rank(links):
         model, sampler = models[links.rank], samplers[links.rank]

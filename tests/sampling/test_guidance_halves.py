@@ -68,7 +68,9 @@ def pipefusion(model, links, inside):
     return PipeFusion(model, links, num_patches=4, sequence_links=inside, verify=True)
 
 
-@pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "per_rank"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     """Once it was the whole prediction, for every patch, with its variance: eight times as much."""
     model, call = pixart_call()
@@ -81,7 +83,7 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     assert messages == {"prediction": 2 * per_rank * (1 + (STEPS - 1) * 4)}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     model, call = pixart_call()
     expected = OneProcess().sample(call.request(model))

@@ -10,7 +10,7 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from tests.sampling.models import build, request_for
+from tests.sampling.models import build, knowing, request_for
 from tests.sampling.traffic import assert_traffic_is_as_planned
 
 
@@ -27,6 +27,8 @@ def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
             model, pipelines[share].links[stage], sequence_links=inside[stage].links[share],
             axis=tiny.axis, verify=True, **options,
         )  # fmt: skip
+        if links.rank == 0:
+            knowing(samplers[0], name, tiny)
         return samplers[links.rank].sample(request_for(name, tiny=tiny._replace(model=model)))
 
     results = LoopbackNetwork(num_stages * ranks_per_stage, timeout_s=40).run(rank)
@@ -51,9 +53,8 @@ def test_sharing_a_stage_does_not_change_the_result(name, mode):
     # Each rank of the last stage sees rows of its own, and all must decide alike.
     warmup = {"warmup_steps": "auto", "settled": 10.0} if name == "sd3" else {"warmup_steps": 1}
     options = {"num_patches": 2, "warmup_microbatches": 2, **warmup}
-    expected = PipeFusion(tiny.model, axis=tiny.axis, **options).sample(
-        request_for(name, tiny=tiny)
-    )
+    alone = knowing(PipeFusion(tiny.model, axis=tiny.axis, **options), name, tiny)
+    expected = alone.sample(request_for(name, tiny=tiny))
     results, samplers = sample_hybrid(name, tiny, 2, 2, sequence_mode=mode, **options)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
@@ -66,7 +67,8 @@ def test_a_ring_without_a_synchronous_step(hide_unseen):
     """Nothing is known of other patches at first. Three ranks, which two heads would not do for."""
     tiny = build("sd3")
     options = {"num_patches": 2, "warmup_steps": 0, "hide_unseen": hide_unseen}
-    expected = PipeFusion(tiny.model, **options).sample(request_for("sd3", tiny=tiny))
+    alone = knowing(PipeFusion(tiny.model, **options), "sd3", tiny)
+    expected = alone.sample(request_for("sd3", tiny=tiny))
     results, _ = sample_hybrid("sd3", tiny, 1, 3, sequence_mode="ring", **options)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)

@@ -17,12 +17,7 @@ from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.stages import Stages, resident_parameters
 from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords, InkOnly
-from tests.sampling.models import MODELS, build, request_for, scheduler_for
-
-
-def layout_of(name, tiny=None):
-    tiny = tiny or build(name)
-    return probe(request_for(name, tiny=tiny), tiny.axis)
+from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 
 def test_text_stands_in_front_of_the_image_in_flux():
@@ -81,9 +76,9 @@ def test_a_block_that_cannot_do_without_text_gets_a_ghost():
 def test_weights_do_not_matter():
     """Rank 0 probes before anything is loaded."""
     tiny = build("pixart")
-    expected = layout_of("pixart", tiny)
+    expected = layout_of("pixart")
     place_parameters(tiny.model, (), "cpu")
-    layout = layout_of("pixart", tiny)
+    layout = probe(request_for("pixart", tiny=tiny))
     assert layout.readers == expected.readers
     assert layout.constants == expected.constants
     assert all(p.isnan().all() for p in tiny.model.parameters())
@@ -92,7 +87,7 @@ def test_weights_do_not_matter():
 @pytest.mark.parametrize("name", ["pixart", "dit"])
 def test_a_rank_holds_its_share_of_the_blocks_and_what_is_shared(name):
     tiny = build(name)
-    layout = layout_of(name, tiny)
+    layout = layout_of(name)
     stages = Stages.split(layout, (1, 2, 3))
     sizes = {key: p.numel() for key, p in tiny.model.named_parameters()}
     blocks = sum(size for key, size in sizes.items() if key.startswith("transformer_blocks."))
@@ -113,7 +108,7 @@ def test_layouts_are_plain_data():
 
 def test_a_layout_fits_requests_of_its_shapes():
     tiny = build("sd3")
-    layout = layout_of("sd3", tiny)
+    layout = layout_of("sd3")
     request = request_for("sd3", tiny=tiny)
     assert fits(layout, request)
     request.latents = request.latents[..., :8]
@@ -152,9 +147,9 @@ def as_data(layout):
 def test_ink_alone_finds_what_numbers_would(name, monkeypatch):
     """Linear layers that multiply nothing carry NaN to the same places."""
     tiny = build(name)
-    found = as_data(layout_of(name, tiny))
+    found = as_data(layout_of(name))
     monkeypatch.setattr(InkOnly, "_linear", lambda self, *args, **kwargs: F.linear(*args, **kwargs))
-    assert found == as_data(layout_of(name, tiny))
+    assert found == as_data(probe(request_for(name, tiny=tiny), tiny.axis))
 
 
 def test_ink_goes_where_a_product_takes_it():

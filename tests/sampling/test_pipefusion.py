@@ -20,6 +20,7 @@ from tests.sampling.models import (
     STEPS,
     Tiny,
     build,
+    knowing,
     request_for,
     sample_plainly,
 )
@@ -43,7 +44,7 @@ def emulate(name: str, tiny: Tiny, num_patches: int, warmup_steps: int, **option
         tiny.model, num_patches=num_patches, warmup_steps=warmup_steps, axis=tiny.axis,
         verify=True, **options,
     )  # fmt: skip
-    return sampler.sample(request_for(name, tiny=tiny))
+    return knowing(sampler, name, tiny).sample(request_for(name, tiny=tiny))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -103,6 +104,7 @@ def test_branches_of_guidance_follow_each_other_unless_the_picture_is_exact(
     """Nothing is cut where the bits of one process are promised, whatever the number of ranks."""
     request = request_for("pixart", tiny=tiny_models("pixart"))
     sampler = PipeFusion(request.model, num_patches=num_patches, warmup_steps=warmup_steps)
+    knowing(sampler, "pixart", tiny_models("pixart"))
     assert sampler.prepare(request).plan.warmup_microbatches == microbatches
 
 
@@ -118,9 +120,8 @@ def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, 
         assert settled < changes[:2].min()
     options = {"warmup_steps": "auto", "settled": float(settled), "warmup_microbatches": 2}
     request = {"num_steps": steps}
-    expected = PipeFusion(
-        tiny.model, num_patches=2, warmup_steps=found, warmup_microbatches=2
-    ).sample(request_for("pixart", tiny=tiny, **request))
+    alone = PipeFusion(tiny.model, num_patches=2, warmup_steps=found, warmup_microbatches=2)
+    expected = knowing(alone, "pixart", tiny).sample(request_for("pixart", tiny=tiny, **request))
     results, samplers = sample_together(
         "pixart", tiny, num_ranks,
         lambda m, links: PipeFusion(m, links, num_patches=2, verify=True, **options), **request,
@@ -143,7 +144,7 @@ def changes_of(tiny, num_steps):
 def test_what_crosses_a_cut(name, tiny_models):
     """Tokens of the image, and with joint attention of the text: e B (p + T) h, however many patches."""
     tiny = tiny_models(name)
-    sampler = PipeFusion(tiny.model, num_patches=2)
+    sampler = knowing(PipeFusion(tiny.model, num_patches=2), name, tiny)
     layout = sampler.prepare(request_for(name, tiny=tiny)).layout
     tokens = 16 * 6 + (7 if name == "sd3" else 0)
     assert layout.blocks[0].output_bytes == 8 * 4 * tokens * 16
@@ -152,7 +153,7 @@ def test_what_crosses_a_cut(name, tiny_models):
 def test_long_skips_travel_along_the_chain(tiny_models):
     """HunyuanDiT reads the first block's result again in the last one, on the other side of every cut."""
     tiny = tiny_models("hunyuandit")
-    sampler = PipeFusion(tiny.model, num_patches=2)
+    sampler = knowing(PipeFusion(tiny.model, num_patches=2), "hunyuandit", tiny)
     request = request_for("hunyuandit", tiny=tiny)
     layout = sampler.prepare(request).layout
     stages = sampler.setting(layout, (1, 2, 3), request).stages
@@ -174,6 +175,7 @@ def by_definition(name: str, tiny: Tiny, num_patches: int, warmup_steps: int):
     """The whole model runs for every patch; each attention call sees the newest keys and values there are."""
     request = request_for(name, tiny=tiny)
     sampler = PipeFusion(tiny.model, num_patches=num_patches, axis=tiny.axis)
+    knowing(sampler, name, tiny)
     setting = sampler.prepare(request)
     layout, patches = setting.layout, setting.patches
     x, newest = request.latents.clone(), {}
@@ -227,12 +229,12 @@ def _keys_swapped(model, layout, part, newest):
 def test_two_requests_in_a_row_are_two_fresh_ones(name, tiny_models):
     """Caches of peers survive a request, so that the second picture depends on the first."""
     tiny = tiny_models(name)
-    sampler = PipeFusion(tiny.model, num_patches=2, warmup_steps=0)
+    sampler = knowing(PipeFusion(tiny.model, num_patches=2, warmup_steps=0), name, tiny)
     first = sampler.sample(request_for(name, tiny=tiny))
     other = tiny._replace(latents=tiny.latents.flip(0) * 0.5)
     second = sampler.sample(request_for(name, tiny=other))
     assert torch.equal(sampler.sample(request_for(name, tiny=tiny)), first)
-    fresh = PipeFusion(tiny.model, num_patches=2, warmup_steps=0)
+    fresh = knowing(PipeFusion(tiny.model, num_patches=2, warmup_steps=0), name, tiny)
     assert torch.equal(fresh.sample(request_for(name, tiny=other)), second)
     assert first.is_inference()
 
@@ -265,7 +267,7 @@ def test_hidden_keys_are_better_than_zeros(tiny_models):
 
 def test_steps_and_spans_are_reported(tiny_models):
     tiny = tiny_models("pixart")
-    sampler, seen = PipeFusion(tiny.model, num_patches=2), []
+    sampler, seen = knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny), []
     sampler.sample(request_for("pixart", tiny=tiny), seen.append)
     assert seen == list(range(STEPS))
     statistics = sampler.statistics

@@ -9,7 +9,7 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers, is_elementwise
-from tests.sampling.models import build, request_for, sample_plainly
+from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
 DETERMINISTIC = [
@@ -43,7 +43,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def synchronous(tiny):
     """All steps compute all tokens, but patches are stepped apart; the model is probed once."""
-    return PipeFusion(tiny.model, num_patches=4, warmup_steps=99)
+    return knowing(PipeFusion(tiny.model, num_patches=4, warmup_steps=99), "pixart", tiny)
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
@@ -70,7 +70,8 @@ def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
     options = {"make_generator": generator} if name in STOCHASTIC else {}
     kwargs = {"generator": generator()} if options else {}
     request = request_for("pixart", make(name), tiny=tiny, **kwargs)
-    expected = PipeFusion(tiny.model, num_patches=4).sample(request)
+    alone = knowing(PipeFusion(tiny.model, num_patches=4), "pixart", tiny)
+    expected = alone.sample(request)
     results, _ = sample_together(
         "pixart", tiny, 2, lambda m, links: PipeFusion(m, links, num_patches=4),
         scheduler=make(name), **options,
@@ -93,8 +94,9 @@ def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
     scheduler = make("DDPMScheduler", thresholding=True, sample_max_value=100.0)
     request = request_for("pixart", scheduler, tiny=tiny)
     with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows"):
-        PipeFusion(tiny.model, num_patches=2).sample(request)
-    PipeFusion(tiny.model, num_patches=1).sample(request)  # one patch is the whole
+        knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny).sample(request)
+    whole = knowing(PipeFusion(tiny.model, num_patches=1), "pixart", tiny)
+    whole.sample(request)  # one patch is the whole
 
 
 def test_trying_leaves_the_random_state_alone():

@@ -22,7 +22,7 @@ EVERY = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in (*UNETS, *TRANSFORMERS)
 ]
-FEW = ("sd", "sd3")
+FEW = [pytest.param("sd", marks=pytest.mark.slow), "sd3"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,12 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
 
 
 @pytest.mark.parametrize(
-    ("name", "group_norm"), [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")]
+    ("name", "group_norm"),
+    [
+        pytest.param("sd", "predicted", marks=pytest.mark.slow),
+        ("sd", "corrected"),
+        ("sd3", "predicted"),
+    ],
 )
 def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
     tiny = tiny_models(name)
@@ -119,7 +124,9 @@ def test_texts_may_change_in_the_middle(tiny_models):
     assert relative(found, OneProcess().sample(request)) < 1e-12
 
 
-@pytest.mark.parametrize(("settled", "num_synchronous"), [(1e9, 1), (0.0, 3)])
+@pytest.mark.parametrize(
+    ("settled", "num_synchronous"), [(1e9, 1), pytest.param(0.0, 3, marks=pytest.mark.slow)]
+)
 def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchronous, tiny_models):
     request = request_for("sd", tiny_models("sd"), num_steps=3)
     found, samplers = emulate(request, 2, warmup_steps="auto", settled=settled)
