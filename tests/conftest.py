@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
 
 # Half a million objects come with the imports of all tests, and stay: they are not searched for garbage meanwhile,
-# nor by collections during the tests (`tests/graph/conftest.py` says where they are).
+# nor by collections during the tests (`all_objects_in_sight` says where they are needed).
 gc.disable()
 
 # Imported by the server of test processes only: it probes a module, and hides all objects from gc.

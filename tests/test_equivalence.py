@@ -15,7 +15,7 @@ from tests.zoo import CASES, in_double
 from tests.zoo.measure import idle_blocks, measure, plain_gradients
 from tests.zoo.write_table import PATH, facts, row
 
-FAST = ("PixArtTransformer2DModel", "UNet2DModel")
+FAST = ("UNet2DModel",)
 BUILT = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name, case in CASES.items()

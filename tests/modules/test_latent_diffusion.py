@@ -46,7 +46,7 @@ def fit(model, batch, tmp_path, steps=3, **kwargs):
     [
         ("flow", "unet"),
         ("epsilon", "transformer"),
-        ("v", "transformer"),
+        pytest.param("v", "transformer", marks=pytest.mark.slow),
         pytest.param("epsilon", "unet", marks=pytest.mark.slow),
         pytest.param("v", "unet", marks=pytest.mark.slow),
         pytest.param("flow", "transformer", marks=pytest.mark.slow),

@@ -115,6 +115,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
         modelled_profile("sd21", dtype="fp8")
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_modelled_like_the_large_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
     monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)

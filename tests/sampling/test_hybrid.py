@@ -36,7 +36,7 @@ def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
 
 
 NAMES = ["pixart", "sd3", "flux", "qwen", "pixart, two calls", "lumina2", "wan, frames"]
-FAST = {("pixart", "ring"), ("sd3", "ulysses"), ("sd3", "ring")}
+FAST = {("pixart", "ring"), ("sd3", "ulysses")}
 
 
 @pytest.mark.parametrize(

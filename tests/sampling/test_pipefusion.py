@@ -27,7 +27,7 @@ from tests.sampling.models import (
 from tests.sampling.ranks_in_threads import sample_together
 from tests.sampling.traffic import assert_traffic_is_as_planned
 
-FAST = ("pixart, two calls", "sd3")
+FAST = ("sd3",)
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MAIN]
 FEW = ["pixart", "sd3"]
@@ -59,7 +59,7 @@ def test_one_patch_or_only_synchronous_steps_are_one_process(name, tiny_models):
 def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
     tiny = tiny_models(name)
     expected = emulate(name, tiny, 4, 1)
-    for num_ranks in (2, 4) if name in FAST else (4,):
+    for num_ranks in (2, 4) if name in ("pixart, two calls", "sd3") else (4,):
         results, samplers = sample_together(
             name, tiny, num_ranks,
             lambda m, links: PipeFusion(
@@ -71,10 +71,14 @@ def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
         assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize("warmup_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    [("sd3", 2), ("dit", 2), pytest.param("pixart, two calls", 1, marks=pytest.mark.slow)],
+    [
+        ("sd3", 2),
+        pytest.param("dit", 2, marks=pytest.mark.slow),
+        pytest.param("pixart, two calls", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tiny_models):
     tiny = tiny_models(name)
@@ -109,7 +113,12 @@ def test_branches_of_guidance_follow_each_other_unless_the_picture_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("settled", "found", "num_ranks"), [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)]
+    ("settled", "found", "num_ranks"),
+    [
+        pytest.param(10.0, 1, 1, marks=pytest.mark.slow),
+        (None, 3, 3),
+        pytest.param(0.0, 5, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, tiny_models):
     """At the first decision, at a later one, never: the bits of as many synchronous steps."""
