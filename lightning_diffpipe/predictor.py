@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.auto import choose, mesh_of, options_of
@@ -69,6 +70,8 @@ class Predictor:
         device: torch.device,
         timeout_s: float = 120.0,
     ) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
         self.source, self.options, self.device = source, options, device
         self.timeout_s = timeout_s
         self.report: SamplingReport | None = None
