@@ -7,7 +7,7 @@ guidance):
     one rank       w + f a
     sequence       w + f a / n
     synchronous    w + f a / n
-    distrifusion   w + f (a + k n) / n                      keys and values of all bands
+    distrifusion   w + f (a / n + k)                        keys and values of all bands
     pipefusion     w - b + b / n + f (a + k / n) / q        in a ring, keys and values of all q ranks
 
 n ranks are beside each other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous
