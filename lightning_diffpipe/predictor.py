@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.auto import choose, mesh_of, options_of
+from lightning_diffpipe.sampling.auto import choose, free_memory, mesh_of, options_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
@@ -69,6 +70,8 @@ class Predictor:
         device: torch.device,
         timeout_s: float = 120.0,
     ) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
         self.source, self.options, self.device = source, options, device
         self.timeout_s = timeout_s
         self.report: SamplingReport | None = None
@@ -240,19 +243,24 @@ class Predictor:
     def _worker_for(self, call: Call) -> Worker:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
-            link = self._world.measured_link() if self.options.method == "auto" else None
-            chosen = self._world.requests.broadcast_object(lambda: self._choose(call, link))
+            link: Link | None = None
+            left: list[int | None] = []
+            if self.options.method == "auto":
+                link = self._world.measured_link()
+                left = self._world.gather(free_memory(self.device))
+            chosen = self._world.requests.broadcast_object(lambda: self._choose(call, link, left))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 
-    def _choose(self, call: Call, link: Link | None) -> MethodOptions:
+    def _choose(self, call: Call, link: Link | None, left: Sequence[int | None]) -> MethodOptions:
         options = self.options
         if options.method not in (*METHODS, "auto"):
             raise ConfigurationError(
                 f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
             )
         if link is not None:
-            choice = choose(call, self.source.denoiser, link, self._world.num_ranks)
+            least = min((each for each in left if each is not None), default=None)
+            choice = choose(call, self.source.denoiser, link, self._world.num_ranks, least)
             return replace(
                 options,
                 method=choice.method,

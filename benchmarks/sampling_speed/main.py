@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,8 @@ from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 STEPS, WARMUP, PATCHES, TEXT = 8, 1, 4, 64
+BESIDE = "one rank beside another"
+OTHERS = ("Ulysses", "ring", "synchronous bands", "diffusers Ulysses")
 
 
 def build() -> FluxTransformer2DModel:
@@ -90,8 +93,8 @@ def diffusers_ulysses(tokens: int) -> Any:
     return lambda: plainly(request)
 
 
-def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+def compare(rank: int, tokens: int, rounds: int, others: Sequence[str]) -> dict[str, Any]:
+    """One row of the table, with some of the `OTHERS`."""
     links = ProcessLinks.connect([[0, 1]], torch.device("cpu"))
     model = build()
     request = request_for(model, tokens)
@@ -104,25 +107,27 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     layout = pipefusion.prepare(request).layout
     for mode in ("Ulysses", "ring"):
         exact[mode].know(request, layout)
-    both_s = check(request, pipefusion, exact)
+    exact = {name: sampler for name, sampler in exact.items() if name in others}
+    check(request, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
+        BESIDE: lambda: plainly(request),
         "PipeFusion": lambda: pipefusion.sample(request),
     } | {name: lambda sampler=sampler: sampler.sample(request) for name, sampler in exact.items()}
-    try:
-        theirs = diffusers_ulysses(tokens)
-        theirs()
-        candidates["diffusers Ulysses"] = theirs
-    except Exception as error:
-        if rank == 0:
-            print(
-                f"diffusers' Ulysses does not run here: {type(error).__name__}: {str(error)[:300]}"
-            )
+    if "diffusers Ulysses" in others:
+        try:
+            theirs = diffusers_ulysses(tokens)
+            theirs()
+            candidates["diffusers Ulysses"] = theirs
+        except Exception as error:
+            if rank == 0:
+                said = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"diffusers' Ulysses does not run here: {said}")
     times = interleaved(candidates, rounds, warmup_rounds=0)
     seconds = medians(times)
     if rank == 0:
         print(tokens, times, flush=True)
-    row = row_of(tokens, seconds, pipefusion.prepare(request).plan.speed_up(), both_s)
+    row = row_of(tokens, seconds, pipefusion.prepare(request).plan.speed_up(), others)
     link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
     if rank == 0:
         choice = choose_sampling(profile_request(request, 1, 1, layout), link, 2, STEPS)
@@ -131,36 +136,33 @@ def compare(rank: int, tokens: int, rounds: int) -> dict[str, Any]:
     return row
 
 
-def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> float:
-    """Compares results with what they should be; returns seconds of one process beside another."""
+def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> None:
+    """Compares results with what they should be."""
     emulator = PipeFusion(request.model, num_patches=PATCHES, warmup_steps=WARMUP)
     emulator.know(request, pipefusion.prepare(request).layout)
     assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
         "ranks change the result"
     )
-    dist.barrier()
-    start_s = time.perf_counter()
     expected = plainly(request)
-    dist.barrier()
-    both_s = time.perf_counter() - start_s
     for sampler in exact.values():
         torch.testing.assert_close(sampler.sample(request), expected, rtol=1e-3, atol=1e-3)
-    return both_s
 
 
-def row_of(tokens: int, seconds: dict[str, float], formula: float, both_s: float) -> dict[str, Any]:
+def row_of(
+    tokens: int, seconds: dict[str, float], formula: float, others: Sequence[str]
+) -> dict[str, Any]:
     """Speed-ups over one rank."""
     one = seconds["one rank"]
     row: dict[str, Any] = {
         "tokens": tokens,
         "one rank, s": one,
-        "slower beside another": both_s / one,
+        "slower beside another": seconds[BESIDE] / one,
     }
-    for name in ("PipeFusion", "Ulysses", "ring", "synchronous bands", "diffusers Ulysses"):
+    for name in ("PipeFusion", *others):
         row[name] = one / seconds[name] if name in seconds else "does not run"
     row["formula"] = formula
     row["PipeFusion / formula"] = row["PipeFusion"] / formula
-    row["fastest"] = min((n for n in seconds if n != "one rank"), key=lambda n: seconds[n])
+    row["fastest"] = min(("PipeFusion", *others), key=lambda name: seconds.get(name, math.inf))
     return row
 
 
@@ -169,11 +171,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 576, 1024])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for tokens in arguments.tokens:
-        rows.append(on_ranks(2, compare, tokens, arguments.rounds))
+        rows.append(on_ranks(2, compare, tokens, arguments.rounds, arguments.others))
         print(rows[-1], flush=True)
     print(table(rows))
     if arguments.json:

@@ -61,6 +61,9 @@ class DenoiserProfile:
         warmup_microbatches: Shares into which PipeFusion cuts a synchronous step.
         num_heads: Of queries, the fewest there are; 0 if that does not matter.
         num_key_heads: Of keys and values, the fewest.
+        weight_bytes: Of all weights that are yet to be loaded; 0 if ranks hold them already, or they are not known.
+        block_bytes: Of those that are in blocks, which stages share.
+        activation_bytes: Most that a step holds at a time beside weights; 0 if it is not known.
         refusal: Why patches cannot flow through it, if they cannot.
     """
 
@@ -82,6 +85,9 @@ class DenoiserProfile:
     warmup_microbatches: int = 1
     num_heads: int = 0
     num_key_heads: int = 0
+    weight_bytes: int = 0
+    block_bytes: int = 0
+    activation_bytes: int = 0
     refusal: str = ""
 
     def spreads_heads(self, num_ranks: int) -> bool:

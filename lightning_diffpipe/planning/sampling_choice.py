@@ -1,12 +1,14 @@
 """Which method samples fastest: the best of all methods on all meshes, and its reason.
 
 Stale activations need steps that differ little, so few-step models get an exact method. An exact method is also
-taken where it costs at most a tenth more. What the methods cost is in `sampling_candidates.py`.
+taken where it costs at most a tenth more. What needs more memory than a rank has is left out. What the methods
+cost is in `sampling_candidates.py` and `sampling_memory.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_diffpipe.planning.cluster import Link
@@ -16,12 +18,17 @@ from lightning_diffpipe.planning.sampling_candidates import (
     SamplingChoice,
     candidates,
 )
+from lightning_diffpipe.planning.sampling_memory import memory_of_rank
 
 _TOLERANCE = 1.1
 
 
 def choose_sampling(
-    profile: DenoiserProfile, link: Link, num_ranks: int, num_steps: int
+    profile: DenoiserProfile,
+    link: Link,
+    num_ranks: int,
+    num_steps: int,
+    memory_bytes: int | None = None,
 ) -> SamplingChoice:
     """The fastest way to sample a request, and why.
 
@@ -30,6 +37,8 @@ def choose_sampling(
         link: Between any two ranks.
         num_ranks: All of them are used, unless nothing is gained.
         num_steps: Denoising steps.
+        memory_bytes: What every rank has left for the denoiser; None means that it is no limit. If nothing
+            fits, what needs least is taken.
 
     Example:
         >>> profile = DenoiserProfile(1.0, 0.01, 1, 1, 28, 64, 10**7, 10**5, 10**9, 2 * 10**9, 28)
@@ -40,12 +49,28 @@ def choose_sampling(
         >>> choose_sampling(profile, slow, num_ranks=4, num_steps=4).method
         'sequence'
     """
-    found = list(candidates(profile, link, num_ranks, num_steps))
+    every = list(candidates(profile, link, num_ranks, num_steps))
+    needs = {choice: memory_of_rank(profile, choice) for choice in every}
+    limit = math.inf if memory_bytes is None else max(memory_bytes, min(needs.values()))
+    found = [choice for choice in every if needs[choice] <= limit]
     best = min(found, key=lambda choice: choice.seconds)
-    exact = min((c for c in found if c.is_exact), key=lambda choice: choice.seconds)
-    chosen = exact if exact.seconds <= _TOLERANCE * best.seconds else best
+    exact = [c for c in found if c.is_exact and c.seconds <= _TOLERANCE * best.seconds]
+    chosen = min(exact, key=lambda choice: choice.seconds, default=best)
     reason = _reason(chosen, found, profile, num_ranks, num_steps)
+    if memory_bytes is not None:
+        reason += _ruled_out(needs, memory_bytes)
     return replace(chosen, reason=reason)
+
+
+def _ruled_out(needs: Mapping[SamplingChoice, int], memory_bytes: int) -> str:
+    """Says which methods do not fit on any mesh, and what they need."""
+    least = _best_by(needs, lambda choice: choice.method, needs.__getitem__)
+    too_large = {method: need for method, need in least.items() if need > memory_bytes}
+    if not too_large:
+        return ""
+    said = ", ".join(f"{method} {need / 1e9:.3g} GB" for method, need in sorted(too_large.items()))
+    reason = f"; a rank has {memory_bytes / 1e9:.3g} GB left, too little for {said}"
+    return reason + (": what needs least is taken" if len(too_large) == len(least) else "")
 
 
 def _reason(
@@ -77,12 +102,14 @@ def _reason(
 
 
 def _best_by(
-    found: Sequence[SamplingChoice], name: Callable[[SamplingChoice], str]
+    found: Iterable[SamplingChoice],
+    name: Callable[[SamplingChoice], str],
+    cost: Callable[[SamplingChoice], float] = lambda choice: choice.seconds,
 ) -> dict[str, float]:
-    """Seconds of the fastest of each name."""
+    """The lowest cost of each name: seconds, or what is asked for."""
     best: dict[str, float] = {}
     for choice in found:
-        best[name(choice)] = min(choice.seconds, best.get(name(choice), choice.seconds))
+        best[name(choice)] = min(cost(choice), best.get(name(choice), math.inf))
     return best
 
 

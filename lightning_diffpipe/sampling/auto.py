@@ -2,7 +2,7 @@
 
 On rank 0, with the first request: one step is timed, whole and in two patches, attention and convolutions in it
 are counted, and the model is probed for whether patches can flow through it. Weights are not needed for any of
-that. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
+that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_candidates import (
     MIN_STEPS,
@@ -38,7 +39,9 @@ from lightning_diffpipe.sampling.request import Request
 _REPEATS = 3
 
 
-def choose(call: Call, model: Any, link: Link, num_ranks: int) -> SamplingChoice:
+def choose(
+    call: Call, model: Any, link: Link, num_ranks: int, memory_bytes: int | None = None
+) -> SamplingChoice:
     """Measures a request on this rank and chooses how to run it.
 
     Args:
@@ -46,10 +49,19 @@ def choose(call: Call, model: Any, link: Link, num_ranks: int) -> SamplingChoice
         model: The denoiser, perhaps a skeleton.
         link: Between any two ranks.
         num_ranks: Ranks there are.
+        memory_bytes: What every rank has left; None means that it is no limit.
     """
     request = call.request(model)
     profile = profile_request(request, call.num_samples, call.branches)
-    return choose_sampling(profile, link, num_ranks, request.num_steps)
+    return choose_sampling(profile, link, num_ranks, request.num_steps, memory_bytes)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
+    if device.type != "cuda":
+        return None
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def mesh_of(choice: SamplingChoice) -> SamplingMesh:
@@ -77,7 +89,7 @@ def profile_request(
     """
     latents, timestep = request.latents, request.timesteps[0]
     with _Counted() as counted:
-        request.denoise(latents, timestep)
+        activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0)
     if layout is not None:
@@ -110,6 +122,9 @@ def profile_request(
         warmup_microbatches=microbatches,
         num_heads=_fewest(layout, "heads"),
         num_key_heads=_fewest(layout, "key_heads"),
+        weight_bytes=_missing_bytes(request.model),
+        block_bytes=0 if layout is None else _missing_bytes(request.model, layout),
+        activation_bytes=activation_bytes,
         refusal=refusal,
     )
 
@@ -128,6 +143,28 @@ def _fewest(layout: Layout | None, what: str) -> int:
         if tokens is not None
     ]
     return min((getattr(size, what) for size in sizes), default=0)
+
+
+def _missing_bytes(model: nn.Module, layout: Layout | None = None) -> int:
+    """Bytes of the weights that are yet to be loaded: of all, or of those in blocks that stages share."""
+    blocks = ("",) if layout is None else tuple(f"{name}." for name in layout.block_names)
+    everywhere = frozenset() if layout is None else layout.glue_parameters
+    return sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if is_placeholder(p) and name.startswith(blocks) and name not in everywhere
+    )
+
+
+def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Most memory that a function holds at a time on an accelerator; 0 on hosts, which do not count it."""
+    if device.type != "cuda":
+        function()
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _short(error: Exception) -> str:

@@ -251,7 +251,7 @@ class KvCache:
         if place not in self._buffers:
             lead = (*shape[:-2], where.tokens.size)
             self._buffers[place] = _Buffer(
-                k.new_zeros(*lead, k.shape[-1]), v.new_zeros(*lead, v.shape[-1])
+                _zeros((*lead, k.shape[-1]), k), _zeros((*lead, v.shape[-1]), v)
             )
         return self._buffers[place]
 
@@ -296,3 +296,15 @@ class KvCache:
             step = self._step if m <= here else self._step - 1
             expected = step if step >= 0 else None
             assert buffer.written.get(patch) == expected, (where.block.name, here, m, self._step)
+
+
+def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros whose axes lie in memory in the order of those of another tensor, features innermost.
+
+    Most models cut heads from features, so that the heads of a token lie side by side. Kept like that, tokens are
+    written as they stand, and attention reads what it would read without a cache.
+    """
+    last = like.ndim - 1
+    order = [*sorted(range(last), key=lambda axis: -like.stride(axis)), last]
+    zeros = like.new_zeros([shape[axis] for axis in order])
+    return zeros.permute([order.index(axis) for axis in range(like.ndim)])

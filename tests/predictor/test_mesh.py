@@ -15,6 +15,7 @@ from lightning_diffpipe.planning.sampling_candidates import (
     candidates,
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
+from lightning_diffpipe.planning.sampling_memory import memory_of_rank
 from lightning_diffpipe.sampling.auto import mesh_of, options_of
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 
@@ -159,6 +160,47 @@ def test_patches_have_a_row_for_every_rank_of_a_stage():
     for choice in candidates(low, SLOW, 8, 28):
         if choice.method == "pipefusion":
             assert choice.num_patches * choice.sequence <= 9
+
+
+# 24 GB of weights, of which 22 are in blocks.
+HEAVY = replace(LARGE, weight_bytes=24 * 10**9, block_bytes=22 * 10**9, activation_bytes=10**9)
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "method", "said"),
+    [
+        (None, "sequence", ""),
+        (80, "sequence", ""),
+        # 24.1 GB with all weights, 27.4 with all keys and values; an eighth of the blocks is 6.5 GB in all.
+        (25, "sequence", "; a rank has 25 GB left, too little for distrifusion 27.4 GB"),
+        (
+            16,
+            "pipefusion",
+            "; a rank has 16 GB left, too little for distrifusion 27.4 GB, sequence",
+        ),
+        (2, "pipefusion", ": what needs least is taken"),
+    ],
+)
+def test_what_does_not_fit_a_rank_is_left_out(memory_gb, method, said):
+    limit = None if memory_gb is None else memory_gb * 10**9
+    chosen = choose_sampling(HEAVY, FAST, 8, 28, limit)
+    assert chosen.method == method
+    assert said in chosen.reason
+    assert said or "a rank has" not in chosen.reason
+
+
+def test_more_stages_need_less_memory_where_others_hold_everything():
+    needs = {(c.method, c.mesh): memory_of_rank(HEAVY, c) for c in candidates(HEAVY, FAST, 8, 28)}
+    assert (
+        needs["pipefusion", "parallel=8"]
+        < needs["pipefusion", "parallel=4 x sequence=2"]
+        < needs["pipefusion", "parallel=2 x sequence=4"]
+        < needs["sequence", "sequence=8"]
+        < needs["single", "one rank"]
+    )
+    # Keys and values of all bands.
+    displaced, waited_for = needs["distrifusion", "parallel=8"], needs["synchronous", "parallel=8"]
+    assert displaced - waited_for == HEAVY.key_value_bytes
 
 
 def test_the_reason_is_one_line_with_numbers():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import diffusers
 
+from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.sampling_candidates import MIN_STEPS
 from lightning_diffpipe.sampling.auto import profile_request
 from tests.sampling.models import B, build, request_for
@@ -26,3 +27,15 @@ def test_a_scheduler_that_looks_at_all_rows_keeps_patches_out_of_the_choice():
     profile = profile_request(request_for("dit", scheduler, tiny=build("dit")), 2 * B, 1)
     assert profile.num_blocks == 0
     assert "DDPMScheduler looks at all rows" in profile.refusal
+
+
+def test_weights_that_are_yet_to_be_loaded_are_counted():
+    request = request_for("flux", num_steps=MIN_STEPS)
+    held = profile_request(request, B, 1)
+    assert (held.weight_bytes, held.block_bytes) == (0, 0)
+    weights = sum(p.numel() * p.element_size() for p in request.model.parameters())
+    place_parameters(request.model, (), "cpu")
+    profile = profile_request(request, B, 1)
+    assert profile.weight_bytes == weights
+    assert 0.5 * weights < profile.block_bytes < weights
+    assert profile.activation_bytes == 0  # hosts do not count it
