@@ -34,7 +34,7 @@ test: setup  ## all tests
 	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed" $(ARGS)
 	$(BIN)/python -m pytest -q --durations=5 -m distributed $(ARGS)
 
-test-fast: setup  ## the tests that take a minute and a half together
+test-fast: setup  ## the tests that take about a minute together
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
 
 test-distributed: setup  ## the tests that start several processes

@@ -109,6 +109,7 @@ def test_the_loss_is_fp32_under_bf16(make_model, batch):
         assert loss_of(model, batch).dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_lightnings_half_precisions_train(make_model, batch, tmp_path, precision):
     trainer = fit(make_model(), batch, tmp_path, precision=precision)
@@ -241,6 +242,7 @@ def test_a_stable_diffusion_folder_stays_one(batch, tmp_path):
     assert not again._uses_text_mask
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_rebuilds_the_model(make_model, batch, tmp_path):
     model = make_model(caption_dropout=0.25)
     trainer = fit(model, batch, tmp_path)

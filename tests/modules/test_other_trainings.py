@@ -27,6 +27,7 @@ def fit(module, batch, tmp_path, steps):
     return trainer
 
 
+@pytest.mark.slow
 def test_an_autoencoder_learns_to_reconstruct(batch, tmp_path):
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-2, warmup_steps=1))
     first = fit(module, batch, tmp_path, steps=1).callback_metrics["val/psnr"]
@@ -55,6 +56,7 @@ def test_the_scaling_factor_travels_in_the_checkpoint(batch, tmp_path):
     assert factors[0] == factors[1] != 0.7
 
 
+@pytest.mark.slow
 def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
     module = TextAlignment(
         tiny_text_encoder(), tiny_tokenizer(), optimization=Optimization(lr=3e-3, warmup_steps=10)

@@ -299,6 +299,7 @@ def cpu_seconds(num_layers, num_ranks, batch, **options):
     return time.process_time() - start
 
 
+@pytest.mark.slow
 def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
     """Here with a model that fits no rank, which leaves most to be tried; a third of it is usual.
 

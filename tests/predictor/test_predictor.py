@@ -86,6 +86,7 @@ def test_the_automatic_choice_weighs_memory(folder_of, monkeypatch):
     assert "a rank has 1e-06 GB left, too little for single" in predictor.report.reason
 
 
+@pytest.mark.slow
 def test_guidance_by_two_calls_a_step(folder_of):
     options = {"negative_prompt": ["bad", "ugly"], "true_cfg_scale": 3.0}
     expected = by_diffusers(folder_of("flux"), "flux", **options)

@@ -31,6 +31,7 @@ def tiny():
     return module, batch, small, probe(module, step, small)
 
 
+@pytest.mark.slow
 def test_ranks_hold_what_the_plan_counts(tiny):
     """Three ranks in one process: bytes of joined encodings, and of those a rank has made.
 

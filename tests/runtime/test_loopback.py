@@ -262,6 +262,7 @@ def test_towers(name):
         check(make().double(), batches, max_share=max_share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b_deep", marks=pytest.mark.slow)])
 def test_unequal_replicas_and_other_schedules(schedule):
     batches = [rows(5).double() for _ in range(NUM_STEPS)]

@@ -69,7 +69,12 @@ def pipefusion(model, links, inside):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "per_rank"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+    ("num_ranks", "per_rank"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (2, 2),
+    ],
 )
 def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     """Once it was the whole prediction, for every patch, with its variance: eight times as much."""
@@ -97,6 +102,7 @@ def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     assert messages == {"prediction": 2 * num_ranks * STEPS}
 
 
+@pytest.mark.slow
 def test_an_automatic_warmup_ends_alike_in_both_halves():
     """Each half decides by the prediction after guidance, which both have."""
     model, call = pixart_call()

@@ -36,7 +36,7 @@ def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
 
 
 NAMES = ["pixart", "sd3", "flux", "qwen", "pixart, two calls", "lumina2", "wan, frames"]
-FAST = {("pixart", "ring"), ("sd3", "ulysses")}
+FAST = {("pixart", "ring")}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_sharing_a_stage_does_not_change_the_result(name, mode):
         assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
 
 
-@pytest.mark.parametrize("hide_unseen", [True, False])
+@pytest.mark.parametrize("hide_unseen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_ring_without_a_synchronous_step(hide_unseen):
     """Nothing is known of other patches at first. Three ranks, which two heads would not do for."""
     tiny = build("sd3")

@@ -20,6 +20,7 @@ from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords, Ink
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 
+@pytest.mark.slow
 def test_text_stands_in_front_of_the_image_in_flux():
     layout = layout_of("flux")
     owner = layout.blocks[0].attention[0].owner

@@ -248,6 +248,7 @@ def test_two_requests_in_a_row_are_two_fresh_ones(name, tiny_models):
     assert first.is_inference()
 
 
+@pytest.mark.slow
 def test_other_shapes_get_a_layout_of_their_own(tiny_models):
     tiny = tiny_models("pixart")
     sampler = PipeFusion(tiny.model, num_patches=2)

@@ -14,10 +14,10 @@ from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import build, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
-FAST = ("pixart", "lumina2")
+FAST = ("lumina2",)
 CASES = [
     pytest.param(name, mode, marks=() if name in FAST else pytest.mark.slow)
-    for name in (*FAST, "sd3", "flux", "qwen", "wan, frames", "hunyuandit")
+    for name in (*FAST, "pixart", "sd3", "flux", "qwen", "wan, frames", "hunyuandit")
     for mode in ("ulysses", "ring")
 ]
 
