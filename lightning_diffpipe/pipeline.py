@@ -34,6 +34,7 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.partitioned import (
@@ -262,10 +263,9 @@ def assemble(
         process.device, verify,
     )  # fmt: skip
     trained = _trained_here(module, resident & graph.trained)
-    engine = Engine(
-        module, step, schedule, steps, mesh, GradientReducer(mesh, trained, holders), seed,
-        check_finite, picture=waiting, group_size=_group_size(plan),
-    )  # fmt: skip
+    layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
+    reducer = GradientReducer(mesh, trained, holders)
+    engine = Engine(layout, reducer, check_finite, picture=waiting)
     if whole is not None:
         compare(module, engine, _on_device(batch, process.device), trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))

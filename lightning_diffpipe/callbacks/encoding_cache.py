@@ -85,7 +85,7 @@ class EncodingCache(L.Callback):
         share = None if self.max_bytes is None else self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
         self.memo = LayerMemo(self._store, names)
-        pipeline.engine.steps.remember(self.memo if names else None)
+        pipeline.engine.layout.steps.remember(self.memo if names else None)
         kept = ", ".join(sorted(names)) or "nothing"
         refused = "; ".join(f"{name} {why}" for name, why in sorted(self.refused.items()))
         rank_zero_info(
@@ -96,7 +96,7 @@ class EncodingCache(L.Callback):
         """Modules to remember; notes why the other frozen ones are not."""
         sizes = microbatch_sizes(num_samples(batch), pipeline.plan.num_microbatches)
         microbatch = split(batch, sizes)[0]
-        partitioned = pipeline.engine.steps.of(microbatch)
+        partitioned = pipeline.engine.layout.steps.of(microbatch)
         graph = partitioned.graph
         reasons = {
             layer.name: why_not_remembered(layer, graph, self.min_flops_per_byte)

@@ -21,7 +21,6 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, SHARES_PERIOD
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.filling import Filler, FillingMode, FillingTimes
-from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
@@ -78,14 +77,14 @@ class BatchesAhead:
     Args:
         filling: How bubbles are filled.
         layout: Lays batches out.
-        mesh: This rank's place and groups.
         clock: The clock of this rank's device.
 
     Attributes:
         filler: Their frozen work, to be run in waits.
     """
 
-    def __init__(self, filling: Filling, layout: BatchLayout, mesh: Mesh, clock: Clock) -> None:
+    def __init__(self, filling: Filling, layout: BatchLayout, clock: Clock) -> None:
+        mesh = layout.mesh
         mode = filling.mode or ("opportunistic" if mesh.backend == "gloo" else "planned")
         self.filler = Filler(FillingTimes(mode, clock))
         self._layout = layout

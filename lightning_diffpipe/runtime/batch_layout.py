@@ -59,13 +59,18 @@ class BatchLayout:
     """Lays batches out for one rank.
 
     Args:
-        root: The module, its wrappers installed.
+        root: The module, its wrappers installed and its foreign parameters put aside.
         step: The user's step: module and batch to loss.
         schedule: The plan's schedule, compute instructions only.
         steps: Cut steps by signature.
         mesh: This rank's place and groups.
         seed: Seed of the run; with it all random numbers of a step are derived.
         group_size: Samples on which frozen layers run at a time; `None` chooses.
+
+    Attributes:
+        schedule: As given.
+        steps: As given.
+        mesh: As given.
     """
 
     def __init__(
@@ -76,13 +81,13 @@ class BatchLayout:
         steps: PartitionedStepCache,
         mesh: Mesh,
         seed: int,
-        group_size: int | None,
+        group_size: int | None = None,
     ) -> None:
         self._root = root
         self._step = step
-        self._schedule = schedule
-        self._steps = steps
-        self._mesh = mesh
+        self.schedule = schedule
+        self.steps = steps
+        self.mesh = mesh
         self._seed = seed
         self._group_size = group_size
         self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule))
@@ -108,10 +113,10 @@ class BatchLayout:
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches.
         """
-        sizes = microbatch_sizes(num_samples(batch), self._schedule.num_microbatches)
+        sizes = microbatch_sizes(num_samples(batch), self.schedule.num_microbatches)
         works = self._works(batch, sizes, batch_index, accumulate, arguments)
         splits = self._splits_frozen(works)
-        mesh, num_ranks = self._mesh, self._schedule.num_ranks
+        mesh, num_ranks = self.mesh, self.schedule.num_ranks
         group_size = (self._group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
         counts = groups(total) if groups else None
@@ -119,7 +124,7 @@ class BatchLayout:
         frozen = None
         if parts:
             frozen = FrozenWork(
-                parts, group_size if splits else None, works, self._schedule.placement,
+                parts, group_size if splits else None, works, self.schedule.placement,
                 mesh.local_rank, mesh.device,
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
@@ -133,14 +138,14 @@ class BatchLayout:
         accumulate: int,
         arguments: tuple[Any, ...],
     ) -> list[MicrobatchWork]:
-        total = self._mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
+        total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
         return [
             MicrobatchWork(
                 index=index,
                 call=partial(self._step, self._root, microbatch, *arguments),
-                seed=microbatch_seed(self._seed, self._mesh.pipeline, batch_index, index),
+                seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
                 loss_scale=size / total / accumulate,
-                partitioned=self._steps.of(microbatch),
+                partitioned=self.steps.of(microbatch),
                 num_samples=size,
             )
             for index, (size, microbatch) in enumerate(zip(sizes, split(batch, sizes), strict=True))

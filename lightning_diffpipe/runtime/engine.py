@@ -18,15 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.executor import Executor, run_alone
-from lightning_diffpipe.runtime.mesh import Mesh
-from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
@@ -54,48 +52,33 @@ class Engine:
     """One rank's side of a pipeline.
 
     Args:
-        root: The module, its wrappers installed and its foreign parameters put aside.
-        step: The user's step: module and batch to loss.
-        schedule: The plan's schedule, compute instructions only.
-        steps: Cut steps by signature.
-        mesh: This rank's place and groups.
+        layout: Lays batches out for this rank.
         reducer: Sums gradients.
-        seed: Seed of the run; with it all random numbers of a step are derived.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
         picture: Draws a schedule with a mark where a rank waits, for the error of a timeout.
-        group_size: Samples on which frozen layers run at a time; `None` chooses.
 
     Attributes:
+        layout: As given; with the schedule, the cut steps, and this rank's place.
+        reducer: As given.
         executor: Runs this rank's programs.
-        steps: The cut steps.
-        layout: Lays batches out for this rank.
     """
 
     def __init__(
         self,
-        root: nn.Module,
-        step: Step,
-        schedule: Schedule,
-        steps: PartitionedStepCache,
-        mesh: Mesh,
+        layout: BatchLayout,
         reducer: GradientReducer,
-        seed: int,
         check_finite: bool = False,
         transport: Transport | None = None,
         picture: Callable[[Schedule, int, int], str] | None = None,
-        group_size: int | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.schedule = schedule
+        self.layout = layout
         self.reducer = reducer
-        self.steps = steps
-        self.layout = BatchLayout(root, step, schedule, steps, mesh, seed, group_size)
         self._reduces = True
         self._picture = picture
-        self._clock = clock_for(mesh.device)
+        self._clock = clock_for(layout.mesh.device)
         self._ahead: BatchesAhead | None = None
-        placement = schedule.placement
+        mesh, placement = layout.mesh, layout.schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(mesh, placement.num_stages)
         self.executor = Executor(
@@ -112,12 +95,12 @@ class Engine:
     @property
     def num_pipelines(self) -> int:
         """Pipelines side by side."""
-        return self.mesh.layout.num_pipelines
+        return self.layout.mesh.layout.num_pipelines
 
     def fill_bubbles(self, filling: Filling) -> None:
         """From now on the frozen layers of coming batches run while this one waits."""
         self.drop_prepared()
-        self._ahead = BatchesAhead(filling, self.layout, self.mesh, self._clock)
+        self._ahead = BatchesAhead(filling, self.layout, self._clock)
 
     def num_prepared_behind(self, batch_index: int) -> int:
         """Batches behind this one that `run_step` was given already as `upcoming`."""
@@ -177,7 +160,9 @@ class Engine:
         return StepResult(loss, logged, recording)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
-        return self._picture(schedule, position, self.mesh.local_rank) if self._picture else ""
+        return (
+            self._picture(schedule, position, self.layout.mesh.local_rank) if self._picture else ""
+        )
 
     def close(self) -> None:
         """Gives back threads and tensors that outlive a step."""

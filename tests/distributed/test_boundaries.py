@@ -82,7 +82,7 @@ class Messages(L.Callback):
         self.specs = {}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        for step in trainer.strategy.pipeline.engine.steps._made.values():
+        for step in trainer.strategy.pipeline.engine.layout.steps._made.values():
             for stage, layout in enumerate(step.activation_layouts):
                 self.specs[stage] = [
                     (str(spec.dtype), spec.requires_grad, spec.stride) for spec in layout.specs

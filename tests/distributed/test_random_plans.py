@@ -30,6 +30,7 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime import partitioned
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for, holders_of
@@ -185,7 +186,7 @@ class Runner:
             interception, CPU, verify=True,
         )  # fmt: skip
         reducer = GradientReducer(mesh, trained, holders)
-        runner = Engine(root, step, schedule, steps, mesh, reducer, seed=plan.index)
+        runner = Engine(BatchLayout(root, step, schedule, steps, mesh, plan.index), reducer)
         batches = self._batches(plan)
         result = runner.run_step(batches[mesh.pipeline], batch_index=0)
         loss, expected = self._reference(batches)

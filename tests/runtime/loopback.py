@@ -27,6 +27,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import run_together
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
@@ -143,7 +144,7 @@ class Loopback:
             self._rank(module, step, positions, rank, network, seed)
             for rank in range(self.placement.num_ranks)
         ]
-        mesh = self.ranks[0].engine.mesh
+        mesh = self.ranks[0].engine.layout.mesh
         self.holders = dict(holders_of(self.pieces, mesh, self.graph.trained))
 
     def _rank(self, module, step, positions, rank, network, seed) -> Rank:
@@ -154,16 +155,9 @@ class Loopback:
         place_parameters(root, resident, CPU)
         make = PartitionedStepCache if self.known is None else partial(SharedSteps, self.known)
         steps = make(root, step, graph, positions, placement, rank, interception, CPU, verify=True)
-        engine = Engine(
-            root,
-            step,
-            self.schedule,
-            steps,
-            Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0),
-            self.reducer,
-            seed,
-            transport=LoopbackTransport(network, rank),
-        )
+        mesh = Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
+        layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
+        engine = Engine(layout, self.reducer, transport=LoopbackTransport(network, rank))
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}
         return Rank(root, engine, interception, trained)
