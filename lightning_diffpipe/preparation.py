@@ -235,7 +235,7 @@ def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> 
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
     if source == "measure":
-        agree, pool = partial(_agree, group=world), partial(_pool, group=world)
+        agree, pool = partial(_agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agree, pool=pool)
     path = Path(source)
     if not path.is_file():
@@ -311,8 +311,8 @@ def _agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     return box[0]
 
 
-def _pool(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:
-    """The layer times of all ranks; medians of each rank's runs, which are few enough to be sent."""
+def pool_times(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:
+    """The layer times of all ranks of a group; each sends one typical step, not all of its runs."""
     if group is None:
         return rounds
     ranks: list[Rounds] = [{}] * dist.get_world_size(group)

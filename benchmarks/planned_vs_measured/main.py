@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,9 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.preparation import PipelineOptions, prepare
-from lightning_diffpipe.profiling.bench import Rounds
+from lightning_diffpipe.preparation import PipelineOptions, pool_times, prepare
 from lightning_diffpipe.profiling.cache import CACHE_VARIABLE, cache_folder
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
-from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.viewing.gap import explain_gap
@@ -90,15 +89,8 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
         progress=lambda what, share: steps.append(one_step(pipeline, batch)),
         looks_at_results=False,
     )
-    profile = measure_profile(subject, pool=of_all_ranks)
+    profile = measure_profile(subject, pool=partial(pool_times, group=dist.group.WORLD))
     return compared(pipeline.plan, planned_again(pipeline.plan, profile), steps[WARMUP:])
-
-
-def of_all_ranks(rounds: Rounds) -> Rounds:
-    """The layer times of both ranks."""
-    ranks: list[Rounds] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, summed_up(rounds))
-    return pooled(ranks)
 
 
 def planned_again(plan: PipelinePlan, profile: ModelProfile) -> PipelinePlan:
