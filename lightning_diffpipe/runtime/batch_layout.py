@@ -4,8 +4,8 @@
                               -> frozen parts: which rank encodes which samples, in groups
                               -> the plan's schedule lowered for these sizes: this rank's program
 
-Nothing runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
-an epoch may be smaller, so layouts are kept by size.
+No layer runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
+an epoch may be smaller, so lowered schedules are kept by size, and a size that is new is probed first.
 """
 
 from __future__ import annotations
