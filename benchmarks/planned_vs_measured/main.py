@@ -184,6 +184,7 @@ def row_of(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
         "planned, ms": 1e3 * median["planned_s"],
         "measured, ms": 1e3 * median["measured_s"],
         "difference": f"{100 * slower:+.1f} %",
+        "turns": ", ".join(f"{100 * excess(turn):+.1f}" for turn in turns),
         "bubbles planned": f"{100 * median['planned_ratio']:.1f} %",
         "bubbles measured": f"{100 * median['measured_ratio']:.1f} %",
         "holds": "no" if abs(slower) > TOLERANCE or abs(points) > POINTS else "yes",
