@@ -6,12 +6,14 @@ by two copies through all timesteps and compared with the whole. Thresholding by
 whatever else looks at all rows fails the test and is refused by name.
 
 Noise is no obstacle: what a copy draws is cut out of noise of full shape, drawn once per step from the request's
-own generator, so that a stochastic sampler, too, gives what it gives in one process.
+own generator, so that a stochastic sampler, too, gives what it gives in one process. The same holds for ranks that
+divide the samples among them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -165,24 +167,81 @@ class _NoiseOfWhole(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Replaces draws of the patch's shape."""
-        kwargs = dict(kwargs or {})
         start, length, size = self._rows
-        if func is torch.randn_like:
-            like, args = args[0], args[1:]
-            kwargs.setdefault("dtype", like.dtype)
-            kwargs.setdefault("device", like.device)
-            func, args = torch.randn, (tuple(like.shape),)
-        if func is not torch.randn or length == size:
-            return func(*args, **kwargs)
-        shape = list(kwargs.pop("size", None) or (args if isinstance(args[0], int) else args[0]))
+        drawn = None if length == size else _draw(func, args, dict(kwargs or {}))
+        if drawn is None:
+            return func(*args, **(kwargs or {}))
+        shape, options = drawn
         if len(shape) < -self._axis or shape[self._axis] != length:
-            return func(shape, **kwargs)
+            return torch.randn(shape, **options)
         turn = self._turns[start]
         self._turns[start] += 1
         if turn not in self._drawn:
             shape[self._axis] = size
-            self._drawn[turn] = func(shape, **kwargs)
+            self._drawn[turn] = torch.randn(shape, **options)
         return _dense(self._drawn[turn].narrow(self._axis, start, length))
+
+
+def for_samples(scheduler: Any, rows: Sequence[int], latents: Tensor) -> Any:
+    """A scheduler that draws noise for all samples and keeps that of some, for ranks that divide the samples.
+
+    Args:
+        scheduler: With timesteps set; not changed.
+        rows: Of the latents, that this rank has.
+        latents: Of all samples.
+
+    Raises:
+        ConfigurationError: It steps all samples together; names the scheduler.
+    """
+    num_rows = len(latents)
+    if not is_elementwise(scheduler, scheduler.timesteps, latents.ndim, -latents.ndim):
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} looks at all samples in one step, or its noise is not drawn by "
+            "torch.randn, so they cannot be divided over ranks: leave data at 1, or use another scheduler"
+        )
+    plain, noise = type(scheduler), _NoiseOfAllSamples(rows, num_rows)
+
+    @functools.wraps(plain.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with noise:
+            return plain.step(self, *args, **kwargs)
+
+    twin = copy.deepcopy(scheduler)
+    twin.__class__ = type(plain.__name__, (plain,), {"step": step})  # survives further copies
+    return twin
+
+
+class _NoiseOfAllSamples(TorchFunctionMode):
+    """Answers `torch.randn` for some samples with their rows of noise for all."""
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        super().__init__()
+        self._rows, self._num_rows = list(rows), num_rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Replaces draws of as many rows as there are here."""
+        drawn = _draw(func, args, dict(kwargs or {}))
+        if drawn is None:
+            return func(*args, **(kwargs or {}))
+        shape, options = drawn
+        if not shape or shape[0] != len(self._rows):
+            return torch.randn(shape, **options)
+        return torch.randn([self._num_rows, *shape[1:]], **options)[self._rows]
+
+
+def _draw(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]] | None:
+    """Shape and options of a draw of normal noise; None for all other functions."""
+    if func is torch.randn_like:
+        like, kwargs = args[0], {"dtype": args[0].dtype, "device": args[0].device} | kwargs
+        return list(like.shape), kwargs
+    if func is not torch.randn:
+        return None
+    size = kwargs.pop("size", None) or (args if isinstance(args[0], int) else args[0])
+    return list(size), kwargs
 
 
 def _dense(x: Tensor) -> Tensor:

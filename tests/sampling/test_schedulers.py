@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.schedulers import PatchSchedulers, is_elementwise
+from lightning_diffpipe.sampling.schedulers import PatchSchedulers, for_samples, is_elementwise
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
@@ -121,3 +122,42 @@ def test_patches_of_unequal_length_share_their_noise():
             parts.step(y, torch.zeros_like(y), t, m)
     assert torch.equal(x, y)
     assert x.any()
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_some_samples_get_their_noise_of_all_samples(name):
+    scheduler, x = make(name), torch.zeros(3, 2, 7, 3, dtype=torch.float64)
+    rows, y = [0, 2], torch.zeros(2, 2, 7, 3, dtype=torch.float64)
+    whole = PatchSchedulers(scheduler, {"generator": generator()}, [(0, 7)], -2)
+    parts = PatchSchedulers(
+        for_samples(scheduler, rows, x), {"generator": generator()}, [(0, 3), (3, 4)], -2
+    )
+    for t in scheduler.timesteps:
+        whole.step(x, torch.zeros_like(x), t, 0)
+        for m in range(2):
+            parts.step(y, torch.zeros_like(y), t, m)
+    assert torch.equal(x[rows], y)
+    assert x.any()
+    assert getattr(scheduler, "_step_index", None) is None  # the given one is untouched
+
+
+def test_a_scheduler_that_looks_at_all_samples_is_refused_by_name():
+    class MeanSubtracting(diffusers.DDIMScheduler):
+        def step(self, model_output, *args, **kwargs):
+            return super().step(model_output - model_output.mean(), *args, **kwargs)
+
+    scheduler = MeanSubtracting()
+    scheduler.set_timesteps(3)
+    with pytest.raises(ConfigurationError, match="MeanSubtracting looks at all samples"):
+        for_samples(scheduler, [0], torch.zeros(2, 4, 4, 4))
+
+
+def test_generators_of_samples_are_divided_with_them():
+    scheduler, generators = make("DDPMScheduler"), [generator() for _ in range(3)]
+    call = Call(
+        "pixart", [{}], torch.zeros(3, 4, 4, 4), scheduler, {"scale": 1.0}, 1, torch.float32,
+        {"generator": generators},
+    )  # fmt: skip
+    part = call.samples(1, 3)
+    assert part.step_arguments["generator"] == generators[1:]
+    assert part.scheduler is scheduler

@@ -11,7 +11,8 @@ included, makes a `Request` of it for its own copy, or its own part, of the deno
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.family import Family, family_named
 from lightning_diffpipe.sampling.request import Combine, Denoise, Request
+from lightning_diffpipe.sampling.schedulers import for_samples
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Call:
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         divided: Where the branches of guidance were before they were divided over two halves of the
             ranks: `"batch"`, `"calls"`, or None if they are together.
+        random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
+            drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
     """
 
     family: str
@@ -51,6 +55,7 @@ class Call:
     input_dtype: torch.dtype
     step_arguments: dict[str, Any] = field(default_factory=dict)
     divided: str | None = None
+    random_states: list[Tensor] = field(default_factory=list)
 
     def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
         """Binds the call to a denoiser.
@@ -125,13 +130,30 @@ class Call:
         return replace(self, arguments=arguments, expansion=1, divided="batch")
 
     def samples(self, start: int, stop: int) -> Call:
-        """The same request for samples `start` to `stop` only, for data parallel ranks."""
+        """The same request for samples `start` to `stop` only, for data parallel ranks.
+
+        Noise drawn on the way is that of these samples in the whole request.
+
+        Raises:
+            ConfigurationError: The scheduler cannot step samples apart.
+        """
         family, num_samples = family_named(self.family), len(self.latents)
         here = self.rows_of(start, stop)
         rows = [e * num_samples + i for e in range(self.expansion) for i in here]
         num_rows = self.expansion * num_samples
         arguments = [_rows(a, rows, num_rows, family) for a in self.arguments]
-        return replace(self, arguments=arguments, latents=self.latents[here])
+        steps, scheduler = dict(self.step_arguments), self.scheduler
+        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
+            steps["generator"] = [steps["generator"][i] for i in here]
+        else:
+            scheduler = for_samples(scheduler, here, self.latents)
+        return replace(
+            self,
+            arguments=arguments,
+            latents=self.latents[here],
+            scheduler=scheduler,
+            step_arguments=steps,
+        )
 
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Rows of the latents that belong to samples `start` to `stop`."""
@@ -157,7 +179,12 @@ class Call:
         arguments, latents, step_arguments = on_host
         packed = {k: _Generator.of(v) for k, v in step_arguments.items()}
         return replace(
-            self, arguments=arguments, latents=latents, scheduler=twin, step_arguments=packed
+            self,
+            arguments=arguments,
+            latents=latents,
+            scheduler=twin,
+            step_arguments=packed,
+            random_states=_random_states(self.latents.device),
         )
 
     def unpacked(self, device: torch.device) -> Call:
@@ -174,8 +201,28 @@ class Call:
             self, arguments=arguments, latents=latents, scheduler=twin, step_arguments=steps
         )
 
+    @contextmanager
+    def drawing_alike(self, rank: int) -> Iterator[None]:
+        """A context in which default generators go on from where those of rank 0 were.
+
+        Args:
+            rank: This one; on all but rank 0 default generators are as they were behind the context.
+        """
+        device = self.latents.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=rank > 0):
+            for state in self.random_states[:1]:
+                torch.set_rng_state(state)
+            for state in self.random_states[1:]:
+                torch.cuda.set_rng_state(state, device)
+            yield
+
 
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
 
 
 def _to(device: torch.device | str) -> Callable[[Any], Any]:
