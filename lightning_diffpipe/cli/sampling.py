@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,8 @@ def _sample(values: dict[str, Any]) -> Any:
     if values["report"]:
         numbers |= _compare(pictures, values, folder)
         print(_timelines(report))
-    (folder / "report.json").write_text(json.dumps(numbers, indent=2, default=str) + "\n")
+    text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
+    (folder / "report.json").write_text(text + "\n")
     return pictures
 
 
@@ -153,11 +155,13 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     page.save(folder / "difference.png")
     decibels = [psnr(a, b) for a, b in pairs]
     distances = [lpips_distance(a, b) for a, b in pairs]
-    mean = sum(decibels) / len(decibels)
-    told = "equal to" if mean == float("inf") else f"PSNR {mean:.2f} dB against"
     seconds = f"{alone.report.step_s:.3g} s a step"
+    told = _how_far(decibels)
     print(f"{'one process':13} {told} the pictures of one process, which takes {seconds}")
-    found: dict[str, Any] = {"psnr_db": decibels, "one_process_step_s": alone.report.step_s}
+    found: dict[str, Any] = {
+        "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
+        "one_process_step_s": alone.report.step_s,
+    }
     if None not in distances:
         found["lpips"] = distances
         print(f"{'LPIPS':13} {sum(distances) / len(distances):.4f}")
@@ -165,6 +169,20 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
         print(f"{'LPIPS':13} not measured: the lpips package or its weights are not installed")
     print(f"{folder / 'difference.png'}  this, one process, their difference times 8")
     return found
+
+
+def _how_far(decibels: list[float]) -> str:
+    """What to say about pictures by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
+
+    Example:
+        >>> _how_far([41.0, math.inf, 40.0])
+        'PSNR 40.50 dB, 1 of 3 equal, against'
+    """
+    different = [x for x in decibels if not math.isinf(x)]
+    if not different:
+        return "equal to"
+    mean, equal = sum(different) / len(different), len(decibels) - len(different)
+    return f"PSNR {mean:.2f} dB{f', {equal} of {len(decibels)} equal,' if equal else ''} against"
 
 
 def _timelines(report: Any) -> str:
