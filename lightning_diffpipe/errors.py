@@ -10,7 +10,7 @@
     │   ├── ForeignLayerError                  a layer of another stage was called outside a step
     │   └── LayoutError                        a denoiser that cannot be run on a part of its tokens
     ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
-    ├── BoundaryError                          a value crossing a stage boundary is not finite
+    ├── BoundaryError                          a value crossing a stage boundary, or a sample, is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
 
 User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
@@ -59,7 +59,7 @@ class CheckpointError(DiffPipeError, ValueError):
 
 
 class BoundaryError(DiffPipeError):
-    """A value that crosses a stage boundary is not finite."""
+    """A value that crosses a stage boundary, or comes out of sampling, is not finite."""
 
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):

@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import BoundaryError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
@@ -39,7 +39,7 @@ from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
 from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
-from lightning_diffpipe.sampling.report import SamplingReport, merge
+from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
 
 OnStep = Callable[[int, int], None]
 
@@ -176,6 +176,7 @@ class Predictor:
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.
+            BoundaryError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
         """
         settings = Settings(
@@ -238,6 +239,7 @@ class Predictor:
         # Before decoding, so that no rank waits for rank 0 if that fails.
         reports = self._world.gather(worker.report())
         self.report = merge(reports) if self._world.rank == 0 else None
+        _refuse_unless_finite(reports, call)
         return latents
 
     def _worker_for(self, call: Call) -> Worker:
@@ -287,6 +289,19 @@ def _device(device: torch.device | str | None) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
+    """Raises on all ranks what would be black pictures."""
+    ranks = [str(rank) for rank, report in enumerate(reports) if not report.is_finite]
+    if ranks:
+        raise BoundaryError(
+            f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
+            f"{str(call.input_dtype).removeprefix('torch.')}). If the model overflows, choose dtype=bfloat16 or "
+            "float32, a lower guidance_scale or another scheduler. If one process draws the same request with "
+            f"method=single, the fault is not the model's but that of method={reports[0].options.method}: "
+            "please report it"
+        )
 
 
 def _raise(error: Exception) -> Any:

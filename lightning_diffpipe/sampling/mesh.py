@@ -1,6 +1,6 @@
 """How the ranks share a request: along four axes, the outermost first.
 
-    data      prompts are divided; no messages but the pictures
+    data      prompts are divided; no messages but the final latents
     guidance  two halves compute one branch of classifier-free guidance each; a prediction per step and pair
     parallel  stages of a pipeline (PipeFusion), or bands of rows (DistriFusion)
     sequence  tokens divided inside every attention call; with stages, among the ranks of one stage
@@ -304,8 +304,8 @@ class Place:
         return first, second
 
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Which samples each position of the data axis draws, as (start, stop); even, in order."""
-        edges = [num_samples * i // self.mesh.data for i in range(self.mesh.data + 1)]
+        """Which samples each position of the data axis draws, as (start, stop); even, in order; the first some."""
+        edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 
     def disconnect(self) -> None:

@@ -28,8 +28,9 @@ from lightning_diffpipe.sampling.links import Links, TensorShape
 from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, World
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.report import RankReport
-from lightning_diffpipe.sampling.request import Sampler
+from lightning_diffpipe.sampling.request import Request, Sampler
 from lightning_diffpipe.sampling.stages import resident_parameters
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 
 METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
 
@@ -142,7 +143,9 @@ class Worker:
             self._model, self.place.links, self.place.sequence_links, options
         )
         self._num_steps = 0
-        self._before = self.place.branches.traffic.copy()
+        self._statistics = SamplingStatistics()
+        self._before = self._around()
+        self._is_finite = True
 
     def sample(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
         """Runs a request with all ranks.
@@ -155,38 +158,51 @@ class Worker:
             On rank 0 the final latents of all samples; elsewhere those of this rank's share.
         """
         self._num_steps = len(call.scheduler.timesteps)
-        self._before = self.place.branches.traffic.copy()
+        self._statistics = SamplingStatistics()
+        self._before = self._around()
         shares = self.place.share_of(call.num_samples)
         start, stop = shares[self.place.data]
         mine = call if self.place.mesh.data == 1 else call.samples(start, stop)
         latents = mine.latents
         if stop > start:
-            latents = self._sample_share(mine, on_step)
+            with call.drawing_alike(self.world.rank):
+                latents = self._sample_share(mine, on_step)
+            self._statistics = self._sampler.statistics
+        self._is_finite = bool(latents.isfinite().all())
         return self._gathered(call, latents, shares)
 
     def _sample_share(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
-        self._load(call)
+        request = call.request(self._model, exchange)
+        prepared = self._load(request)
         was_training = self._model.training
         self._model.eval()
         try:
-            return self._sampler.sample(call.request(self._model, exchange), on_step)
+            return self._sampler.sample(request, on_step, **prepared)
         finally:
             self._model.train(was_training)
 
-    def _load(self, call: Call) -> None:
-        """Reads this rank's weights, once, when the first request shows which ones it needs."""
+    def _load(self, request: Request) -> dict[str, Any]:
+        """Reads what this rank needs for a request and has not read for an earlier one.
+
+        Returns:
+            What was decided about the request on the way, for the sampler.
+        """
         if self._weights is None:
-            return
-        names = None
-        if self.options.method == "pipefusion" and self.place.links.num_ranks > 1:
-            found = self._sampler.prepare(call.request(self._model))
-            rank = self.place.links.rank
-            names = resident_parameters(self._model, found.layout, found.stages, rank)
-        load_weights(self._model, self._weights, names)
-        self._weights = None
+            return {}
+        if self.options.method != "pipefusion" or self.place.links.num_ranks == 1:
+            load_weights(self._model, self._weights)
+            self._weights = None
+            return {}
+        found = self._sampler.prepare(request)
+        rank = self.place.links.rank
+        names = resident_parameters(self._model, found.layout, found.stages, rank)
+        absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
+        if names & absent:
+            load_weights(self._model, self._weights, names & absent)
+        return {"setting": found}
 
     def _gathered(self, call: Call, latents: Tensor, shares: list[tuple[int, int]]) -> Tensor:
         """Brings the latents of all positions of the data axis to rank 0."""
@@ -215,11 +231,16 @@ class Worker:
         return RankReport(
             self.options,
             self._num_steps,
-            self._sampler.statistics,
-            self.place.branches.traffic.since(self._before),
+            self._statistics,
+            self._around().since(self._before),
             sum(size for p, size in sizes if not is_placeholder(p)),
             sum(size for _, size in sizes),
+            self._is_finite,
         )
+
+    def _around(self) -> Traffic:
+        """What was sent so far outside the sampler."""
+        return self.place.branches.traffic.plus(self.world.links.traffic)
 
     def close(self) -> None:
         """Ends this rank's groups; collective."""

@@ -100,7 +100,8 @@ class PipeFusion:
         num_patches: M. At least as many as ranks keeps all of them busy.
         warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
             the model is given in the next step differs by less than `settled`.
-        split: Blocks in front of which to cut, one fewer than ranks; by measured cost if None.
+        split: Blocks in front of which to cut, one fewer than ranks. None cuts by the cost measured in the first
+            request, and keeps that for all further ones with the same blocks: ranks have weights for no other.
         text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
@@ -157,7 +158,7 @@ class PipeFusion:
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self._layouts = LayoutStore(axis)
         self._told: dict[int, Layout] = {}  # the same on all ranks
-        self._costs: dict[tuple[int, ...], list[float]] = {}
+        self._kept: dict[tuple[str, ...], tuple[int, ...]] = {}  # where to cut, by names of blocks
 
     def prepare(self, request: Request) -> PipeFusionSetting:
         """Decides everything about a request; collective. Rank 0 probes, the others are told.
@@ -218,14 +219,24 @@ class PipeFusion:
     def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
         return Part(units, text=text if patch == self.text_with else None)
 
-    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+    def sample(
+        self,
+        request: Request,
+        on_step: Callable[[int], None] | None = None,
+        setting: PipeFusionSetting | None = None,
+    ) -> Tensor:
         """Runs one request; see `Sampler`.
+
+        Args:
+            request: The same on all ranks.
+            on_step: Called with the index of each denoising step this rank has done its part of.
+            setting: What `prepare` made of the request; None prepares it here.
 
         Raises:
             PipelineTimeoutError: Another rank stopped, or is too slow.
         """
         with torch.inference_mode():
-            setting = self.prepare(request)
+            setting = setting or self.prepare(request)
             before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
             self.statistics = SamplingStatistics()
             watch = Stopwatch(self.statistics, self.links.rank)
@@ -264,7 +275,8 @@ class PipeFusion:
             return layout, tuple(self.split)
         if self.links.num_ranks == 1:
             return layout, ()
-        key = tuple(block.flops for block in layout.blocks)
-        if key not in self._costs:
-            self._costs[key] = measured_costs(layout, request)
-        return layout, balanced_split(layout, self.links.num_ranks, self._costs[key])
+        names = tuple(layout.block_names)
+        if names not in self._kept:
+            costs = measured_costs(layout, request)
+            self._kept[names] = balanced_split(layout, self.links.num_ranks, costs)
+        return layout, self._kept[names]

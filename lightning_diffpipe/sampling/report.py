@@ -36,18 +36,20 @@ class RankReport:
     Attributes:
         options: What was decided.
         num_steps: Denoising steps.
-        statistics: Of the sampler.
-        branches: What the exchange between halves of guidance sent.
+        statistics: Of the sampler; empty on ranks without a prompt.
+        around: What was sent outside the sampler: between halves of guidance, and final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         whole_bytes: Bytes of all its parameters.
+        is_finite: Whether the final latents of this rank's share of the prompts are.
     """
 
     options: MethodOptions
     num_steps: int
     statistics: SamplingStatistics
-    branches: Traffic
+    around: Traffic
     resident_bytes: int
     whole_bytes: int
+    is_finite: bool
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
     messages: Counter[str] = Counter()
     spans: list[Span] = []
     for rank, report in enumerate(reports):
-        for traffic in (report.statistics.traffic, report.branches):
+        for traffic in (report.statistics.traffic, report.around):
             sent.update(traffic.bytes_sent)
             messages.update(traffic.messages_sent)
         spans += [replace(span, rank=rank) for span in report.statistics.spans]
@@ -215,7 +217,7 @@ def lpips_distance(picture: Any, reference: Any) -> float | None:
         return None
     with torch.inference_mode():
         a, b = (
-            torch.from_numpy(np.asarray(x)).permute(2, 0, 1)[None].float() / 127.5 - 1
+            torch.from_numpy(np.array(x)).permute(2, 0, 1)[None].float() / 127.5 - 1
             for x in (picture, reference)
         )
         return float(measure(a, b))

@@ -2,20 +2,59 @@
 
 import os
 import signal
+import time
 
 import numpy as np
+import torch
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling import pipefusion
 
 
 def draw(rank, path, prompts, settings, options):
     """Pictures of rank 0 as an array, with the report; on others whether they got None."""
     with Predictor.from_pretrained(path, **options) as predictor:
+        torch.manual_seed(rank)  # ranks of a user are not seeded alike
         pictures = predictor(prompts, **settings)
         if rank:
             return pictures is None
-        return np.stack([np.asarray(picture) for picture in pictures]), predictor.report
+        return as_array(pictures), predictor.report
+
+
+def as_array(pictures):
+    return np.stack([np.asarray(picture) for picture in pictures])
+
+
+def draw_in_turn(rank, path, requests, options, splits=None, costs=()):
+    """Pictures of several requests to one predictor.
+
+    Args:
+        rank: This one.
+        path: Of the pipeline.
+        requests: Prompts and settings of each.
+        options: Of the predictor.
+        splits: Where blocks have to be cut for each, or None.
+        costs: What blocks are found to cost, each time they are measured.
+    """
+    if costs:
+        found = iter(costs)
+        pipefusion.measured_costs = lambda layout, request: next(found)
+    drawn = []
+    with Predictor.from_pretrained(path, **options) as predictor:
+        for (prompts, settings), split in zip(
+            requests, splits or [None] * len(requests), strict=True
+        ):
+            if split is not None:
+                predictor._worker._sampler.split = split
+            pictures = predictor(prompts, **settings)
+            drawn.append(pictures is None if rank else as_array(pictures))
+    return drawn
+
+
+def requests_in_turn(rank, in_turn, fresh):
+    """Jobs of `draw_in_turn`, then jobs of `draw`."""
+    return [draw_in_turn(rank, *job) for job in in_turn], draw_each(rank, fresh)
 
 
 def draw_each(rank, jobs):
@@ -38,10 +77,12 @@ def failure(rank, path, prompts, settings, options):
 
 
 def killed(rank, path, prompts, settings, options, victim, told):
-    """One rank is killed in mid-sample; the others write what their error says to `told`."""
+    """One rank is killed in mid-sample; the others write what their errors say into the folder `told`."""
 
     def on_step(done, steps):
         if rank == victim and done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    told.write_text(failure(rank, path, prompts, settings | {"on_step": on_step}, options))
+    started_s = time.monotonic()
+    said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
+    (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")

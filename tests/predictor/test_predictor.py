@@ -1,6 +1,5 @@
 """The Predictor in one process: against diffusers' own pipelines, and what it refuses."""
 
-import json
 import shutil
 
 import diffusers
@@ -23,7 +22,13 @@ from tests.modules.tiny_parts import (
     tiny_transformer,
     tiny_vae,
 )
-from tests.predictor.tiny_pipelines import PIPELINES, options_of, prompts_of
+from tests.predictor.tiny_pipelines import (
+    PIPELINES,
+    options_of,
+    prompts_of,
+    thresholding,
+    with_scheduler,
+)
 from tests.zoo.case import perturb
 
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
@@ -156,14 +161,7 @@ def test_bad_input_is_told_with_its_remedy(name, options, changes, message, fold
 
 
 def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):
-    path = shutil.copytree(folder_of("pixart"), tmp_path / "thresholding")
-    scheduler = diffusers.DDIMScheduler(
-        thresholding=True, sample_max_value=9.0, steps_offset=1, clip_sample=False
-    )
-    scheduler.save_pretrained(path / "scheduler")
-    index = json.loads((path / "model_index.json").read_text())
-    index["scheduler"] = ["diffusers", "DDIMScheduler"]
-    (path / "model_index.json").write_text(json.dumps(index))
+    path = with_scheduler(folder_of("pixart"), tmp_path / "thresholding", thresholding())
     predictor = Predictor.from_pretrained(path, num_patches=2)
     with pytest.raises(ConfigurationError, match="DDIMScheduler"):
         predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))

@@ -2,12 +2,14 @@
 
 import shutil
 
+import diffusers
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.predictor import Predictor
-from tests.predictor.scenarios import draw, draw_each, failure_of_each, killed
-from tests.predictor.tiny_pipelines import options_of, prompts_of
+from tests.predictor.scenarios import draw, draw_each, failure_of_each, killed, requests_in_turn
+from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -27,8 +29,8 @@ def job(folder_of):
 def alone(job):
     """The same in one process, as diffusers does it."""
     path, prompts, settings, _ = job
-    pictures = Predictor.from_pretrained(path, method="single")(prompts, **settings)
-    return np.stack([np.asarray(picture) for picture in pictures])
+    pictures, _ = draw(0, path, prompts, settings, {"method": "single"})
+    return pictures
 
 
 def close(found, expected):
@@ -43,14 +45,51 @@ def drawn(jobs, num_ranks=2):
     return zip(jobs, first, strict=True)
 
 
-def test_prompts_are_divided_over_the_data_axis(job):
-    path, prompts, *rest = job("dit", method="single")
-    jobs = [job("sdxl", method="single"), (path, prompts, *rest), (path, prompts[:1], *rest)]
-    for each, (found, report) in drawn(jobs):
+def stochastic(job, to, scheduler):
+    """The same with a scheduler that draws noise in every step."""
+    path, *rest = job
+    return (with_scheduler(path, to, scheduler), *rest)
+
+
+def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
+    """Each rank draws its prompts' part of the noise, also where a pipeline, as DiT's, seeds no scheduler."""
+    ancestral = diffusers.EulerAncestralDiscreteScheduler(steps_offset=1)
+    drawing = diffusers.DDPMScheduler(clip_sample=False)
+    sdxl = stochastic(job("sdxl", method="single"), tmp_path / "sdxl", ancestral)
+    dit = stochastic(job("dit", method="single"), tmp_path / "dit", drawing)
+    latent_bytes = 4 * 16 * 16 * 4
+    # The second prompt's final latents go to rank 0; DiT has them twice.
+    sent = [{"result": latent_bytes}, {"result": 2 * latent_bytes}, {}]
+    jobs = [sdxl, dit, (dit[0], dit[1][:1], *dit[2:])]
+    for expected, (each, (found, report)) in zip(sent, drawn(jobs), strict=True):
         assert len(found) == len(each[1])
         assert close(found, alone(each))
         assert report.mesh == "data=2"
-        assert set(report.bytes_sent) == set()
+        assert report.bytes_sent == expected
+
+
+def requests_of(job):
+    """One prompt, two prompts, and a taller picture."""
+    path, prompts, settings, _ = job
+    tall = settings | {"height": 48}
+    return path, [(prompts[:1], settings), (prompts, settings), (prompts, tall)]
+
+
+def test_requests_in_a_row_equal_fresh_ones(job):
+    """Once a second request was cut where it was fastest, whatever weights a rank had: pictures were black."""
+    (path, requests), (unet, others) = map(requests_of, (job("pixart"), job("stable_diffusion")))
+    stages, bands = {"method": "pipefusion", "num_patches": 2}, {"method": "distrifusion"}
+    splits = [None, None, None, (1,)]  # blocks that a rank has no weights for, and reads
+    costs = [[1, 1, 1, 1], [5, 1, 1, 1], [1, 1, 1, 5]]
+    in_turn = [(path, [*requests, requests[0]], stages, splits, costs), (unet, others, bands)]
+    fresh = [(unet, *request, bands) for request in others]
+    (found, expected), (got_none, _) = run_ranks(requests_in_turn, 2, in_turn, fresh)
+    assert all(all(each) for each in got_none)
+    on_one_rank = [draw(0, path, *request, stages)[0] for request in requests]
+    for pictures, other in zip(found[0], [*on_one_rank, on_one_rank[0]], strict=True):
+        assert (pictures == other).all()
+    for pictures, (other, _) in zip(found[1], expected, strict=True):
+        assert (pictures == other).all()
 
 
 def test_each_half_computes_one_branch_of_guidance(job):
@@ -91,8 +130,10 @@ def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
     assert reports[-1].planned is not None
 
 
-def test_exact_methods_equal_one_process(job):
+def test_exact_methods_equal_one_process(job, tmp_path):
+    drawing = diffusers.DDPMScheduler(clip_sample=False)
     jobs = [
+        stochastic(job("dit", method="sequence"), tmp_path / "dit", drawing),
         job("stable_diffusion", method="distrifusion", warmup_steps=9),
         job("sdxl", method="synchronous"),
         job("pixart", method="sequence"),
@@ -102,16 +143,25 @@ def test_exact_methods_equal_one_process(job):
         assert close(found, alone(each)), each
 
 
-def test_halves_of_guidance_or_shared_tokens_times_stages_or_bands(job):
+def test_prompts_or_halves_of_guidance_or_shared_tokens_times_stages_or_bands(job, tmp_path):
+    ancestral = diffusers.EulerAncestralDiscreteScheduler(steps_offset=1)
+    halves = job("stable_diffusion", method="single", data=2, guidance=2)
     jobs = [
+        stochastic(
+            job("pixart", 4, method="pipefusion", num_patches=2, data=2), tmp_path / "a", ancestral
+        ),
+        stochastic(halves, tmp_path / "b", ancestral),
         job("pixart", 4, method="pipefusion", num_patches=2, guidance=2),
         job("stable_diffusion", method="distrifusion", warmup_steps=9, guidance=2),
         job("pixart", 4, method="pipefusion", num_patches=2, sequence=2, sequence_mode="ring"),
     ]
-    meshes = ["guidance=2 x parallel=2"] * 2 + ["parallel=2 x sequence=2"]
+    meshes = ["data=2 x parallel=2", "data=2 x guidance=2"]
+    meshes += ["guidance=2 x parallel=2"] * 2 + ["parallel=2 x sequence=2"]
     for mesh, (job_alone, (found, report)) in zip(meshes, drawn(jobs, 4), strict=True):
         path, prompts, settings, options = job_alone
-        expected, _ = draw(0, path, prompts, settings, options | {"guidance": 1, "sequence": 1})
+        expected, _ = draw(
+            0, path, prompts, settings, options | {"data": 1, "guidance": 1, "sequence": 1}
+        )
         assert close(found, expected)
         assert report.mesh == mesh
     assert set(report.bytes_sent) == {"hidden", "latents", "sequence", "result"}
@@ -136,7 +186,16 @@ def test_the_method_is_chosen_with_a_reason(job):
 def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     broken = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    overflowing = shutil.copytree(folder_of("pixart"), tmp_path / "overflowing")
+    file = overflowing / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file) | {"proj_out.bias": load_file(file)["proj_out.bias"] * np.inf}, file)
+    refused = with_scheduler(folder_of("pixart"), tmp_path / "refused", thresholding())
     cases = {
+        "BoundaryError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
+            overflowing,
+            *job("pixart")[1:],
+        ),
+        "DDIMScheduler looks at all rows": (refused, *job("pixart")[1:]),
         "cannot use 2 ranks as guidance=2, parallel=2": job("pixart", guidance=2, parallel=2),
         "have to be divisible by 8": job("pixart", changes={"height": 33}),
         "num_patches=99, but the latents have 16 rows": job("pixart", num_patches=99),
@@ -150,11 +209,21 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
         assert message in said
 
 
-@pytest.mark.parametrize("method", ["pipefusion", "distrifusion"])
-def test_a_killed_rank_ends_the_others(method, job, tmp_path):
-    arguments = (*job("pixart", 9, method=method, timeout_s=10.0), 1, tmp_path / "told")
-    with pytest.raises(RankError, match=r"rank 1 \(exit code -9\)"):
-        run_ranks(killed, 2, *arguments, timeout_s=40.0)
-    told = (tmp_path / "told").read_text()
-    assert told.startswith("PipelineTimeoutError"), told
-    assert "rank 1" in told
+@pytest.mark.parametrize(
+    ("num_ranks", "victim", "options"),
+    [
+        (2, 1, {"method": "distrifusion"}),
+        (3, 1, {"method": "pipefusion"}),
+        pytest.param(3, 0, {"method": "sequence", "mode": "ring"}, marks=pytest.mark.slow),
+        pytest.param(2, 0, {"method": "single", "guidance": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path):
+    """Who waits for it is told its name; who waits for one of those, that one's."""
+    arguments = (*job("pixart", 9, **options, timeout_s=30.0), victim, tmp_path)
+    with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
+        run_ranks(killed, num_ranks, *arguments, timeout_s=60.0)
+    told = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
+    assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
+    assert all(float(each.split()[-1]) < 30 for each in told), told
+    assert any(f"lost rank {victim}, which stopped" in each for each in told), told

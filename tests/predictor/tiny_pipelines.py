@@ -4,6 +4,7 @@ Every parameter is perturbed, so that no gate or output layer starts at zero and
 """
 
 import json
+import shutil
 
 import diffusers
 import torch
@@ -218,3 +219,20 @@ def build(name, folder, seed=0):
             part.eval()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def with_scheduler(folder, to, scheduler):
+    """A copy of a saved pipeline that has another scheduler."""
+    shutil.copytree(folder, to)
+    scheduler.save_pretrained(to / "scheduler")
+    index = json.loads((to / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    (to / "model_index.json").write_text(json.dumps(index))
+    return to
+
+
+def thresholding():
+    """A scheduler that looks at all rows of the latents in one step."""
+    return diffusers.DDIMScheduler(
+        thresholding=True, sample_max_value=9.0, steps_offset=1, clip_sample=False
+    )
