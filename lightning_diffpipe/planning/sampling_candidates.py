@@ -17,6 +17,11 @@ trade, per rank and step, for keys and values of k bytes and for l calls of atte
 
 Halves of guidance exchange the rows that a rank owns, at the end of its part of a step.
 
+Bandwidth and latency are those of a rank, not of a pair of ranks: whatever a rank sends to several others leaves
+through one adapter, one message after the other. That is so with one network card per host, with one way from a GPU
+to its switch, and where a processor handles every message, as with gloo; only ranks wired pair by pair would trade
+faster, N - 1 times at most. Bands put up to 16 operators of a kind into a message in displaced steps.
+
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430, section 4 and table 1
 """
@@ -33,6 +38,7 @@ from lightning_diffpipe.planning.sampling_wish import SamplingWish
 MIN_STEPS = 8
 """With fewer denoising steps, only exact methods are considered."""
 
+_CALLS_PER_MESSAGE = 16  # as `DistriFusion` does unless told otherwise
 _BAND = 1.1
 """What a band costs beyond its share: every function passes a hook that looks for convolutions and norms.
 From 1.1 to 1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
@@ -284,8 +290,9 @@ def _bands(
     """Bands of rows, waited for or one step old."""
     peers = (ranks - 1) / ranks
     sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
-    latency_s = (profile.num_attention + profile.num_norms) * (ranks - 1) * link.latency_s
-    transport_s = sent / link.bandwidth_bytes_per_s + latency_s
+    sent_s, peer_s = sent / link.bandwidth_bytes_per_s, (ranks - 1) * link.latency_s
+    kinds = (profile.num_attention, profile.num_norms)
+    transport_s = sent_s + sum(kinds) * peer_s
     # Whole predictions: of the other bands first, then of the other branch of guidance.
     gather_s = link.seconds(share.prediction_bytes * peers) + share.exchange_s(link, 1)
     compute_s = _BAND * share.of_work * profile.step_s / ranks
@@ -295,7 +302,8 @@ def _bands(
         warmup = wish.warmup_steps
         if warmup is None:
             warmup = 4 if num_steps < 30 else 1
-        displaced_s = max(compute_s, transport_s) + gather_s
+        grouped_s = sent_s + sum(-(-kind // _CALLS_PER_MESSAGE) for kind in kinds) * peer_s
+        displaced_s = max(compute_s, grouped_s) + gather_s
         waited_for = min(warmup, num_steps)
         seconds = waited_for * synchronous_s + (num_steps - waited_for) * displaced_s
         yield SamplingChoice("distrifusion", seconds, 1, 1, ranks, None, warmup)

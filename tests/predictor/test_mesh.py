@@ -239,6 +239,20 @@ def test_patches_warm_up_and_mode_are_taken_as_wished():
     assert times[0] < times[1] < times[2] == times[3]
 
 
+def test_displaced_bands_put_several_operators_into_a_message():
+    """57 calls of attention and 60 norms: 117 messages to a peer while waited for, 4 + 4 otherwise."""
+    late = Link(latency_s=1.0)
+
+    def step_s(method, **wish):
+        found = candidates(UNET, late, 2, 28, SamplingWish(methods=(method,), guidance=1, **wish))
+        (choice,) = (choice for choice in found if choice.ranks == 2)
+        return choice.seconds / 28
+
+    prediction_s = 1.0
+    assert step_s("synchronous") == pytest.approx(1.1 / 2 + 117 + prediction_s)
+    assert step_s("distrifusion", warmup_steps=0) == pytest.approx(8 + prediction_s)
+
+
 def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
     with pytest.raises(ConfigurationError) as refused:
         choose_sampling(UNET, SLOW, 2, 28, wish=SamplingWish(data=2, parallel=2))
