@@ -2,9 +2,14 @@
 
 Every rank is a thread that runs the sampler as it is; only a block's arithmetic is replaced by sleeping as long as
 its share of the tokens would take, and links are as slow as they are told to be. What is measured is therefore the
-schedule: how well computing and sending overlap. It is shown next to the plan, and to the planner's choice.
+schedule: how well computing and sending overlap. It is shown next to what the planner expects, which gets a profile
+of the sleeping model as the Predictor would. What the planner chooses is among the rows.
+
+What is neither slept nor sent is the work of the threads in one interpreter. It is measured by the same request
+without sleep and on free links: nothing that several computers would have to wait for.
 
     python benchmarks/sampling_speed/emulated.py --json emulated.json
+    python benchmarks/sampling_speed/emulated.py --ranks 2 --block-s 0.005            # whether it runs
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +30,30 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, table
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_candidates import DenoiserProfile
+from lightning_diffpipe.planning.sampling_candidates import DenoiserProfile, SamplingChoice
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.links import Links
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
-BLOCKS, ROWS, WIDTH, STEPS, WARMUP = 16, 256, 64, 10, 1
-BLOCK_S = 0.12  # all tokens through one block
-CUT_BYTES = ROWS * WIDTH * 4
+BLOCKS, ROWS, WIDTH, STEPS = 16, 256, 64, 10
+LINKS = {
+    "free": Link(),
+    "1.3 MB/s, 1 ms": Link(1.3e6, 1e-3),
+    "0.3 MB/s, 1 ms": Link(0.3e6, 1e-3),
+}
+NAMES = {"pipefusion": "PipeFusion", "sequence": "Ulysses", "distrifusion": "DistriFusion"}
 
 
 class SleepingBlock(nn.Module):
     """Attention over rows; the time everything takes is slept."""
 
-    sleeping = False
+    sleep_s = 0.0  # for all tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +62,7 @@ class SleepingBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 8, WIDTH // 8)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        if SleepingBlock.sleeping:
-            time.sleep(BLOCK_S * x.shape[1] / ROWS)
+        time.sleep(SleepingBlock.sleep_s * x.shape[1] / ROWS)
         return 0.5 * x + 0.1 * out
 
 
@@ -77,97 +87,118 @@ def request_for(model: nn.Module) -> Request:
     return Request(model, lambda x, t: model(x), scheduler, scheduler.timesteps, latents)
 
 
-def measure(num_ranks: int, link: Link | None, make: Callable[..., Any]) -> float:
-    """Seconds of one request, of the slowest rank."""
+def measured_profile(block_s: float) -> DenoiserProfile:
+    """What `method="auto"` would measure: with what a call of a block costs beside sleeping."""
+    SleepingBlock.sleep_s = block_s
+    return profile_request(request_for(Denoiser()), 1, 1)
+
+
+def sampler_of(choice: SamplingChoice, model: nn.Module, links: Links) -> Any:
+    """One rank's part in a method."""
+    if choice.method == "sequence":
+        return SequenceParallel(model, links)
+    assert choice.warmup_steps is not None
+    if choice.method == "distrifusion":
+        return DistriFusion(model, links, warmup_steps=choice.warmup_steps)
+    assert choice.num_patches is not None
+    return PipeFusion(
+        model, links, num_patches=choice.num_patches, warmup_steps=choice.warmup_steps,
+        split=[BLOCKS * r // choice.ranks for r in range(1, choice.ranks)],
+    )  # fmt: skip
+
+
+def measure(choice: SamplingChoice, link: Link, block_s: float) -> tuple[float, float]:
+    """Seconds of one request, of the slowest rank; then without sleep and on free links."""
     torch.manual_seed(0)
-    models = [copy.deepcopy(model) for model in [Denoiser()] * num_ranks]
-    network = LoopbackNetwork(num_ranks, link=link, timeout_s=120)
-    samplers = [make(m, links) for m, links in zip(models, network.links, strict=True)]
-    requests = [request_for(model) for model in models]
-    SleepingBlock.sleeping = False
-    network.run(lambda links: samplers[links.rank].prepare(requests[links.rank]))
-    SleepingBlock.sleeping = True
+    models = [copy.deepcopy(model) for model in [Denoiser()] * choice.ranks]
+    network = LoopbackNetwork(choice.ranks, timeout_s=300)
+    samplers = [
+        sampler_of(choice, m, links) for m, links in zip(models, network.links, strict=True)
+    ]
 
     def rank(links: Any) -> float:
-        samplers[links.rank].sample(requests[links.rank])
+        samplers[links.rank].sample(request_for(models[links.rank]))
         return float(samplers[links.rank].statistics.total_s)
 
-    return float(max(network.run(rank)))
+    SleepingBlock.sleep_s = 0.0
+    network.run(rank)  # finds layouts
+    awake_s = max(network.run(rank))
+    SleepingBlock.sleep_s, network.link = block_s, link
+    return float(max(network.run(rank))), float(awake_s)
 
 
-def planned_pipefusion(num_ranks: int, patches: int, link: Link | None) -> float:
-    """The planned timeline, for equal stages."""
-    plan = PipeFusionPlan(STEPS, WARMUP, patches, num_ranks)
-    stage_s = BLOCKS * BLOCK_S / num_ranks
-    timeline = plan.timeline(
-        [stage_s] * num_ranks, [stage_s / patches] * num_ranks,
-        link=link, cut_bytes=[CUT_BYTES] * (num_ranks - 1), latent_bytes=CUT_BYTES,
-    )  # fmt: skip
-    return timeline.iteration_s
+def choices(
+    profile: DenoiserProfile, link: Link, num_ranks: int
+) -> tuple[SamplingChoice, list[SamplingChoice]]:
+    """What the planner takes; that, PipeFusion with M = N and M = 2N, Ulysses and DistriFusion."""
+    wishes = [
+        SamplingWish(methods=("pipefusion",), num_patches=num_ranks, sequence=1),
+        SamplingWish(methods=("pipefusion",), num_patches=2 * num_ranks, sequence=1),
+        SamplingWish(methods=("sequence",)),
+        SamplingWish(methods=("distrifusion",)),
+    ]
+    chosen = choose_sampling(profile, link, num_ranks, STEPS)
+    found = [choose_sampling(profile, link, num_ranks, STEPS, wish=wish) for wish in wishes]
+    known = {name_of(choice) for choice in found}
+    can_run = chosen.method in NAMES and chosen.sequence == 1
+    return chosen, [chosen] * (can_run and name_of(chosen) not in known) + found
 
 
-def planned_ulysses(num_ranks: int, link: Link | None) -> float:
-    """Computing, and two exchanges per block of which each link carries its share."""
-    link = link or Link()
-    there = 3 * CUT_BYTES / num_ranks**2
-    exchanges = link.seconds(there) + link.seconds(there / 3)
-    step_s = BLOCKS * (BLOCK_S / num_ranks + exchanges) + link.seconds(CUT_BYTES / num_ranks)
-    return STEPS * step_s
+def name_of(choice: SamplingChoice) -> str:
+    """Of a row."""
+    name = NAMES.get(choice.method, choice.method)
+    name += f", M={choice.num_patches}" if choice.num_patches else ""
+    return name + (f", {choice.mesh}" if choice.sequence > 1 else "")
 
 
-def choice(num_ranks: int, link: Link | None) -> str:
-    """What the planner would take."""
-    profile = DenoiserProfile(
-        step_s=BLOCKS * BLOCK_S, glue_s=0.0, num_samples=1, branches=1, num_blocks=BLOCKS,
-        num_units=ROWS, cut_bytes=CUT_BYTES, latent_bytes=CUT_BYTES,
-        key_value_bytes=2 * BLOCKS * CUT_BYTES, sequence_bytes=4 * BLOCKS * CUT_BYTES,
-        num_attention=BLOCKS,
-    )  # fmt: skip
-    chosen = choose_sampling(profile, link or Link(), num_ranks, STEPS)
-    return f"{chosen.method}, M={chosen.num_patches}" if chosen.num_patches else chosen.method
-
-
-def rows_of(num_ranks: int, name: str, link: Link | None) -> list[dict[str, Any]]:
-    """PipeFusion with M = N and M = 2N, and Ulysses."""
-    one_s, rows = STEPS * BLOCKS * BLOCK_S, []
-
-    def row(method: str, seconds: float, planned_s: float) -> None:
+def rows_of(
+    profile: DenoiserProfile, num_ranks: int, name: str, block_s: float
+) -> list[dict[str, Any]]:
+    """The rows of one number of ranks and one link."""
+    link, one_s, rows = LINKS[name], STEPS * BLOCKS * block_s, []
+    chosen, found = choices(profile, link, num_ranks)
+    for choice in found:
+        seconds, awake_s = measure(choice, link, block_s)
         rows.append(
             {
-                "ranks": num_ranks, "link": name, "method": method,
-                "speed-up": one_s / seconds, "planned": one_s / planned_s,
-                "measured / planned": planned_s / seconds, "planner's choice": choice(num_ranks, link),
+                "ranks": num_ranks,
+                "link": name,
+                "method": name_of(choice),
+                "planned": one_s / choice.seconds,
+                "speed-up": one_s / seconds,
+                "measured / planned": choice.seconds / seconds,
+                "s": seconds,
+                "planned s": choice.seconds,
+                "s awake": awake_s,
+                "planner's choice": "yes" if name_of(choice) == name_of(chosen) else "",
             }
-        )  # fmt: skip
-
-    for patches in (num_ranks, 2 * num_ranks):
-        seconds = measure(
-            num_ranks, link,
-            lambda m, links, p=patches: PipeFusion(
-                m, links, num_patches=p, warmup_steps=WARMUP,
-                split=[BLOCKS * r // num_ranks for r in range(1, num_ranks)],
-            ),
-        )  # fmt: skip
-        row(f"PipeFusion, M={patches}", seconds, planned_pipefusion(num_ranks, patches, link))
-    row("Ulysses", measure(num_ranks, link, SequenceParallel), planned_ulysses(num_ranks, link))
+        )
+    if name_of(chosen) not in {row["method"] for row in rows}:
+        print(f"{num_ranks} ranks, {name}: the planner takes {name_of(chosen)}, which is not run")
+    fastest = min(rows, key=lambda row: row["s"])
+    for row in rows:
+        row["fastest"] = "yes" if row is fastest else ""
     return rows
 
 
 def main() -> None:
     """Runs all and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--block-s", type=float, default=0.12, help="all tokens through one block")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    links = {
-        "free": None,
-        "1.3 MB/s, 1 ms": Link(1.3e6, 1e-3),
-        "0.3 MB/s, 1 ms": Link(0.3e6, 1e-3),
-    }
-    rows = [row for n in (4, 8) for name, link in links.items() for row in rows_of(n, name, link)]
+    profile = measured_profile(arguments.block_s)
+    print(profile, flush=True)
+    rows = []
+    for num_ranks in arguments.ranks:
+        for name in LINKS:
+            rows += rows_of(profile, num_ranks, name, arguments.block_s)
+            print(f"{num_ranks} ranks, {name}: done", flush=True)
     print(table(rows))
     if arguments.json:
-        out = {"environment": environment(), "rows": rows}
+        out = {"environment": environment(), "profile": vars(profile), "rows": rows}
         arguments.json.write_text(json.dumps(out, indent=1) + "\n")
 
 

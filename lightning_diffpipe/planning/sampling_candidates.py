@@ -17,6 +17,11 @@ trade, per rank and step, for keys and values of k bytes and for l calls of atte
 
 Halves of guidance exchange the rows that a rank owns, at the end of its part of a step.
 
+Bandwidth and latency are those of a rank, not of a pair of ranks: whatever a rank sends to several others leaves
+through one adapter, one message after the other. That is so with one network card per host, with one way from a GPU
+to its switch, and where a processor handles every message, as with gloo; only ranks wired pair by pair would trade
+faster, N - 1 times at most. Bands put up to 16 operators of a kind into a message in displaced steps.
+
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430, section 4 and table 1
 """
@@ -28,10 +33,12 @@ from dataclasses import dataclass, replace
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling_wish import SamplingWish
 
 MIN_STEPS = 8
 """With fewer denoising steps, only exact methods are considered."""
 
+_CALLS_PER_MESSAGE = 16  # as `DistriFusion` does unless told otherwise
 _BAND = 1.1
 """What a band costs beyond its share: every function passes a hook that looks for convolutions and norms.
 From 1.1 to 1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
@@ -170,9 +177,23 @@ class _Share:
 
 
 def candidates(
-    profile: DenoiserProfile, link: Link, num_ranks: int, num_steps: int
+    profile: DenoiserProfile,
+    link: Link,
+    num_ranks: int,
+    num_steps: int,
+    wish: SamplingWish | None = None,
 ) -> Iterator[SamplingChoice]:
-    """Every way to sample, with its expected time. See `choose_sampling`."""
+    """Every way to sample that is as wished, with its expected time. See `choose_sampling`."""
+    wish = wish or SamplingWish()
+    for choice in _of_ranks(profile, link, num_ranks, num_steps, wish):
+        if wish.admits(choice.method, choice.axes):
+            yield choice
+
+
+def _of_ranks(
+    profile: DenoiserProfile, link: Link, num_ranks: int, num_steps: int, wish: SamplingWish
+) -> Iterator[SamplingChoice]:
+    """Every method on every mesh, with the numbers that are wished."""
     for data in range(1, num_ranks + 1):
         if num_ranks % data or data > max(profile.num_samples, 1):
             continue
@@ -181,13 +202,19 @@ def candidates(
                 continue
             of_samples = -(-profile.num_samples // data) / profile.num_samples
             share = _Share(of_samples / guidance, of_samples * profile.latent_bytes, guidance == 2)
-            for choice in _of_mesh(profile, link, num_steps, share, num_ranks // data // guidance):
+            ranks = num_ranks // data // guidance
+            for choice in _of_mesh(profile, link, num_steps, share, ranks, wish):
                 yield replace(choice, data=data, guidance=guidance)
     yield SamplingChoice("single", num_steps * profile.step_s, 1, 1, 1)
 
 
 def _of_mesh(
-    profile: DenoiserProfile, link: Link, num_steps: int, share: _Share, ranks: int
+    profile: DenoiserProfile,
+    link: Link,
+    num_steps: int,
+    share: _Share,
+    ranks: int,
+    wish: SamplingWish,
 ) -> Iterator[SamplingChoice]:
     """Every method on the ranks that share one branch of some samples."""
     if ranks == 1:
@@ -196,21 +223,21 @@ def _of_mesh(
         return
     can_share = bool(profile.num_blocks and profile.num_attention)
     if can_share and ranks <= profile.num_units:
-        trade = _Trade.among(profile, share.of_work, ranks)
+        trade = _Trade.among(profile, share.of_work, ranks, mode=wish.sequence_mode)
         blocks_s = share.of_work * (profile.step_s - profile.glue_s)
         step_s = share.of_work * profile.glue_s + blocks_s / ranks + trade.seconds(link)
         step_s += share.exchange_s(link, ranks)
         yield SamplingChoice("sequence", num_steps * step_s, 1, 1, ranks, sequence_mode=trade.mode)
     if ranks <= profile.num_units:
-        yield from _bands(profile, link, num_steps, share, ranks)
+        yield from _bands(profile, link, num_steps, share, ranks, wish)
     if num_steps < MIN_STEPS:
         return
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
         per_stage = ranks // stages
         if stages > profile.num_blocks or (per_stage > 1 and not can_share):
             continue
-        for patches in _patches(stages, profile.num_units // per_stage):
-            yield _pipefusion(profile, link, num_steps, share, stages, per_stage, patches)
+        for patches in _patches(stages, profile.num_units // per_stage, wish.num_patches):
+            yield _pipefusion(profile, link, num_steps, share, stages, per_stage, patches, wish)
 
 
 @dataclass(frozen=True)
@@ -228,12 +255,19 @@ class _Trade:
     num_messages: float
 
     @classmethod
-    def among(cls, profile: DenoiserProfile, of_work: float, ranks: int, stages: int = 1) -> _Trade:
+    def among(
+        cls,
+        profile: DenoiserProfile,
+        of_work: float,
+        ranks: int,
+        stages: int = 1,
+        mode: str | None = None,
+    ) -> _Trade:
         """Among some ranks that hold one of some stages; nothing if there is one rank."""
         peers, calls = ranks - 1, profile.num_attention / stages
         if not peers:
             return cls("", 0.0, 0.0)
-        if profile.spreads_heads(ranks):
+        if (mode or ("ulysses" if profile.spreads_heads(ranks) else "ring")) == "ulysses":
             sent = of_work * profile.sequence_bytes * peers / ranks**2
             return cls("ulysses", sent / stages, 2 * calls * peers)
         sent = of_work * profile.key_value_bytes * peers / ranks
@@ -246,29 +280,41 @@ class _Trade:
 
 
 def _bands(
-    profile: DenoiserProfile, link: Link, num_steps: int, share: _Share, ranks: int
+    profile: DenoiserProfile,
+    link: Link,
+    num_steps: int,
+    share: _Share,
+    ranks: int,
+    wish: SamplingWish,
 ) -> Iterator[SamplingChoice]:
     """Bands of rows, waited for or one step old."""
     peers = (ranks - 1) / ranks
     sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
-    latency_s = (profile.num_attention + profile.num_norms) * (ranks - 1) * link.latency_s
-    transport_s = sent / link.bandwidth_bytes_per_s + latency_s
+    sent_s, peer_s = sent / link.bandwidth_bytes_per_s, (ranks - 1) * link.latency_s
+    kinds = (profile.num_attention, profile.num_norms)
+    transport_s = sent_s + sum(kinds) * peer_s
     # Whole predictions: of the other bands first, then of the other branch of guidance.
     gather_s = link.seconds(share.prediction_bytes * peers) + share.exchange_s(link, 1)
     compute_s = _BAND * share.of_work * profile.step_s / ranks
     synchronous_s = compute_s + transport_s + gather_s
     yield SamplingChoice("synchronous", num_steps * synchronous_s, 1, 1, ranks)
     if num_steps >= MIN_STEPS:
-        warmup = 4 if num_steps < 30 else 1
-        displaced_s = max(compute_s, transport_s) + gather_s
-        seconds = warmup * synchronous_s + (num_steps - warmup) * displaced_s
+        warmup = wish.warmup_steps
+        if warmup is None:
+            warmup = 4 if num_steps < 30 else 1
+        grouped_s = sent_s + sum(-(-kind // _CALLS_PER_MESSAGE) for kind in kinds) * peer_s
+        displaced_s = max(compute_s, grouped_s) + gather_s
+        waited_for = min(warmup, num_steps)
+        seconds = waited_for * synchronous_s + (num_steps - waited_for) * displaced_s
         yield SamplingChoice("distrifusion", seconds, 1, 1, ranks, None, warmup)
 
 
-def _patches(stages: int, most: int) -> list[int]:
+def _patches(stages: int, most: int, wished: int | None) -> list[int]:
     """Numbers of patches worth a thought; each patch has a row for every rank of a stage."""
-    wished = {stages, stages + 1, 2 * stages, 4 * stages}
-    return sorted({min(count, most) for count in wished if most})
+    if wished is not None:
+        return [wished] if wished <= most else []
+    tried = {stages, stages + 1, 2 * stages, 4 * stages}
+    return sorted({min(count, most) for count in tried if most})
 
 
 def _pipefusion(
@@ -279,17 +325,19 @@ def _pipefusion(
     stages: int,
     per_stage: int,
     patches: int,
+    wish: SamplingWish,
 ) -> SamplingChoice:
+    warmup = 1 if wish.warmup_steps is None else wish.warmup_steps
     plan = PipeFusionPlan(
         num_steps,
-        1,
+        warmup,
         patches,
         stages,
         num_visits=1 if share.halves else profile.num_calls,
         warmup_microbatches=1 if share.halves else profile.warmup_microbatches,
         ranks_per_stage=per_stage,
     )
-    trade = _Trade.among(profile, share.of_work, per_stage, stages)
+    trade = _Trade.among(profile, share.of_work, per_stage, stages, wish.sequence_mode)
     glue_s, call_s = share.of_work * profile.glue_s, profile.call_s / stages
     blocks_s = share.of_work * (profile.step_s - profile.glue_s) / stages
 
@@ -307,5 +355,5 @@ def _pipefusion(
         latent_bytes=round(share.prediction_bytes / per_stage),
     )
     return SamplingChoice(
-        "pipefusion", timeline.iteration_s, 1, 1, stages, patches, 1, per_stage, trade.mode
+        "pipefusion", timeline.iteration_s, 1, 1, stages, patches, warmup, per_stage, trade.mode
     )

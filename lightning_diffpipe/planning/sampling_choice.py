@@ -1,8 +1,8 @@
 """Which method samples fastest: the best of all methods on all meshes, and its reason.
 
 Stale activations need steps that differ little, so few-step models get an exact method. An exact method is also
-taken where it costs at most a tenth more. What needs more memory than a rank has is left out. What the methods
-cost is in `sampling_candidates.py` and `sampling_memory.py`.
+taken where it costs at most a tenth more. What needs more memory than a rank has is left out, and so is what is not
+as wished. What the methods cost is in `sampling_candidates.py` and `sampling_memory.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_candidates import (
     MIN_STEPS,
@@ -19,6 +20,7 @@ from lightning_diffpipe.planning.sampling_candidates import (
     candidates,
 )
 from lightning_diffpipe.planning.sampling_memory import memory_of_rank
+from lightning_diffpipe.planning.sampling_wish import SamplingWish
 
 _TOLERANCE = 1.1
 
@@ -29,6 +31,7 @@ def choose_sampling(
     num_ranks: int,
     num_steps: int,
     memory_bytes: int | None = None,
+    wish: SamplingWish | None = None,
 ) -> SamplingChoice:
     """The fastest way to sample a request, and why.
 
@@ -39,6 +42,10 @@ def choose_sampling(
         num_steps: Denoising steps.
         memory_bytes: What every rank has left for the denoiser; None means that it is no limit. If nothing
             fits, what needs least is taken.
+        wish: What is given and not chosen.
+
+    Raises:
+        ConfigurationError: Nothing is as wished; the message lists what there is.
 
     Example:
         >>> profile = DenoiserProfile(1.0, 0.01, 1, 1, 28, 64, 10**7, 10**5, 10**9, 2 * 10**9, 28)
@@ -49,7 +56,11 @@ def choose_sampling(
         >>> choose_sampling(profile, slow, num_ranks=4, num_steps=4).method
         'sequence'
     """
-    every = list(candidates(profile, link, num_ranks, num_steps))
+    wish = wish or SamplingWish()
+    every = list(candidates(profile, link, num_ranks, num_steps, wish))
+    if not every:
+        there_is = candidates(profile, link, num_ranks, num_steps)
+        raise ConfigurationError(_refusal(wish, list(there_is), num_ranks))
     needs = {choice: memory_of_rank(profile, choice) for choice in every}
     limit = math.inf if memory_bytes is None else max(memory_bytes, min(needs.values()))
     found = [choice for choice in every if needs[choice] <= limit]
@@ -59,7 +70,18 @@ def choose_sampling(
     reason = _reason(chosen, found, profile, num_ranks, num_steps)
     if memory_bytes is not None:
         reason += _ruled_out(needs, memory_bytes)
+    if profile.num_blocks and (wish.num_patches or 0) > profile.num_units:
+        reason += f"; no pipefusion: num_patches={wish.num_patches}, but there are {profile.num_units} rows"
     return replace(chosen, reason=reason)
+
+
+def _refusal(wish: SamplingWish, there_is: Sequence[SamplingChoice], num_ranks: int) -> str:
+    meshes: dict[str, list[str]] = {}
+    for choice in there_is:
+        named = meshes.setdefault(choice.method, [])
+        named += [choice.mesh] * (choice.mesh not in named)
+    said = "; ".join(f"{method} on {', '.join(names)}" for method, names in meshes.items())
+    return f"method=auto cannot use {num_ranks} ranks as {wish}; these fit this request: {said}"
 
 
 def _ruled_out(needs: Mapping[SamplingChoice, int], memory_bytes: int) -> str:

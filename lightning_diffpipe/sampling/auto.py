@@ -7,6 +7,7 @@ that. On accelerators memory is measured, too. The choice itself is pure arithme
 
 from __future__ import annotations
 
+import inspect
 import re
 import statistics
 import time
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
@@ -30,18 +31,35 @@ from lightning_diffpipe.planning.sampling_candidates import (
     SamplingChoice,
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
+from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.mesh import SamplingMesh
+from lightning_diffpipe.sampling.methods import MethodOptions
+from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REPEATS = 3
+_SAMPLERS: dict[str, type] = {
+    "single": OneProcess,
+    "sequence": SequenceParallel,
+    "synchronous": DistriFusion,
+    "pipefusion": PipeFusion,
+    "distrifusion": DistriFusion,
+}
 
 
 def choose(
-    call: Call, model: Any, link: Link, num_ranks: int, memory_bytes: int | None = None
-) -> SamplingChoice:
+    call: Call,
+    model: Any,
+    link: Link,
+    num_ranks: int,
+    memory_bytes: int | None,
+    options: MethodOptions,
+) -> MethodOptions:
     """Measures a request on this rank and chooses how to run it.
 
     Args:
@@ -50,10 +68,62 @@ def choose(
         link: Between any two ranks.
         num_ranks: Ranks there are.
         memory_bytes: What every rank has left; None means that it is no limit.
+        options: Wishes, which are kept.
+
+    Returns:
+        The options with everything that is decided.
+
+    Raises:
+        ConfigurationError: Nothing is as wished.
     """
+    wish = wish_of(options)
     request = call.request(model)
     profile = profile_request(request, call.num_samples, call.branches)
-    return choose_sampling(profile, link, num_ranks, request.num_steps, memory_bytes)
+    choice = choose_sampling(profile, link, num_ranks, request.num_steps, memory_bytes, wish)
+    automatic = options.warmup_steps == "auto" and choice.warmup_steps is not None
+    return replace(
+        options,
+        method=choice.method,
+        mesh=mesh_of(choice),
+        num_patches=choice.num_patches,
+        warmup_steps="auto" if automatic else choice.warmup_steps,
+        reason=choice.reason,
+        further={**options_of(choice), **options.further},
+    )
+
+
+def wish_of(options: MethodOptions) -> SamplingWish:
+    """What a choice has to keep to.
+
+    Args:
+        options: With `method="auto"`. One synchronous step, which is what they say by default, is no wish.
+
+    Raises:
+        ConfigurationError: No method takes the further options.
+    """
+    further, methods = options.further, None
+    if further:
+        methods = tuple(name for name in _SAMPLERS if set(further) <= _options_taken(name))
+        if not methods:
+            raise ConfigurationError(f"method=auto: no method takes {', '.join(sorted(further))}")
+    given = options.warmup_steps
+    return SamplingWish(
+        options.num_patches,
+        given if isinstance(given, int) and given != 1 else None,
+        options.data,
+        options.guidance,
+        options.parallel,
+        options.sequence,
+        further.get("mode", further.get("sequence_mode")),
+        methods,
+    )
+
+
+def _options_taken(method: str) -> set[str]:
+    """Names of a method's own options, without what the Predictor gives by itself."""
+    names = set(inspect.signature(_SAMPLERS[method]).parameters)
+    names -= {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
+    return names - {"mode"} if _SAMPLERS[method] is DistriFusion else names
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -1,7 +1,8 @@
 """Links between threads of one process: the network of emulators and tests.
 
 A dict is the network. With a `Link`, messages take as long as they would on it, so that a schedule can be tried on
-any number of ranks and any speed of network.
+any number of ranks and any speed of network. Every rank has one adapter, through which all its messages leave one
+after the other, whoever they are for: as with one network card in each host, or with one GPU's way to the switch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LoopbackNetwork:
     Args:
         num_ranks: Positions.
         device: Where tensors live.
-        link: How fast messages travel on each directed edge; None means at once.
+        link: How fast messages leave a rank; None means at once.
         timeout_s: How long any wait may last.
 
     Example:
@@ -60,7 +61,7 @@ class LoopbackNetwork:
         self.links = [LoopbackLinks(self, rank) for rank in range(num_ranks)]
         self._changed = threading.Condition()
         self._mail: dict[Any, tuple[Any, float]] = {}
-        self._link_free_s: dict[tuple[int, int], float] = {}
+        self._adapter_free_s: dict[int, float] = {}
         self._failed: int | None = None
 
     def run(self, function: Callable[[LoopbackLinks], Any]) -> list[Any]:
@@ -96,9 +97,9 @@ class LoopbackNetwork:
         with self._changed:
             now = time.monotonic()
             if self.link is not None and nbytes:
-                edge = key[:2]
-                start = max(now, self._link_free_s.get(edge, 0.0))
-                self._link_free_s[edge] = now = start + self.link.seconds(nbytes)
+                sender = key[0]
+                start = max(now, self._adapter_free_s.get(sender, 0.0))
+                self._adapter_free_s[sender] = now = start + self.link.seconds(nbytes)
             self._mail[key] = (value, now)
             self._changed.notify_all()
 

@@ -32,6 +32,9 @@ from lightning_diffpipe.sampling.request import Request, Sampler
 from lightning_diffpipe.sampling.stages import resident_parameters
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 
+_WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
+"""Synchronous steps where none are asked for; 1 for other methods."""
+
 METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
 
 
@@ -42,7 +45,8 @@ class MethodOptions:
     Attributes:
         method: One of `METHODS`, or `"auto"`.
         num_patches: Patches of PipeFusion; None takes as many as stages.
-        warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`.
+        warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
+            method.
         data: Size of the data axis of the mesh, if wished; so are the next three.
         guidance: Of the guidance axis.
         parallel: Of the axis of stages or bands.
@@ -73,6 +77,13 @@ class MethodOptions:
                 f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
             )
 
+    @property
+    def synchronous_steps(self) -> int | str:
+        """The sampler warm-up that is asked for, or else the one that suits the method."""
+        if self.warmup_steps is None:
+            return _WARMUP_STEPS.get(self.method, 1)
+        return self.warmup_steps
+
 
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
@@ -86,7 +97,7 @@ def make_sampler(
         options: With the method.
     """
     assert options.mesh is not None
-    warmup = 1 if options.warmup_steps is None else options.warmup_steps
+    warmup: Any = options.synchronous_steps
     try:
         match options.method:
             case "single":

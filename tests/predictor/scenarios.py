@@ -3,13 +3,18 @@
 import os
 import signal
 import time
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
 
 from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling import pipefusion
+from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.mesh import World
 
 
 def draw(rank, path, prompts, settings, options):
@@ -55,6 +60,27 @@ def draw_in_turn(rank, path, requests, options, splits=None, costs=()):
 def requests_in_turn(rank, in_turn, fresh):
     """Jobs of `draw_in_turn`, then jobs of `draw`."""
     return [draw_in_turn(rank, *job) for job in in_turn], draw_each(rank, fresh)
+
+
+def draw_as_chosen(rank, path, prompts, settings, options):
+    """With `method="auto"` on a slow network and a model that is worth dividing, twice; then by name."""
+
+    def profile(*arguments):
+        return replace(profile_request(*arguments), step_s=1.0, glue_s=0.0, call_s=0.0)
+
+    with (
+        mock.patch.object(World, "measured_link", return_value=Link(1e8, 0.05)),
+        mock.patch("lightning_diffpipe.sampling.auto.profile_request", profile),
+        Predictor.from_pretrained(path, method="auto", **options) as predictor,
+    ):
+        pictures = predictor(prompts, **settings)
+        chosen = predictor.report
+        predictor(prompts, **settings | {"num_inference_steps": 2})
+        later = predictor.report
+    by_name = draw(rank, path, prompts, settings, {"method": "pipefusion", **options})
+    if rank == 0:
+        return np.stack([np.asarray(picture) for picture in pictures]), chosen, later, by_name
+    return None
 
 
 def draw_each(rank, jobs):

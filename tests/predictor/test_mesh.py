@@ -16,8 +16,10 @@ from lightning_diffpipe.planning.sampling_candidates import (
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_memory import memory_of_rank
-from lightning_diffpipe.sampling.auto import mesh_of, options_of
+from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
+from lightning_diffpipe.sampling.methods import MethodOptions
 
 sizes = st.integers(1, 4)
 
@@ -201,6 +203,87 @@ def test_more_stages_need_less_memory_where_others_hold_everything():
     # Keys and values of all bands.
     displaced, waited_for = needs["distrifusion", "parallel=8"], needs["synchronous", "parallel=8"]
     assert displaced - waited_for == HEAVY.key_value_bytes
+
+
+@pytest.mark.parametrize(
+    ("link", "wish", "expected"),
+    [
+        (SLOW, SamplingWish(), ("pipefusion", "guidance=2 x parallel=4")),
+        (SLOW, SamplingWish(guidance=1), ("pipefusion", "parallel=8")),
+        (SLOW, SamplingWish(guidance=2, sequence=2), ("pipefusion", "guidance=2 x parallel=2 x sequence=2")),
+        (SLOW, SamplingWish(sequence=8), ("sequence", "sequence=8")),
+        (SLOW, SamplingWish(data=1, parallel=1, sequence=1), ("single", "one rank")),
+        (Link(20e9, 1e-5), SamplingWish(methods=("distrifusion",), guidance=1), ("distrifusion", "parallel=8")),
+        (FAST, SamplingWish(), ("sequence", "guidance=2 x sequence=4")),
+        (FAST, SamplingWish(num_patches=8), ("sequence", "guidance=2 x sequence=4")),  # has no patches
+        (FAST, SamplingWish(parallel=2, sequence=2), ("pipefusion", "guidance=2 x parallel=2 x sequence=2")),
+    ],
+)  # fmt: skip
+def test_a_wish_is_kept(link, wish, expected):
+    chosen = choose_sampling(GUIDED, link, 8, 28, wish=wish)
+    assert (chosen.method, chosen.mesh) == expected, chosen.reason
+
+
+def test_patches_warm_up_and_mode_are_taken_as_wished():
+    wish = SamplingWish(num_patches=5, warmup_steps=3, sequence_mode="ring")
+    found = list(candidates(GUIDED, SLOW, 8, 28, wish))
+    assert {c.num_patches for c in found if c.method == "pipefusion"} == {5}
+    assert {c.warmup_steps for c in found if c.method in ("pipefusion", "distrifusion")} == {3}
+    assert {c.sequence_mode for c in found} == {"", "ring"}
+    # More synchronous steps take longer, and not longer than all steps.
+    bands = SamplingWish(methods=("distrifusion",), guidance=1)
+    times = [
+        choose_sampling(GUIDED, SLOW, 8, 28, wish=replace(bands, warmup_steps=w)).seconds
+        for w in (0, 3, 28, 99)
+    ]
+    assert times[0] < times[1] < times[2] == times[3]
+
+
+def test_displaced_bands_put_several_operators_into_a_message():
+    """57 calls of attention and 60 norms: 117 messages to a peer while waited for, 4 + 4 otherwise."""
+    late = Link(latency_s=1.0)
+
+    def step_s(method, **wish):
+        found = candidates(UNET, late, 2, 28, SamplingWish(methods=(method,), guidance=1, **wish))
+        (choice,) = (choice for choice in found if choice.ranks == 2)
+        return choice.seconds / 28
+
+    prediction_s = 1.0
+    assert step_s("synchronous") == pytest.approx(1.1 / 2 + 117 + prediction_s)
+    assert step_s("distrifusion", warmup_steps=0) == pytest.approx(8 + prediction_s)
+
+
+def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
+    with pytest.raises(ConfigurationError) as refused:
+        choose_sampling(UNET, SLOW, 2, 28, wish=SamplingWish(data=2, parallel=2))
+    assert str(refused.value) == (
+        "method=auto cannot use 2 ranks as data=2, parallel=2; these fit this request: "
+        "synchronous on parallel=2; distrifusion on parallel=2; single on guidance=2, one rank"
+    )
+
+
+def test_more_patches_than_rows_leave_pipefusion_out_and_are_told():
+    chosen = choose_sampling(LARGE, SLOW, 8, 28, wish=SamplingWish(num_patches=65))
+    assert chosen.method != "pipefusion"
+    assert "; no pipefusion: num_patches=65, but there are 64 rows" in chosen.reason
+
+
+def test_options_that_are_given_become_wishes():
+    options = MethodOptions("auto", 3, 2, data=1, further={"sequence_mode": "ring"})
+    expected = SamplingWish(3, 2, data=1, sequence_mode="ring", methods=("pipefusion",))
+    assert wish_of(options) == expected
+    bands = wish_of(MethodOptions("auto", warmup_steps="auto", further={"group_norm": "stale"}))
+    assert bands == SamplingWish(methods=("synchronous", "distrifusion"))
+    assert wish_of(MethodOptions("auto")) == wish_of(MethodOptions("auto", warmup_steps=None))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("pipefusion", 1), ("distrifusion", 4), ("naive", 0), ("sequence", 1)],
+)
+def test_no_warm_up_asked_for_is_what_suits_the_method(method, expected):
+    assert MethodOptions(method, warmup_steps=None).synchronous_steps == expected
+    assert MethodOptions(method, warmup_steps=2).synchronous_steps == 2
 
 
 def test_the_reason_is_one_line_with_numbers():

@@ -8,7 +8,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.predictor import Predictor
-from tests.predictor.scenarios import draw, draw_each, failure_of_each, killed, requests_in_turn
+from tests.predictor.scenarios import (
+    draw,
+    draw_as_chosen,
+    draw_each,
+    failure_of_each,
+    killed,
+    requests_in_turn,
+)
 from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
 from tests.ranks import RankError, run_ranks
 
@@ -183,6 +190,20 @@ def test_the_method_is_chosen_with_a_reason(job):
     assert "is expected to take" in report.reason
 
 
+@pytest.mark.slow
+def test_a_choice_in_patches_is_that_method_by_name_and_is_kept(job):
+    wish = {"data": 1, "guidance": 1, "num_patches": 3, "warmup_steps": 2}
+    path, prompts, settings, _ = job("pixart", 8)
+    first, _ = run_ranks(draw_as_chosen, 2, path, prompts, settings, wish)
+    found, chosen, later, (expected, by_name) = first
+    assert (found == expected).all()
+    for report in (chosen, later):
+        assert (report.method, report.mesh) == ("pipefusion", "parallel=2")
+        assert (report.num_patches, report.warmup_steps) == (3, 2)
+    assert chosen.bytes_sent == by_name.bytes_sent
+    assert later.reason == chosen.reason
+
+
 def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     broken = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
@@ -202,6 +223,10 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
         "LayoutError": job("stable_diffusion"),
         "divides the two branches": job("pixart", changes={"guidance_scale": 1.0}, guidance=2),
         "CheckpointError": (broken, *job("pixart")[1:]),
+        "cannot use 2 ranks as data=3; these fit this request: sequence on sequence=2": job(
+            "pixart", method="auto", data=3
+        ),
+        "no method takes nonsense": job("pixart", method="auto", nonsense=1),
     }
     first, second = run_ranks(failure_of_each, 2, list(cases.values()))
     assert first == second

@@ -107,6 +107,23 @@ def test_a_limited_link_takes_its_time():
     assert 0.1 < network.run(rank)[1] < 1.0
 
 
+def test_a_rank_has_one_adapter_for_all_its_messages():
+    """Two messages to two peers, at once: the second leaves behind the first; those of the peers do not wait."""
+
+    def rank(links):
+        start = time.monotonic()
+        for peer in (1, 2) if links.rank == 0 else ():
+            links.send(torch.zeros(500, dtype=torch.uint8), peer, "hidden")
+        if links.rank:
+            links.receive(TensorShape((500,), torch.uint8), 0, "hidden").wait()
+        return time.monotonic() - start
+
+    network = LoopbackNetwork(3, link=Link(bandwidth_bytes_per_s=5_000.0))
+    _, first, second = network.run(rank)
+    assert 0.1 < first < second
+    assert second > 0.2
+
+
 def test_messages_of_several_types_have_no_padding():
     tensors = [torch.arange(3, dtype=torch.int8), torch.randn(2, 3, dtype=torch.float64).mT]
     shapes = [TensorShape.of(x) for x in tensors]
