@@ -60,6 +60,8 @@ def _sample(values: dict[str, Any]) -> Any:
     if values["report"]:
         numbers |= _compare(pictures, values, folder)
         print(_timelines(report))
+        if report.freshness is not None:
+            print(f"\nfresh share of what was read\n{report.freshness}")
     (folder / "report.json").write_text(json.dumps(numbers, indent=2, default=str) + "\n")
     return pictures
 
