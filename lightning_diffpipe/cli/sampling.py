@@ -61,6 +61,8 @@ def _sample(values: dict[str, Any]) -> Any:
     if values["report"]:
         numbers |= _compare(pictures, values, folder)
         print(_timelines(report))
+        if report.freshness is not None:
+            print(f"\nfresh share of what was read\n{report.freshness}")
     text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
     (folder / "report.json").write_text(text + "\n")
     return pictures

@@ -16,7 +16,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.layout import Block, Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing import Attend
 
@@ -103,6 +105,7 @@ class KvCache:
         ghost: Blocks are fed a ghost token instead of no text.
         hide_unseen: Hide keys that have never been written, instead of attending to zeros.
         verify: Assert at every call that keys are as old as they should be.
+        freshness: Where to note how old they are; None if nobody asks.
     """
 
     def __init__(
@@ -112,9 +115,10 @@ class KvCache:
         ghost: bool = False,
         hide_unseen: bool = True,
         verify: bool = False,
+        freshness: Freshness | None = None,
     ) -> None:
         self._patches, self._ghost = tuple(patches), ghost
-        self._hide_unseen, self._verify = hide_unseen, verify
+        self._hide_unseen, self._verify, self._freshness = hide_unseen, verify, freshness
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._visible: dict[Any, Selection] = {}
         self._step, self._keep = -1, False
@@ -146,12 +150,12 @@ class KvCache:
                 key, value = self._kept_samples(where, k, v, attn_mask)
                 key.copy_(k)
                 value.copy_(v)
+            self._note_synchronous(where)
             return attend(q, k, v, attn_mask=attn_mask, **options)
         buffer, mask = self._write(where, k, v, attn_mask)
         if mask is not None and mask.shape[-2] == where.tokens.size > 1:
             mask = self._fed(where).take(mask, mask.ndim - 2)
-        if self._verify:
-            self._check(where, buffer)
+        self._look(where, buffer)
         key, value = buffer.key, buffer.value
         unseen = self._hide_unseen and len(buffer.written) < len(self._patches)
         if unseen:
@@ -173,14 +177,14 @@ class KvCache:
         """
         if where.part.units is None:
             views = self._kept_samples(where, k, v, mask) if self._keep else None
+            self._note_synchronous(where)
             return KeysInShares(views, mask)
         buffer = self._buffer(where, k, v, k.shape)
         own = where.tokens.owned(where.part, where.block.num_text)
         mask = self._over_all_keys(where, buffer, own, own, mask)
         others = self._others(where, buffer)
         buffer.written[where.part] = self._step
-        if self._verify:
-            self._check(where, buffer)
+        self._look(where, buffer)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
     def _kept_samples(
@@ -289,6 +293,30 @@ class KvCache:
                 where.tokens.size, torch.cat([none, *index]).sort().values
             )
         return self._visible[key]
+
+    def _look(self, where: AttentionCall, buffer: _Buffer) -> None:
+        """Checks and notes how old the keys are that a patch is about to read, if asked to."""
+        if self._verify:
+            self._check(where, buffer)
+        if self._freshness is None:
+            return
+        ages: Counter[int | None] = Counter()
+        for patch in self._patches:
+            written = buffer.written.get(patch)
+            tokens = len(where.tokens.owned(patch, where.block.num_text))
+            ages[None if written is None else self._step - written] += tokens
+        self._note(where, self._patches.index(where.part), ages)
+
+    def _note_synchronous(self, where: AttentionCall) -> None:
+        """Notes that tokens of all patches read what is computed with them; once for all samples."""
+        first, _ = where.part.samples or (0, 1)
+        if self._freshness is not None and first == 0:
+            for reader in range(len(self._patches)):
+                self._note(where, reader, {0: where.tokens.size})
+
+    def _note(self, where: AttentionCall, reader: int, ages: Mapping[int | None, int]) -> None:
+        assert self._freshness is not None
+        self._freshness.note(self._step, where.block.name, "key_value", reader, ages)
 
     def _check(self, where: AttentionCall, buffer: _Buffer) -> None:
         here = self._patches.index(where.part)

@@ -28,6 +28,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.sampling_sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.costs import measured_costs
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.layout import Layout, Part, ranges_of
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links
@@ -114,6 +115,7 @@ class PipeFusion:
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, and check the age of all keys.
+        record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
     Example:
         >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
@@ -136,6 +138,7 @@ class PipeFusion:
         sequence_mode: Mode = "ulysses",
         axis: int | None = None,
         verify: bool = False,
+        record_freshness: bool = False,
     ) -> None:
         if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
             raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
@@ -152,7 +155,7 @@ class PipeFusion:
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
-        self.settled = settled
+        self.settled, self.record_freshness = settled, record_freshness
         self.warmup_microbatches = warmup_microbatches
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
@@ -238,7 +241,9 @@ class PipeFusion:
         with torch.inference_mode():
             setting = setting or self.prepare(request)
             before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
-            self.statistics = SamplingStatistics()
+            self.statistics = SamplingStatistics(
+                freshness=Freshness() if self.record_freshness else None
+            )
             watch = Stopwatch(self.statistics, self.links.rank)
             run = PipeFusionRun(self, request, setting, watch)
             try:

@@ -22,6 +22,7 @@ import torch
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class SamplingReport:
         measured: What each rank did when.
         planned: What the formulas make of the median times, where there are some.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.
+        freshness: How old was what all ranks read, if that was to be recorded.
     """
 
     method: str
@@ -89,6 +91,7 @@ class SamplingReport:
     measured: Timeline = field(repr=False)
     planned: Timeline | None = field(default=None, repr=False)
     total_s: float = math.nan
+    freshness: Freshness | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
@@ -96,20 +99,30 @@ class SamplingReport:
             numbers.append(f"warmup_steps={self.warmup_steps}")
         sent = [f"{kind} {_size(count)}" for kind, count in sorted(self.bytes_sent.items())]
         weights = [f"rank {rank}: {_size(count)}" for rank, count in enumerate(self.resident_bytes)]
+        fresh = [f"{kind} {share:.3f}" for kind, share in (self.fresh_share or {}).items()]
         lines = [
             ", ".join([self.method, *numbers]) + f", on {self.mesh}",
             *([f"{'chosen':13} {self.reason}"] if self.reason else []),
             f"{f'{self.num_steps} steps':13} {self.step_s:.3g} s each; {self.sampling_s:.3g} s in all, "
             f"{self.total_s:.3g} s with encoding and decoding",
             f"{'bytes sent':13} {', '.join(sent) or 'none'}",
+            *([f"{'fresh share':13} {', '.join(fresh)}"] if fresh else []),
             f"{'weights':13} {', '.join(weights)}; the whole denoiser has {_size(self.whole_bytes)}",
         ]
         return "\n".join(lines)
 
+    @property
+    def fresh_share(self) -> dict[str, float] | None:
+        """Of what was read of each kind, the mean over steps, layers and patches or bands; None if not recorded."""
+        if self.freshness is None:
+            return None
+        return {kind: reads.fresh_share for kind, reads in self.freshness.by("kind").items()}
+
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, without the timelines, for JSON."""
-        hidden = {"measured", "planned"}
-        return {k: v for k, v in vars(self).items() if k not in hidden}
+        """All numbers, without the timelines and single reads, for JSON."""
+        hidden = {"measured", "planned", "freshness"}
+        shown = {k: v for k, v in vars(self).items() if k not in hidden}
+        return shown | {"fresh_share": self.fresh_share}
 
 
 def merge(reports: Sequence[RankReport]) -> SamplingReport:
@@ -123,6 +136,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
             sent.update(traffic.bytes_sent)
             messages.update(traffic.messages_sent)
         spans += [replace(span, rank=rank) for span in report.statistics.spans]
+    noted = [report.statistics.freshness for report in reports]
     steps = [statistics.median(r.statistics.step_s) for r in reports if r.statistics.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
     warmup_steps = options.warmup_steps
@@ -148,6 +162,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
         planned=_planned(options.mesh, reports[0].statistics.plan, spans),
+        freshness=Freshness.joined(noted) if any(each is not None for each in noted) else None,
     )
 
 

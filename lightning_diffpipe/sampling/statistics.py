@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span
+from lightning_diffpipe.sampling.freshness import Freshness
 
 
 @dataclass
@@ -62,6 +63,7 @@ class SamplingStatistics:
         total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
         plan: What was planned, for PipeFusion.
+        freshness: How old was what was read, if that was to be recorded.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -70,6 +72,7 @@ class SamplingStatistics:
     total_s: float = 0.0
     num_synchronous: int | None = None
     plan: PipeFusionPlan | None = None
+    freshness: Freshness | None = None
 
 
 class Stopwatch:

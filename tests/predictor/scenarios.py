@@ -88,6 +88,17 @@ def draw_each(rank, jobs):
     return [draw(rank, *job) for job in jobs]
 
 
+def latents_of_each(rank, jobs):
+    """Final latents of several jobs, as every rank has them: pictures of 8 bits hide small differences."""
+    found = []
+    for path, prompts, settings, options in jobs:
+        with Predictor.from_pretrained(path, **options) as predictor:
+            sample = predictor._sample
+            predictor._sample = lambda call, sample=sample: found.append(sample(call)) or found[-1]
+            predictor(prompts, **settings)
+    return found
+
+
 def failure_of_each(rank, jobs):
     """What the errors of several jobs say, on every rank."""
     return [failure(rank, *job) for job in jobs]

@@ -63,6 +63,20 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert (report["psnr_db"], report["lpips"]) == ([None], [0.0])
 
 
+def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    settings = ["sampler=pipefusion", "sampler.num_patches=2", "+sampler.record_freshness=true"]
+    settings += ["path=${built_in:glyphs_transformer}", "num_inference_steps=2", "report=true"]
+    code, out, err = call(
+        capsys, monkeypatch, "sample", *settings, "prompts=[digit four]", "output=out", "progress=false"
+    )  # fmt: skip
+    assert code == 0, err
+    assert "fresh share   key_value 0.875" in out
+    assert "     1  0.500  1.000  0.750" in out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["fresh_share"] == {"key_value": 0.875}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_draw_and_report(tmp_path):

@@ -5,15 +5,19 @@ import shutil
 import diffusers
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.distrifusion import emulate
+from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.predictor.scenarios import (
     draw,
     draw_as_chosen,
     draw_each,
     failure_of_each,
     killed,
+    latents_of_each,
     requests_in_turn,
 )
 from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
@@ -148,6 +152,32 @@ def test_exact_methods_equal_one_process(job, tmp_path):
     ]
     for each, (found, _) in drawn(jobs):
         assert close(found, alone(each)), each
+
+
+def test_displaced_bands_on_two_ranks_equal_the_emulator(job, monkeypatch):
+    """The pipeline's own code in one process, its denoising steps by both bands as threads: the same bits."""
+    jobs = [
+        job(name, method="distrifusion", warmup_steps=1) for name in ("pixart", "stable_diffusion")
+    ]
+    found = run_ranks(latents_of_each, 2, jobs)
+    by_one = [(*each[:3], {"method": "single"}) for each in jobs]
+    exact = latents_of_each(0, by_one)
+    monkeypatch.setattr("lightning_diffpipe.sampling.methods.make_sampler", BothBands)
+    for i, expected in enumerate(latents_of_each(0, by_one)):
+        assert all(torch.equal(rank[i], expected) for rank in found)
+        assert (expected - exact[i]).norm() > 1e-4 * exact[i].norm(), "staleness does not show"
+
+
+class BothBands:
+    """Stands for the sampler of one rank."""
+
+    statistics = SamplingStatistics()
+
+    def __init__(self, *unused):
+        pass
+
+    def sample(self, request, on_step):
+        return emulate(request, 2, warmup_steps=1, on_step=on_step)[0]
 
 
 def test_prompts_or_halves_of_guidance_or_shared_tokens_times_stages_or_bands(job, tmp_path):

@@ -286,6 +286,43 @@ def test_steps_and_spans_are_reported(tiny_models):
     assert statistics.total_s >= sum(statistics.step_s)
 
 
+@pytest.mark.parametrize(
+    ("rank", "kind", "num_messages"), [(1, "hidden", 4 * STEPS), (0, "latents", 4 * (STEPS - 1))]
+)
+def test_receives_are_posted_one_patch_ahead(rank, kind, num_messages, tiny_models):
+    """Before a rank waits for a patch, and so before it computes it, the receive of the next one is posted."""
+    events = []
+
+    def noting(model, links):
+        post = links.receive
+
+        def receive(shape, source, of_kind):
+            incoming = post(shape, source, of_kind)
+            return Noting(incoming, events) if of_kind == kind else incoming
+
+        if links.rank == rank:
+            links.receive = receive
+        return PipeFusion(model, links, num_patches=4, warmup_steps=0)
+
+    sample_together("sd3", tiny_models("sd3"), 2, noting)
+    assert events.count("post") == events.count("wait") == num_messages
+    waits = [i for i, event in enumerate(events) if event == "wait"]
+    for taken, i in enumerate(waits, 1):
+        assert events[:i].count("post") == min(taken + 1, num_messages), (taken, events)
+
+
+class Noting:
+    """A receive that notes when it was posted, and when it is waited for."""
+
+    def __init__(self, incoming, events):
+        self.incoming, self.events = incoming, events
+        events.append("post")
+
+    def wait(self):
+        self.events.append("wait")
+        return self.incoming.wait()
+
+
 # ------------------------------------------------------------------------------------------ refusals
 
 

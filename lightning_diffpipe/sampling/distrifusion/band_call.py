@@ -7,6 +7,7 @@ band, it answers the functions that have a rule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
     stale,
 )
 from lightning_diffpipe.sampling.distrifusion.rules import RULES
+from lightning_diffpipe.sampling.distrifusion.sites import MODEL
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import TensorShape
 
 
@@ -46,6 +49,7 @@ class Track:
         constants: Linear layers of texts.
         moments: Of all bands, by call of group norm and step.
         fallbacks: Negative variances of the corrected rule, counted where they are.
+        freshness: Where to note how old is what the band reads; None if nobody asks.
     """
 
     facts: Facts
@@ -56,6 +60,7 @@ class Track:
     moments: dict[int, dict[int, Moments]] = field(default_factory=dict)
     own_moments: dict[int, Moments] = field(default_factory=dict)
     fallbacks: Tensor | int = 0
+    freshness: Freshness | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class BandCall(TorchFunctionMode):
         self._bands = track.bands
         self._num_calls = self._num_attentions = self._num_linears = 0
         self._suspended = False
+        self._layer = ""
         self.padded: Tensor | None = None
         self.grid: tuple[int, int] | None = None
         self.regridded = False
@@ -137,7 +143,15 @@ class BandCall(TorchFunctionMode):
     # ------------------------------------------------------------ modules
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers the call of a module: those that embed the latents embed all of them."""
+        """Answers the call of a module, remembering which one works."""
+        before, self._layer = self._layer, site.name.removeprefix(f"{MODEL}.")
+        try:
+            return self._answered(site, args, kwargs)
+        finally:
+            self._layer = before
+
+    def _answered(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Modules that embed the latents embed all of them."""
         axes = self._track.facts.embedders.get(site.name)
         given = (*args, *kwargs.values())
         if self._suspended or axes is None or not any(x is self._band for x in given):
@@ -182,33 +196,39 @@ class BandCall(TorchFunctionMode):
         rows, bands = x.shape[-2], self._bands
         if above == below == 0:
             return x
+        edges = {bands.rank - 1: above, bands.rank + 1: below}
+        neighbours = [peer for peer in edges if 0 <= peer < bands.num_bands]
+        there = sum(edges[peer] for peer in neighbours)
         if x is self._band:  # every rank has the whole latents
             whole = F.pad(self._whole, (0, 0, above, below))
+            self._note("halo", rows, there, 0)
             return whole.narrow(-2, bands.start, above + rows + below)
-        edges = {bands.rank - 1: above, bands.rank + 1: below}
         shapes = {
             peer: TensorShape((*x.shape[:-2], n, x.shape[-1]), x.dtype) for peer, n in edges.items()
         }
         got: dict[int, Tensor] | None = None
         if not self._step.alone:
-            there = [peer for peer in edges if 0 <= peer < bands.num_bands]
             # The upper neighbour reads `below` rows of this band, the lower one `above` rows.
             mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
             got = self._track.exchange.swap(
                 "halo",
                 self._count(),
-                {peer: _private(mine[peer]) for peer in there if mine[peer].numel()},
-                {peer: shapes[peer] for peer in there if edges[peer]},
+                {peer: _private(mine[peer]) for peer in neighbours if mine[peer].numel()},
+                {peer: shapes[peer] for peer in neighbours if edges[peer]},
                 TensorShape.of(x),
             )
+        self._note("halo", rows, there, self._age)
         parts = [(got or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in edges]
         return torch.cat([parts[0], x, parts[1]], -2)
 
-    def next_keys(self) -> JointKeys | None:
+    def next_keys(self, key: Tensor) -> JointKeys | None:
         """Where the image is among the keys of this attention; None if it may stay as it is."""
-        keys = self._track.facts.keys[self._num_attentions]
+        joint = self._track.facts.keys[self._num_attentions]
         self._num_attentions += 1
-        return None if self._step.alone else keys
+        if joint is not None and self._step.alone:
+            self._note_keys(key, joint)
+            return None
+        return joint
 
     def with_all_bands(self, key: Tensor, value: Tensor, joint: JointKeys) -> tuple[Tensor, Tensor]:
         """Keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
@@ -221,6 +241,7 @@ class BandCall(TorchFunctionMode):
             self._shapes(mine, -2),
             TensorShape.of(mine),
         )
+        self._note_keys(key, joint)
         if others is None:
             return key, value
         keys, values = zip(*self._in_order(mine, others), strict=True)
@@ -236,7 +257,9 @@ class BandCall(TorchFunctionMode):
         call = (
             self._count()
         )  # in every kind of step, so that positions of later calls stay the same
+        other_rows = self._bands.num_rows - self._bands.size
         if step.alone or rule == "separate":
+            self._note("statistics", self._bands.size, other_rows, None)
             return None
         now = Moments.of(x, num_groups)
         mine = now.packed(torch.promote_types(x.dtype, torch.float32))
@@ -248,6 +271,7 @@ class BandCall(TorchFunctionMode):
             TensorShape.of(x),
             fresh=track.group_norm == "synchronous",
         )
+        self._note("statistics", self._bands.size, other_rows, self._age)
         own, track.own_moments[call] = track.own_moments.get(call), now
         if others is None:
             return None
@@ -275,6 +299,26 @@ class BandCall(TorchFunctionMode):
         """What a linear layer returns, remembered if its input is a text that stays the same."""
         self._num_linears += 1
         return self._track.constants.get(self._num_linears - 1, x, compute)
+
+    # ------------------------------------------------------------ freshness
+
+    @property
+    def _age(self) -> int | None:
+        """Of what other bands have just told."""
+        return None if self._step.alone else self._track.exchange.age
+
+    def _note_keys(self, key: Tensor, joint: JointKeys) -> None:
+        tokens = key.shape[-2] - joint.before - joint.after
+        others = sum(self._bands.resized(tokens, peer) for peer in self._bands.peers)
+        self._note("key_value", key.shape[-2], others, self._age)
+
+    def _note(self, kind: str, own: int, others: int, age: int | None) -> None:
+        """Notes a read: what is this band's own is fresh, what is of others has an age."""
+        if self._track.freshness is not None:
+            ages: Counter[int | None] = Counter({0: own})
+            ages[age] += others
+            step, band = self._step.index, self._bands.rank
+            self._track.freshness.note(step, self._layer, kind, band, ages)
 
     # ------------------------------------------------------------ helpers
 

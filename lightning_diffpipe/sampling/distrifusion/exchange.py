@@ -88,9 +88,13 @@ class Exchange:
         links: To the ranks of the other bands.
         calls_per_message: Calls of one kind whose data share a message in displaced steps.
         stopwatch: Told of all waiting.
+
+    Attributes:
+        age: Of what `swap` returned last, in denoising steps; None if that was nothing.
     """
 
     def __init__(self, links: Links, calls_per_message: int, stopwatch: Stopwatch) -> None:
+        self.age: int | None = None
         self._links, self._calls_per_message = links, calls_per_message
         self._stopwatch = stopwatch
         self._stale: dict[int, _Stale] = {}
@@ -135,11 +139,13 @@ class Exchange:
         """
         self._check(kind, call, own)
         if fresh or self._synchronous:
+            self.age = 0
             received = self._now(kind, outgoing, expected)
             if not fresh and not self._last:
                 self._stale[call] = _Stale(self._step, received)
             return received
         before = self._stale.pop(call, None)
+        self.age = None if before is None else self._step - before.step
         if not self._last:
             self._stale[call] = self._later(kind, outgoing, expected)
         if before is None and self._step > 0:

@@ -92,7 +92,7 @@ def attention(
     **kwargs: Any,
 ) -> Tensor:
     """Attention to the keys and values of all bands."""
-    joint = call.next_keys()
+    joint = call.next_keys(key)
     if joint is not None:
         if attn_mask is not None or is_causal:
             raise unsupported("attention of the image with a mask")

@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind
+from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
 from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import Links
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
@@ -54,6 +55,7 @@ class DistriFusion:
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.
+        record_freshness: Note in `statistics.freshness` how old was what this band read.
 
     Example:
         >>> latents = DistriFusion(unet, links, warmup_steps=4).sample(request)  # doctest: +SKIP
@@ -69,6 +71,7 @@ class DistriFusion:
         calls_per_message: int = 16,
         settled: float = 0.1,
         verify: bool = True,
+        record_freshness: bool = False,
     ) -> None:
         _check("mode", mode, get_args(Mode))
         _check("group_norm", group_norm, get_args(GroupNormRule))
@@ -78,6 +81,7 @@ class DistriFusion:
             raise ConfigurationError(f"calls_per_message={calls_per_message}; choose 1 or more")
         self.model, self.links, self.mode = model, links, mode
         self.warmup_steps, self.settled = warmup_steps, settled
+        self.record_freshness = record_freshness
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
         self.num_synchronous = 0
@@ -92,9 +96,10 @@ class DistriFusion:
             ConfigurationError: The rows do not divide, or do not suffice for so many ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time.
         """
-        self.statistics = SamplingStatistics()
+        freshness = Freshness() if self.record_freshness else None
+        self.statistics = SamplingStatistics(freshness=freshness)
         stopwatch = Stopwatch(self.statistics, self.links.rank)
-        self._tracks.start_request(stopwatch)
+        self._tracks.start_request(stopwatch, freshness)
         before = self.links.traffic.copy()
         with intercepted(self.model) as interception:
             try:
@@ -197,10 +202,17 @@ class _Loop:
         self._num_calls += 1
         band_call = BandCall(track, self._step)
         with (
-            self._interception.also_watching(set(track.facts.embedders)),
+            self._interception.also_watching(self._watched(track)),
             self._interception.running(band_call),
         ):
             return band_call.run(forward, args, kwargs)
+
+    def _watched(self, track: Track) -> set[str]:
+        """Modules a call on a band must know of: all of them, if layers are to be named."""
+        if track.freshness is None:
+            return set(track.facts.embedders)
+        names = {name for name, _ in self._interception.root.named_modules()}
+        return names - {"", MODEL}
 
     def checkpoints_layers(self) -> bool:
         """Nothing is checkpointed while sampling."""

@@ -26,6 +26,7 @@ from lightning_diffpipe.sampling.distrifusion.verification import (
     relative_error,
     tolerance_of,
 )
+from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import Links
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
@@ -50,9 +51,9 @@ class Tracks:
         self._facts: dict[Any, Facts] = {}
         self._tracks: list[tuple[Any, Track]] = []
 
-    def start_request(self, stopwatch: Stopwatch) -> None:
+    def start_request(self, stopwatch: Stopwatch, freshness: Freshness | None) -> None:
         """Begins with nothing of an earlier request."""
-        self._tracks, self._stopwatch = [], stopwatch
+        self._tracks, self._stopwatch, self._freshness = [], stopwatch, freshness
 
     def stop_request(self) -> int:
         """Forgets everything of the request; returns how many negative variances there were."""
@@ -89,6 +90,7 @@ class Tracks:
         if kind not in self._facts:
             self._learn(kind, interception, forward, args, kwargs, latents)
         track = self._new_track(self._facts[kind], latents)
+        track.freshness = self._freshness
         self._tracks.append((kind, track))
         return track
 
