@@ -150,6 +150,7 @@ def _make_plan(
     if options.plan is not None:
         return _given_plan(options.plan, process.world_size)
     assert profile is not None
+    _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)
     wishes = PlanOptions(
         global_batch_size=num_samples(subject.batch) * data_parallel,
@@ -158,7 +159,7 @@ def _make_plan(
         num_microbatches=options.num_microbatches,
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
-        filling=_runnable_filling(options.filling),
+        filling=options.filling,
         frozen_group_size=options.frozen_group_size,
         frozen_splittable=not any(
             why_not_splittable(subject.graph.layers[index]) for index in subject.graph.frozen
@@ -188,15 +189,18 @@ def _cluster(options: PipelineOptions, process: Process) -> Cluster:
     return cluster
 
 
-def _runnable_filling(filling: str) -> str:
-    """Which policy is run; results of a layer are not moved between ranks to run the next elsewhere."""
+def _require_runnable_filling(filling: str) -> None:
+    """Refuses a policy that is planned only: results of a layer are not moved to run the next elsewhere.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
     if filling == "diffusionpipe":
         raise ConfigurationError(
             "filling='diffusionpipe' can be planned (diffpipe plan filling=diffusionpipe) but not run: it "
             "moves samples between ranks in the middle of an encoder. Use filling=shares, which keeps "
             "a sample on one rank, or filling=none"
         )
-    return "shares" if filling == "auto" else filling
 
 
 def _data_parallel(options: PipelineOptions, world_size: int) -> int:
@@ -220,7 +224,7 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePla
         if not path.is_file():
             raise PlanError(f"there is no plan at {path}")
         plan = PipelinePlan.from_json(path.read_text())
-    _runnable_filling(plan.options.filling)
+    _require_runnable_filling(plan.options.filling)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
