@@ -308,13 +308,18 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
     Raises:
         PlanError: The plan was made for other layers; names the first difference.
     """
-    num_layers = len(graph.path)
-    planned = plan.stages[-1].last_layer + 1
-    if planned != num_layers:
+    names = [graph.layers[index].name for index in graph.path]
+    remedy = "make a plan for this module, or leave strategy.plan out"
+    if plan.num_layers != len(names):
         raise PlanError(
-            f"the plan cuts {planned} layers, but this module has {num_layers}; "
-            "make a plan for this module, or leave strategy.plan out"
+            f"the plan cuts {plan.num_layers} layers, but this module has {len(names)}; {remedy}"
         )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"the plan was made for another model: layer {position} of its {len(names)} is {planned}, "
+                f"but this module's is {name}; {remedy}"
+            )
     return tuple(stage.first_layer for stage in plan.stages[1:])
 
 

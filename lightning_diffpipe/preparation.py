@@ -148,7 +148,7 @@ def _make_plan(
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
-        return _given_plan(options.plan, process.world_size)
+        return _given_plan(options.plan, process.world_size, num_samples(subject.batch))
     assert profile is not None
     _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)
@@ -218,7 +218,13 @@ def _data_parallel(options: PipelineOptions, world_size: int) -> int:
     return max(world_size // (stages * replicas), 1)
 
 
-def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePlan:
+def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
+    """The plan to follow, if it was made for these ranks and batches.
+
+    Raises:
+        PlanError: It was not, or there is none.
+        ConfigurationError: It can be planned only.
+    """
     if not isinstance(plan, PipelinePlan):
         path = Path(plan)
         if not path.is_file():
@@ -229,6 +235,13 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePla
         raise PlanError(
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
             f"the {world_size} ranks of this run"
+        )
+    if plan.samples_per_pipeline != batch_size:
+        raise PlanError(
+            f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
+            f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
+            f"this run has {batch_size}; plan with global_batch_size={batch_size * plan.num_pipelines}, or "
+            f"load batches of {plan.samples_per_pipeline}"
         )
     return plan
 
