@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanErr
 from lightning_diffpipe.graph.frozen import why_not_splittable
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.pipeline import Pipeline, Process, assemble
+from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -99,9 +99,9 @@ def prepare(
     subject = Subject(
         module, step, batch, graph, device=process.device, microbatch_size=microbatch_size
     )
-    plan = _plan_of_rank_0(subject, options, process, world)
+    plan, basis = _plan_of_rank_0(subject, options, process, world)
     _close(world)
-    return assemble(
+    pipeline = assemble(
         module,
         step,
         batch,
@@ -113,6 +113,7 @@ def prepare(
         check_finite=options.check_finite,
         verify=options.verify,
     )
+    return replace(pipeline, basis=basis)
 
 
 def _plan_of_rank_0(
@@ -120,12 +121,12 @@ def _plan_of_rank_0(
     options: PipelineOptions,
     process: Process,
     world: dist.ProcessGroup | None,
-) -> PipelinePlan:
-    """Rank 0's plan, or its reason why there is none, on every rank.
+) -> tuple[PipelinePlan, Basis | None]:
+    """Rank 0's plan and what it was made from, or its reason why there is none, on every rank.
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
-    cluster = _cluster(options, process)
+    cluster, profile = _cluster(options, process), None
     answer: str | DiffPipeError = ""
     try:
         profile = None if options.plan is not None else _profile(subject, options.profile, world)
@@ -136,7 +137,8 @@ def _plan_of_rank_0(
     answer = _agree(answer, world)
     if isinstance(answer, DiffPipeError):
         raise answer
-    return PipelinePlan.from_json(answer)
+    basis = None if profile is None else Basis(profile, cluster)
+    return PipelinePlan.from_json(answer), basis
 
 
 def _make_plan(
