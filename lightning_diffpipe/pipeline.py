@@ -25,6 +25,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
 from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import (
     Encode,
     ExchangeFrozen,
@@ -33,6 +34,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
@@ -68,6 +70,19 @@ class Process:
     timeout_s: float
 
 
+@dataclass(frozen=True)
+class Basis:
+    """What a plan was made from.
+
+    Attributes:
+        profile: What layers cost.
+        cluster: What ranks and links there are; links count as free where layers were not timed.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+
+
 @dataclass
 class Pipeline:
     """One rank's pipeline, ready to run.
@@ -83,6 +98,7 @@ class Pipeline:
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
         seed: Seed of the run.
+        basis: What the plan was made from; None if the plan was given.
     """
 
     module: nn.Module
@@ -96,6 +112,7 @@ class Pipeline:
     seed: int
     _interception: Interception
     _relay: RelayView
+    basis: Basis | None = None
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -308,13 +325,18 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
     Raises:
         PlanError: The plan was made for other layers; names the first difference.
     """
-    num_layers = len(graph.path)
-    planned = plan.stages[-1].last_layer + 1
-    if planned != num_layers:
+    names = [graph.layers[index].name for index in graph.path]
+    remedy = "make a plan for this module, or leave strategy.plan out"
+    if plan.num_layers != len(names):
         raise PlanError(
-            f"the plan cuts {planned} layers, but this module has {num_layers}; "
-            "make a plan for this module, or leave strategy.plan out"
+            f"the plan cuts {plan.num_layers} layers, but this module has {len(names)}; {remedy}"
         )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"the plan was made for another model: layer {position} of its {len(names)} is {planned}, "
+                f"but this module's is {name}; {remedy}"
+            )
     return tuple(stage.first_layer for stage in plan.stages[1:])
 
 

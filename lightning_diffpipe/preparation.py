@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanErr
 from lightning_diffpipe.graph.frozen import why_not_splittable
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.pipeline import Pipeline, Process, assemble
+from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -99,9 +99,9 @@ def prepare(
     subject = Subject(
         module, step, batch, graph, device=process.device, microbatch_size=microbatch_size
     )
-    plan = _plan_of_rank_0(subject, options, process, world)
+    plan, basis = _plan_of_rank_0(subject, options, process, world)
     _close(world)
-    return assemble(
+    pipeline = assemble(
         module,
         step,
         batch,
@@ -113,6 +113,7 @@ def prepare(
         check_finite=options.check_finite,
         verify=options.verify,
     )
+    return replace(pipeline, basis=basis)
 
 
 def _plan_of_rank_0(
@@ -120,12 +121,12 @@ def _plan_of_rank_0(
     options: PipelineOptions,
     process: Process,
     world: dist.ProcessGroup | None,
-) -> PipelinePlan:
-    """Rank 0's plan, or its reason why there is none, on every rank.
+) -> tuple[PipelinePlan, Basis | None]:
+    """Rank 0's plan and what it was made from, or its reason why there is none, on every rank.
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
-    cluster = _cluster(options, process)
+    cluster, profile = _cluster(options, process), None
     answer: str | DiffPipeError = ""
     try:
         profile = None if options.plan is not None else _profile(subject, options.profile, world)
@@ -136,7 +137,8 @@ def _plan_of_rank_0(
     answer = _agree(answer, world)
     if isinstance(answer, DiffPipeError):
         raise answer
-    return PipelinePlan.from_json(answer)
+    basis = None if profile is None else Basis(profile, cluster)
+    return PipelinePlan.from_json(answer), basis
 
 
 def _make_plan(
@@ -148,8 +150,9 @@ def _make_plan(
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
-        return _given_plan(options.plan, process.world_size)
+        return _given_plan(options.plan, process.world_size, num_samples(subject.batch))
     assert profile is not None
+    _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)
     wishes = PlanOptions(
         global_batch_size=num_samples(subject.batch) * data_parallel,
@@ -158,7 +161,7 @@ def _make_plan(
         num_microbatches=options.num_microbatches,
         num_replicas=_as_tuple(options.num_replicas),
         schedule=options.schedule,
-        filling=_runnable_filling(options.filling),
+        filling=options.filling,
         frozen_group_size=options.frozen_group_size,
         frozen_splittable=not any(
             why_not_splittable(subject.graph.layers[index]) for index in subject.graph.frozen
@@ -188,15 +191,18 @@ def _cluster(options: PipelineOptions, process: Process) -> Cluster:
     return cluster
 
 
-def _runnable_filling(filling: str) -> str:
-    """Which policy is run; results of a layer are not moved between ranks to run the next elsewhere."""
+def _require_runnable_filling(filling: str) -> None:
+    """Refuses a policy that is planned only: results of a layer are not moved to run the next elsewhere.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
     if filling == "diffusionpipe":
         raise ConfigurationError(
             "filling='diffusionpipe' can be planned (diffpipe plan filling=diffusionpipe) but not run: it "
             "moves samples between ranks in the middle of an encoder. Use filling=shares, which keeps "
             "a sample on one rank, or filling=none"
         )
-    return "shares" if filling == "auto" else filling
 
 
 def _data_parallel(options: PipelineOptions, world_size: int) -> int:
@@ -214,17 +220,30 @@ def _data_parallel(options: PipelineOptions, world_size: int) -> int:
     return max(world_size // (stages * replicas), 1)
 
 
-def _given_plan(plan: PipelinePlan | str | Path, world_size: int) -> PipelinePlan:
+def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
+    """The plan to follow, if it was made for these ranks and batches.
+
+    Raises:
+        PlanError: It was not, or there is none.
+        ConfigurationError: It can be planned only.
+    """
     if not isinstance(plan, PipelinePlan):
         path = Path(plan)
         if not path.is_file():
             raise PlanError(f"there is no plan at {path}")
         plan = PipelinePlan.from_json(path.read_text())
-    _runnable_filling(plan.options.filling)
+    _require_runnable_filling(plan.options.filling)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
             f"the {world_size} ranks of this run"
+        )
+    if plan.samples_per_pipeline != batch_size:
+        raise PlanError(
+            f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
+            f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
+            f"this run has {batch_size}; plan with global_batch_size={batch_size * plan.num_pipelines}, or "
+            f"load batches of {plan.samples_per_pipeline}"
         )
     return plan
 

@@ -71,8 +71,9 @@ class DiffPipeStrategy(CheckpointHooks):
             `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
-        filling: Where frozen layers run. `"shares"`, which `"auto"` means, runs those of the next
-            batches while a rank waits; `"none"` runs a batch's own before the pipeline, spread over all ranks.
+        filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
+            `"none"` runs a batch's own before the pipeline, spread over all ranks; `"auto"` takes the
+            faster of the two that fits into memory.
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
         plan: A plan, or the path of one, to use instead of searching.

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_diffpipe import cli
+from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.modules.built_in import NAMES
+from lightning_diffpipe.planning.cluster import Cluster, Link
 
 ROOT = Path(__file__).parent.parent
 TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
@@ -196,6 +197,25 @@ def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys
     assert helps in shown
 
 
+def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, monkeypatch):
+    """History: a run's links were forgotten, and `show profile=` looked for advice as if they were free."""
+    kept, output = profile_path.with_name("cluster.json"), profile_path.with_name("plan.json")
+    kept.write_text(Cluster(3, p2p=Link(latency_s=1.0)).to_json())
+    costs = [f"profile={profile_path}", "cluster=measured", f"cluster.path={kept}"]
+    settings = ["global_batch_size=12", "strategy.num_stages=3", f"output={output}"]
+    _, printed, err = call(capsys, monkeypatch, "plan", *settings, *costs)
+    document = json.loads(output.read_text())
+    assert document["planned"]["iteration_s"] > 2.0, err
+    output.write_text(json.dumps({k: v for k, v in document.items() if k != "changes"}))
+    _, shown, _ = call(capsys, monkeypatch, "show", str(output), *costs)
+    assert "What would help" in shown
+    assert shown in printed
+    _, free, _ = call(capsys, monkeypatch, "show", str(output), costs[0])
+    assert free not in printed
+    call(capsys, monkeypatch, "plan", *settings, *costs, "cluster.num_ranks=6", "explain=false")
+    assert PipelinePlan.from_json(output.read_text()).num_ranks == 6
+
+
 @pytest.mark.parametrize(
     ("form", "start"),
     [
@@ -217,6 +237,21 @@ def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
     one, _ = plan_for(1, profile_path, capsys, monkeypatch)
     _, out, _ = call(capsys, monkeypatch, "diff", str(three), str(one))
     assert "num_stages: 1 instead of 3" in out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_profile_the_links_between_them(tmp_path):
+    settings = ["data.alphabets=[digits]", "data.faces=[sans]", "data.batch_size=4", "budget_s=0.1"]
+    done = run("profile", *settings, "trainer.devices=2", "progress=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("layers of the path") == 1, "the second process only answers"
+    cluster = Cluster.from_json((tmp_path / "cluster.json").read_text())
+    assert cluster.num_ranks == 2
+    for link in (cluster.p2p, cluster.all_reduce):
+        assert 1e6 < link.bandwidth_bytes_per_s < 1e12
+    profile = ModelProfile.from_json((tmp_path / "profile.json").read_text())
+    assert len(profile.backbones[0].layers) > 2
 
 
 @pytest.mark.slow
@@ -277,6 +312,9 @@ def test_the_demo_tells_its_story(tmp_path):
     assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in told.stdout
     assert "To try next:" in told.stdout
     assert "rank 1 |" in told.stdout + told.stderr
+    assert "Filling the bubbles" in told.stdout + told.stderr, (
+        "the closing report says what it gained"
+    )
 
 
 @pytest.mark.slow

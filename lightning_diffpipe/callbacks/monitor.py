@@ -27,6 +27,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.profiling.cache import write_atomically
 from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.gathering import gather_spans
@@ -94,8 +95,8 @@ class PipelineMonitor(L.Callback):
         peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
         pictures_share: Most of the run's time that may go into drawing pictures of timelines, the
             last one excepted, which is drawn when training is over.
-        folder: Where report, picture and trace go; the logger's folder if not given. Without either
-            nothing is written.
+        folder: Where report, picture and trace go, and the plan with the profile and the cluster it was
+            made from; the logger's folder if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
     Raises:
@@ -148,6 +149,8 @@ class PipelineMonitor(L.Callback):
         pipeline = _pipeline(trainer)
         if pipeline is not None:
             self._flops = flops_per_sample(pipeline.graph)
+            if trainer.is_global_zero:
+                self._keep_plan(pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -302,6 +305,15 @@ class PipelineMonitor(L.Callback):
         if plan.costs is not None:
             lines += ["", _drawn(plan.timeline, without_posts(measured))]
         return "\n".join(lines)
+
+    def _keep_plan(self, pipeline: Pipeline) -> None:
+        """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
+        if self._written_to is None:
+            return
+        write_atomically(self._written_to / "plan.json", pipeline.plan.to_json())
+        if pipeline.basis is not None:
+            write_atomically(self._written_to / "profile.json", pipeline.basis.profile.to_json())
+            write_atomically(self._written_to / "cluster.json", pipeline.basis.cluster.to_json())
 
     def _close(self, trainer: L.Trainer) -> None:
         plan = getattr(trainer.strategy, "plan", None)

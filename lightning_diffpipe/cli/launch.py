@@ -23,6 +23,18 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 _GRACE_S = 15.0
 
 
+def num_ranks_of(values: dict[str, Any]) -> int:
+    """The processes that `trainer.devices` asks for.
+
+    Raises:
+        ConfigurationError: It is no number of processes.
+    """
+    num_ranks = values["trainer"]["devices"]
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ConfigurationError(f"trainer.devices must be a number of processes; got {num_ranks}")
+    return num_ranks
+
+
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     """Calls a function on `num_ranks` processes of this machine.
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
+from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import module_of, plain, prepare
 from lightning_diffpipe.errors import ConfigurationError
 
+_PATIENCE = timedelta(seconds=120)
+
 
 @verb("time every layer of a model: diffpipe profile model=glyph_unet output=profile.json")
 def profile(config: DictConfig) -> Any:
-    """Times the layers of `model` on batches of `data`, and writes a profile to `output`."""
+    """Times the layers of `model` on batches of `data`, and writes a profile to `output`.
+
+    On several processes the links between them are timed before, and written to `cluster_output`.
+    """
     prepare(config)
+    on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
+    if int(os.environ.get("RANK", "0")):
+        return None
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.cache import write_atomically
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
@@ -50,11 +61,39 @@ def profile(config: DictConfig) -> Any:
     return result
 
 
+def _measure_links(config: DictConfig) -> None:
+    """Writes a cluster of the processes that are there, if they are several; a collective call."""
+    import torch
+    import torch.distributed as dist
+
+    from lightning_diffpipe.profiling.cache import write_atomically
+    from lightning_diffpipe.runtime.links import measure_cluster
+    from lightning_diffpipe.viewing.units import seconds, size
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        cluster = measure_cluster(dist.group.WORLD, device)
+    finally:
+        dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        write_atomically(Path(config.cluster_output), cluster.to_json())
+        rate, latency = cluster.p2p.bandwidth_bytes_per_s, cluster.p2p.latency_s
+        print(
+            f"{config.cluster_output}  {cluster.num_ranks} ranks; from one to another "
+            f"{size(rate)}/s after {seconds(latency)}"
+        )
+
+
 @verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
 def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
     from lightning_diffpipe.planning.caching import advise
-    from lightning_diffpipe.planning.cluster import Cluster
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
     from lightning_diffpipe.viewing.cache_advice import cache_advice
@@ -63,7 +102,7 @@ def plan(config: DictConfig) -> Any:
 
     values = plain(config)
     profile = _profile_to_plan(config)
-    cluster = Cluster.from_dict(_without_none(values["cluster"]))
+    cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
     wishes = {key: values[key] for key in own} | values["strategy"]
     options = PlanOptions.from_dict(wishes)
@@ -107,6 +146,16 @@ def _profile_to_plan(config: DictConfig) -> Any:
     profile = hydra.utils.instantiate(model).profile()
     print(f"{profile.name}; sizes are exact, times are not measured\n")
     return profile
+
+
+def _cluster(group: dict[str, Any]) -> Any:
+    """A cluster by the values of its group; with `path` one that was measured, changed by the others."""
+    from lightning_diffpipe.planning.cluster import Cluster
+
+    values = _without_none(group)
+    path = values.pop("path", None)
+    kept = {} if path is None else Cluster.from_json(_read(path), path).to_dict()
+    return Cluster.from_dict({**kept, **values})
 
 
 def _read(path: str) -> str:
@@ -163,14 +212,11 @@ def show(config: DictConfig) -> None:
 
 def _explained(plan: Any, profile: str, cluster: dict[str, Any] | None) -> Any:
     """The plan with the changes that would help, which are searched for."""
-    from lightning_diffpipe.planning.cluster import Cluster
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
 
     costs = ModelProfile.from_json(_read(profile), profile)
-    ranks = (
-        Cluster(plan.num_ranks) if cluster is None else Cluster.from_dict(_without_none(cluster))
-    )
+    ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
     return replace(plan, changes=explain(plan, costs, ranks).changes)
 
 

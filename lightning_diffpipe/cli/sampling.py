@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_diffpipe.cli.launch import on_ranks
+from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import plain, prepare
 from lightning_diffpipe.errors import ConfigurationError
@@ -23,9 +23,7 @@ _MAX_COLUMNS = 8
 def sample(config: DictConfig) -> Any:
     """Draws `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)
-    num_ranks = values["trainer"]["devices"]
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigurationError(f"trainer.devices must be a number of processes; got {num_ranks}")
+    num_ranks = num_ranks_of(values)
     _share_cores(values, num_ranks)
     prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))

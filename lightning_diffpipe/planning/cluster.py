@@ -1,13 +1,27 @@
-"""The machines: how many ranks, how much memory, how fast the links between them."""
+"""The machines: how many ranks, how much memory, how fast the links between them.
+
+Format `diffpipe-cluster/1`, what a run has measured; the same keys as in a Hydra group of `conf/cluster`:
+
+    {"format": "diffpipe-cluster/1", "num_ranks": 2, "memory_bytes": 80000000000,
+     "p2p": {"bandwidth_bytes_per_s": 3e9, "latency_s": 1e-5, "holds_sender": true},
+     "all_reduce": {"bandwidth_bytes_per_s": 2e9, "latency_s": 3e-5}}
+
+What is left out has no limit: a link without a bandwidth is infinitely fast.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import Node
+
+FORMAT = "diffpipe-cluster/1"
+_WHOLE = ("num_ranks", "ranks_per_host", "memory_bytes")
+_LINKS = ("p2p", "all_reduce", "p2p_between_hosts", "all_reduce_between_hosts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,15 @@ class Link:
                 f"a link needs a bandwidth > 0 and a latency >= 0; got "
                 f"{self.bandwidth_bytes_per_s} bytes/s and {self.latency_s} s"
             )
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, ready for JSON; what costs nothing is left out."""
+        values: dict[str, object] = {}
+        if self.bandwidth_bytes_per_s < math.inf:
+            values["bandwidth_bytes_per_s"] = self.bandwidth_bytes_per_s
+        if self.latency_s:
+            values["latency_s"] = self.latency_s
+        return values | ({"holds_sender": True} if self.holds_sender else {})
 
     def seconds(self, num_bytes: float) -> float:
         """Time for a message."""
@@ -80,16 +103,40 @@ class Cluster:
         Raises:
             ConfigurationError: Names the key that is unknown, missing or out of range.
         """
-        node = Node(dict(values), "", ConfigurationError, "cluster")
-        links = ("p2p", "all_reduce", "p2p_between_hosts", "all_reduce_between_hosts")
-        node.check_keys(("num_ranks",), ("ranks_per_host", "memory_bytes", *links))
-        whole = {
-            key: node[key].integer(minimum=1)
-            for key in ("num_ranks", "ranks_per_host", "memory_bytes")
-            if key in node
-        }
-        given = {key: _link(node[key]) for key in links if key in node}
+        return cls._read(Node(dict(values), "", ConfigurationError, "cluster"))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "cluster") -> Cluster:
+        """Reads `diffpipe-cluster/1`.
+
+        Args:
+            text: JSON.
+            source: Named in errors, for example the path.
+
+        Raises:
+            ConfigurationError: Names the key that is unknown, missing or out of range.
+        """
+        node = Node.of_text(text, ConfigurationError, source)
+        if node["format"].value != FORMAT:
+            raise node["format"].expected(f'"{FORMAT}"')
+        return cls._read(node, "format")
+
+    @classmethod
+    def _read(cls, node: Node, *also: str) -> Cluster:
+        node.check_keys((*also, "num_ranks"), (*_WHOLE, *_LINKS))
+        whole = {key: node[key].integer(minimum=1) for key in _WHOLE if key in node}
+        given = {key: _link(node[key]) for key in _LINKS if key in node}
         return cls(**whole, **given)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, as `from_dict` takes them; what is None is left out."""
+        whole = {key: getattr(self, key) for key in _WHOLE}
+        links = {key: link.to_dict() for key in _LINKS if (link := getattr(self, key)) is not None}
+        return {key: value for key, value in whole.items() if value is not None} | links
+
+    def to_json(self) -> str:
+        """Writes `diffpipe-cluster/1`."""
+        return json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n"
 
     def host_of(self, rank: int) -> int:
         """The host of a rank."""

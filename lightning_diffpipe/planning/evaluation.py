@@ -229,6 +229,7 @@ class Evaluator:
             schedule.programs,
             planned,
             costs,
+            layers=self._layers,
         )
 
     def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
@@ -262,6 +263,7 @@ class Evaluator:
             planned,
             costs,
             filled.pieces,
+            self._layers,
         )
 
     def _peak_bytes_filled(self, proposal: Proposal, filled: Filled) -> tuple[int, ...]:
@@ -294,6 +296,11 @@ class Evaluator:
             filling=filling,
             frozen_group_size=self.group_size(shape) or max(shape.sizes),
         )
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
+        """Names of the layers that are cut."""
+        return tuple(layer.name for layer in self.model.profile.backbones[0].layers)
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         backbone = self.model.profile.backbones[0].name

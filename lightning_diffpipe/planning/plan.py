@@ -5,14 +5,17 @@ Format `diffpipe-plan/1`:
     {"format": "diffpipe-plan/1", "digest": "...", "options": {...},
      "stages": [{"index": 0, "backbone": "unet", "first_layer": 0, "last_layer": 5,
                  "num_replicas": 1}],
+     "layers": ["conv_in", ...],
      "programs": {"0": "F0 F1 ..."},
      "planned": {"iteration_s": 0.0, "bubble_ratio": 0.0, ...},
      "costs": {...}}
 
 Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the communication,
 which follows from them. Where a rank holds several stages, every stage names its ranks: stage 2 of
-four on two ranks has `"ranks": [0]`. `costs` is optional; with it a plan can be drawn and simulated
-without its profile. `changes`, optional too, is what `diffpipe plan` found that would help.
+four on two ranks has `"ranks": [0]`. `layers` is optional; with it a plan is refused for a model of other
+layers, without it only for one of another number of layers. `costs` is optional; with it a plan can be
+drawn and simulated without its profile. `changes`, optional too, is what `diffpipe plan` found that would
+help.
 """
 
 from __future__ import annotations
@@ -96,6 +99,7 @@ class PipelinePlan:
         planned: The numbers promised.
         costs: What the promise is computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
+        layers: Names of the layers that are cut, in order; empty where they are not known.
         changes: What would make the step shorter, best first, where that was looked into. Advice only:
             it does not count for the digest.
     """
@@ -106,10 +110,15 @@ class PipelinePlan:
     planned: Planned
     costs: PipelineCosts | None = None
     pieces: tuple[FrozenPiece, ...] = ()
+    layers: tuple[str, ...] = ()
     changes: tuple[PlannedChange, ...] = ()
 
     def __post_init__(self) -> None:
         _check_stages(self.stages)
+        if self.layers and len(self.layers) != self.num_layers:
+            raise PlanError(
+                f"plan: layers: {len(self.layers)} names, but the stages have {self.num_layers} layers"
+            )
         if len(self.programs) != self.ranks_per_pipeline:
             raise PlanError(
                 f"plan: programs: {len(self.programs)} programs, but the stages have "
@@ -132,6 +141,11 @@ class PipelinePlan:
         return len(self.stages)
 
     @property
+    def num_layers(self) -> int:
+        """Layers that are cut into stages."""
+        return self.stages[-1].stop
+
+    @property
     def ranks_per_pipeline(self) -> int:
         """Ranks of one pipeline."""
         return self.placement.num_ranks
@@ -142,10 +156,14 @@ class PipelinePlan:
         return self.num_pipelines * self.ranks_per_pipeline
 
     @property
+    def samples_per_pipeline(self) -> int:
+        """Samples of one pipeline's batch."""
+        return self.options.global_batch_size // self.num_pipelines
+
+    @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch of a pipeline."""
-        samples = self.options.global_batch_size // self.num_pipelines
-        return split_evenly(samples, self.num_microbatches)
+        return split_evenly(self.samples_per_pipeline, self.num_microbatches)
 
     @cached_property
     def placement(self) -> Placement:
@@ -279,6 +297,7 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
     return {
         "options": plan.options.to_dict(),
         "stages": [_stage_to_json(stage) for stage in plan.stages],
+        **({"layers": list(plan.layers)} if plan.layers else {}),
         "programs": texts,
         "planned": json.loads(json.dumps(asdict(plan.planned))),
         **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
@@ -295,7 +314,7 @@ def _stage_to_json(stage: Stage) -> dict[str, object]:
 
 def _read(node: Node) -> PipelinePlan:
     keys = ("format", "options", "stages", "programs", "planned")
-    node.check_keys(keys, ("digest", "pieces", "costs", "changes"))
+    node.check_keys(keys, ("digest", "layers", "pieces", "costs", "changes"))
     if node["format"].value != FORMAT:
         raise node["format"].expected(f'"{FORMAT}"')
     options = _read_options(node["options"])
@@ -308,6 +327,7 @@ def _read(node: Node) -> PipelinePlan:
         _read_planned(node["planned"]),
         costs_from_node(node["costs"]) if "costs" in node else None,
         tuple(map(_read_piece, node["pieces"].elements())) if "pieces" in node else (),
+        tuple(name.text() for name in node["layers"].elements()) if "layers" in node else (),
         tuple(map(_read_change, node["changes"].elements())) if "changes" in node else (),
     )
     plan.validate()

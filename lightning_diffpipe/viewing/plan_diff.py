@@ -18,7 +18,14 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
     """
     if a.digest == b.digest:
         return f"the plans are the same ({a.digest})"
-    lines = [*_ranks(a, b), *_options(a, b), *_stages(a, b), *_programs(a, b), *_numbers(a, b)]
+    lines = [
+        *_ranks(a, b),
+        *_options(a, b),
+        *_layers(a, b),
+        *_stages(a, b),
+        *_programs(a, b),
+        *_numbers(a, b),
+    ]
     return "\n".join(lines)
 
 
@@ -32,6 +39,14 @@ def _options(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
     for name in old:
         if old[name] != new[name]:
             yield f"{name}: {new[name]} instead of {old[name]}"
+
+
+def _layers(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
+    """The first layer of another name; nothing if a plan does not name its layers."""
+    for position, (old, new) in enumerate(zip(a.layers, b.layers, strict=False)):
+        if old != new:
+            yield f"another model: layer {position} is {new} instead of {old}"
+            return
 
 
 def _stages(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:

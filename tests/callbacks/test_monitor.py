@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -10,10 +11,14 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_diffpipe import PipelineMonitor
+from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipeline import Basis
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.options import PlanOptions
 from tests.distributed.scenarios import Settings, build, quiet_trainer, reference
 from tests.distributed.tiny import Data
+from tests.planning.profiles import equal_profile
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -87,6 +92,23 @@ def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {"planned", "measured"}
     assert {"0F0", "activation"} <= {event["name"] for event in events}
+    kept = PipelinePlan.from_json((folder / "plan.json").read_text())
+    profile = ModelProfile.from_json((folder / "profile.json").read_text())
+    cluster = Cluster.from_json((folder / "cluster.json").read_text())
+    assert find_plan(profile, cluster, kept.options) == kept, "the run's plan can be made again"
+
+
+def test_of_a_plan_that_was_given_the_plan_alone_is_written(tmp_path):
+    plan = find_plan(equal_profile(2), Cluster(1), PlanOptions(6, num_microbatches=2))
+    pipeline = SimpleNamespace(plan=plan, basis=None)
+    monitor = PipelineMonitor(folder=tmp_path)
+    monitor._written_to = tmp_path / "new"
+    monitor._keep_plan(pipeline)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan.json"]
+    pipeline.basis = Basis(equal_profile(2), Cluster(1))
+    monitor._keep_plan(pipeline)
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"plan.json", "profile.json", "cluster.json"}
 
 
 @pytest.mark.slow

@@ -66,6 +66,14 @@ def test_a_plan_for_another_model_is_refused():
         run(2, module={"num_blocks": 4}, strategy={"plan": plan})
 
 
+def test_a_plan_for_another_batch_is_refused():
+    plan = plan_of_two_ranks()
+    with pytest.raises(
+        RankError, match=r"6 samples of each pipeline .* first batch of this run has 8"
+    ):
+        run(2, data={"batch_size": 8}, strategy={"plan": plan})
+
+
 def test_a_plan_for_another_world_is_refused():
     plan = plan_of_two_ranks()
     with pytest.raises(RankError, match="2 ranks per pipeline, which does not divide the 3 ranks"):

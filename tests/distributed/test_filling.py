@@ -12,9 +12,13 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_diffpipe import BubbleFilling, DiffPipeStrategy
-from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Settings, build, quiet_trainer
+from lightning_diffpipe import BubbleFilling, DiffPipeStrategy, find_plan
+from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.profiling.estimate import estimate_profile
+from tests.distributed.scenarios import Settings, build, fit, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -193,6 +197,27 @@ def test_layers_that_mix_samples_are_not_split():
         trainer={"max_steps": 3, "max_epochs": -1},
     )
     assert up_front == [True, False, False]
+
+
+def counted_profile():
+    """The profile with which ranks plan `TinyDiffusion` under `profile="flops"`."""
+    module, samples = build(Settings()), Samples(2)
+    batch = torch.utils.data.default_collate([samples[0], samples[1]])
+    return estimate_profile(module, probe(module, lambda module, batch: module.loss(batch), batch))
+
+
+def test_where_only_filled_encodings_do_not_fit_nothing_is_filled():
+    """History: such a run was refused, and told that filling=none would fit."""
+    profile, wishes = counted_profile(), {"num_stages": 2, "num_microbatches": 1}
+    unfilled = find_plan(profile, Cluster(2), PlanOptions(24, **wishes))
+    cluster = {"memory_bytes": max(unfilled.planned.peak_memory_bytes)}
+    with pytest.raises(PlanError, match="filling=none would fit"):
+        find_plan(profile, Cluster(2, **cluster), PlanOptions(24, filling="shares", **wishes))
+    settings = Settings(
+        data={"batch_size": 24}, trainer={"max_steps": 1}, strategy={**wishes, "cluster": cluster}
+    )
+    plan = run_ranks(fit, 2, settings, 2)[0].plan
+    assert (plan.options.filling, plan.pieces) == ("none", ())
 
 
 def changing(rank, settings, world_size):

@@ -36,7 +36,8 @@ def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, **sett
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_two_stages(schedule):
-    check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
+    outcomes, _ = check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
+    assert outcomes[0].plan.options.filling == "shares", "filling=auto fills where that gains time"
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 2), (6, 4)])
