@@ -235,7 +235,8 @@ class Predictor:
             if self._on_step is not None:
                 self._on_step(index + 1, num_steps)
 
-        latents = worker.sample(call, on_step)
+        # Ranks without a prompt of their own learn here that the others refuse the request.
+        latents = self._world.agree(lambda: worker.sample(call, on_step))
         # Before decoding, so that no rank waits for rank 0 if that fails.
         reports = self._world.gather(worker.report())
         self.report = merge(reports) if self._world.rank == 0 else None
