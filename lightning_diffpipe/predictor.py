@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import BoundaryError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, SamplingError
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
@@ -176,7 +176,7 @@ class Predictor:
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.
-            BoundaryError: The final latents are not finite; on all ranks.
+            SamplingError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
         """
         settings = Settings(
@@ -296,7 +296,7 @@ def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
     """Raises on all ranks what would be black pictures."""
     ranks = [str(rank) for rank, report in enumerate(reports) if not report.is_finite]
     if ranks:
-        raise BoundaryError(
+        raise SamplingError(
             f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
             f"{str(call.input_dtype).removeprefix('torch.')}). If the model overflows, choose dtype=bfloat16 or "
             "float32, a lower guidance_scale or another scheduler. If one process draws the same request with "

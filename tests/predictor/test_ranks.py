@@ -199,7 +199,7 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     refused = with_scheduler(folder_of("pixart"), tmp_path / "refused", thresholding())
     pixart = job("pixart")
     cases = {
-        "BoundaryError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
+        "SamplingError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
             overflowing,
             *pixart[1:],
         ),
