@@ -10,7 +10,8 @@
     │   ├── ForeignLayerError                  a layer of another stage was called outside a step
     │   └── LayoutError                        a denoiser that cannot be run on a part of its tokens
     ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
-    ├── BoundaryError                          a value crossing a stage boundary, or a sample, is not finite
+    ├── SamplingError          (ValueError)    final latents that are not finite
+    ├── BoundaryError                          a value crossing a stage boundary is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
 
 User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
@@ -58,8 +59,12 @@ class CheckpointError(DiffPipeError, ValueError):
     """A checkpoint cannot be read, or does not fit the module."""
 
 
+class SamplingError(DiffPipeError, ValueError):
+    """The final latents of a request are not finite; raised on all ranks alike."""
+
+
 class BoundaryError(DiffPipeError):
-    """A value that crosses a stage boundary, or comes out of sampling, is not finite."""
+    """A value that crosses a stage boundary is not finite."""
 
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):

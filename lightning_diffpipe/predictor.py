@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import BoundaryError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, SamplingError
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
 from lightning_diffpipe.planning.cluster import Link
@@ -180,7 +180,7 @@ class Predictor:
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.
-            BoundaryError: The final latents are not finite; on all ranks.
+            SamplingError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
         """
         settings = Settings(
@@ -239,7 +239,8 @@ class Predictor:
             if self._on_step is not None:
                 self._on_step(index + 1, num_steps)
 
-        latents = worker.sample(call, on_step)
+        # Ranks without a prompt of their own learn here that the others refuse the request.
+        latents = self._world.agree(lambda: worker.sample(call, on_step))
         # Before decoding, so that no rank waits for rank 0 if that fails.
         reports = self._world.gather(worker.report())
         self.report = merge(reports) if self._world.rank == 0 else None
@@ -290,7 +291,7 @@ def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
     """Raises on all ranks what would be black pictures."""
     ranks = [str(rank) for rank, report in enumerate(reports) if not report.is_finite]
     if ranks:
-        raise BoundaryError(
+        raise SamplingError(
             f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
             f"{str(call.input_dtype).removeprefix('torch.')}). If the model overflows, choose dtype=bfloat16 or "
             "float32, a lower guidance_scale or another scheduler. If one process draws the same request with "

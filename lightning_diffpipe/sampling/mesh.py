@@ -166,7 +166,7 @@ class World:
     Attributes:
         links: Between all of them, over gloo: what is rare travels on the host.
         requests: The same for what may take long on one rank: loading, encoding prompts, choosing a
-            method, and whatever the caller does between two requests.
+            method, drawing more prompts than another, and whatever the caller does between two requests.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
     """
 
@@ -191,16 +191,24 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Plain data of all ranks, on all ranks."""
-        return _gathered(self.links, value)
+        return _gathered(self.requests, value)
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on this rank, if it works on all; else the first error, on all ranks."""
         value, error = None, None
         try:
             value = make()
+        except PipelineTimeoutError:
+            raise  # a rank is missing
         except DiffPipeError as raised:
             error = raised
-        for raised_there in _gathered(self.requests, error):
+        try:
+            errors = _gathered(self.requests, error)
+        except PipelineTimeoutError:
+            if error is None:
+                raise
+            raise error from None
+        for raised_there in errors:
             if raised_there is not None:
                 raise error or raised_there
         return value

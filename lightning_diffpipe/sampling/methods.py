@@ -217,7 +217,7 @@ class Worker:
 
     def _gathered(self, call: Call, latents: Tensor, shares: list[tuple[int, int]]) -> Tensor:
         """Brings the latents of all positions of the data axis to rank 0."""
-        mesh, links = self.place.mesh, self.world.links
+        mesh, links = self.place.mesh, self.world.requests
         if mesh.data == 1:
             return latents
         leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
@@ -251,7 +251,7 @@ class Worker:
 
     def _around(self) -> Traffic:
         """What was sent so far outside the sampler."""
-        return self.place.branches.traffic.plus(self.world.links.traffic)
+        return self.place.branches.traffic.plus(self.world.requests.traffic)
 
     def close(self) -> None:
         """Ends this rank's groups; collective."""

@@ -70,7 +70,8 @@ class InkOnly(TorchFunctionMode):
     Weights that are NaN themselves, and types that are cast on the way, are left to torch.
 
     Args:
-        exactly: Skip only what is NaN throughout, so that all numbers are those of torch.
+        exactly: Skip only what is NaN throughout, so that all numbers are those of torch; but features differ where
+            the weights are a placeholder, one number for all, or a norm behind would make anything the same.
 
     Example:
         >>> with InkOnly():
@@ -98,7 +99,11 @@ class InkOnly(TorchFunctionMode):
         reached = input.amax(-1, keepdim=True).isnan()  # in one pass
         skips = bool(reached.all()) if self._exactly else self._is_finite(weight, bias)
         if not skips:
-            return F.linear(input, weight, bias)
+            out = F.linear(input, weight, bias)
+            if any(weight.stride()):
+                return out
+            features = torch.linspace(1, 2, len(weight), dtype=out.dtype, device=out.device)
+            return out * features + features.square()
         # All features differ, as they would, so that nothing is divided by a difference of zero.
         numbers = torch.linspace(0.01, 0.02, len(weight), dtype=input.dtype, device=input.device)
         return torch.where(reached, _NAN, numbers)

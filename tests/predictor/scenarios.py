@@ -123,3 +123,8 @@ def killed(rank, path, prompts, settings, options, victim, told):
     started_s = time.monotonic()
     said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+
+
+def take_a_second(done, steps):
+    """Makes a denoising step slow."""
+    time.sleep(1.0)

@@ -19,6 +19,7 @@ from tests.predictor.scenarios import (
     killed,
     latents_of_each,
     requests_in_turn,
+    take_a_second,
 )
 from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
 from tests.ranks import RankError, run_ranks
@@ -241,18 +242,25 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     file = overflowing / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file(load_file(file) | {"proj_out.bias": load_file(file)["proj_out.bias"] * np.inf}, file)
     refused = with_scheduler(folder_of("pixart"), tmp_path / "refused", thresholding())
+    pixart = job("pixart")
     cases = {
-        "BoundaryError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
+        "SamplingError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
             overflowing,
-            *job("pixart")[1:],
+            *pixart[1:],
         ),
-        "DDIMScheduler looks at all rows": (refused, *job("pixart")[1:]),
+        "DDIMScheduler looks at all rows": (refused, *pixart[1:]),
         "cannot use 2 ranks as guidance=2, parallel=2": job("pixart", guidance=2, parallel=2),
         "have to be divisible by 8": job("pixart", changes={"height": 33}),
         "num_patches=99, but the latents have 16 rows": job("pixart", num_patches=99),
+        "num_patches=98, but": (
+            pixart[0],
+            pixart[1][:1],
+            pixart[2],
+            {"data": 2, "num_patches": 98},
+        ),
         "LayoutError": job("stable_diffusion"),
         "divides the two branches": job("pixart", changes={"guidance_scale": 1.0}, guidance=2),
-        "CheckpointError": (broken, *job("pixart")[1:]),
+        "CheckpointError": (broken, *pixart[1:]),
         "cannot use 2 ranks as data=3; these fit this request: sequence on sequence=2": job(
             "pixart", method="auto", data=3
         ),
@@ -262,6 +270,15 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     assert first == second
     for message, said in zip(cases, first, strict=True):
         assert message in said
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_prompt_waits_for_the_others(job):
+    """Longer than for a message."""
+    path, prompts, settings, options = job("dit", method="single", timeout_s=2.0)
+    slowly = (path, prompts[:1], settings | {"on_step": take_a_second}, options)
+    [(_, (found, _))] = drawn([slowly])
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
