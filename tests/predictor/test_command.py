@@ -10,6 +10,7 @@ import time
 import pytest
 from PIL import Image
 
+from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.test_cli import ROOT, call, run
 
 
@@ -54,6 +55,12 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert Image.open(tmp_path / "out" / "grid.png").size == (64, 64)
     assert "single, on one rank" in out
     assert json.loads((tmp_path / "out" / "report.json").read_text())["num_steps"] == 2
+
+
+def test_a_video_is_written_as_its_frames_side_by_side():
+    frame = Image.new("RGB", (8, 4))
+    video, picture = _as_pictures([[frame] * 3, frame])
+    assert (video.size, picture.size) == ((24, 4), (8, 4))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tests.modules.tiny_parts import (
     tiny_transformer,
     tiny_vae,
 )
-from tests.predictor.tiny_pipelines import PIPELINES, options_of, prompts_of
+from tests.predictor.tiny_pipelines import PIPELINES, drawn_by, options_of, prompts_of
 from tests.zoo.case import perturb
 
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
@@ -38,14 +38,14 @@ def by_diffusers(path, name, seed=0, **settings):
     pipeline.set_progress_bar_config(disable=True)
     option = "class_labels" if name == "dit" else "prompt"
     generator = torch.Generator().manual_seed(seed)
-    return as_array(
-        pipeline(
-            **{option: prompts_of(name)},
-            **options_of(name),
-            **SETTINGS | settings,
-            generator=generator,
-        ).images
+    output = pipeline(
+        **{option: prompts_of(name)},
+        **options_of(name),
+        **SETTINGS | settings,
+        generator=generator,
+        output_type="pil",
     )
+    return as_array(drawn_by(output))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,15 @@ def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_pat
     predictor = Predictor.from_pretrained(path, num_patches=2)
     with pytest.raises(ConfigurationError, match="DDIMScheduler"):
         predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
+
+
+@pytest.mark.parametrize(("entry", "value"), [("boundary_ratio", 0.9), ("expand_timesteps", True)])
+def test_pipelines_whose_steps_differ_are_refused(entry, value, folder_of, tmp_path):
+    path = shutil.copytree(folder_of("wan"), tmp_path / "two_models")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {entry: value}))
+    with pytest.raises(ConfigurationError, match=f"a WanPipeline with {entry}={value} takes steps"):
+        Predictor.from_pretrained(path)
 
 
 def test_missing_weights_are_named(folder_of, tmp_path):

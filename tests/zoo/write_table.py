@@ -55,7 +55,7 @@ two and three stages. Its loss is the same to the last bits (1e-12), and so is e
   power of ten.
 
 Which of them several ranks can *sample* together, and how, is listed in [sampling.md](sampling.md#denoisers);
-for video models that means latents from latents, since the Predictor has no video pipelines.
+of video models, the Predictor draws with Wan from text; the samplers themselves take latents and give latents.
 """
 
 
