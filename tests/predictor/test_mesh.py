@@ -316,6 +316,13 @@ def test_the_reason_is_one_line_with_numbers():
     assert "\n" not in reason
 
 
+def test_tokens_that_cannot_be_shared_are_not():
+    apart = replace(GUIDED, shares_tokens=False)
+    methods = {(c.method, c.sequence) for c in candidates(apart, FAST, 8, 28)}
+    assert ("pipefusion", 1) in methods
+    assert all(method != "sequence" and share == 1 for method, share in methods)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 30), st.integers(1, 5))
 def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):

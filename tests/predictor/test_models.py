@@ -9,6 +9,7 @@ NAMES = [
     "PixArtTransformer2DModel",  # yes to all
     "WanTransformer3DModel",  # a video
     "LuminaNextDiT2DModel",
+    "ZImageTransformer2DModel",  # pads the image with text, once
     "HunyuanVideoTransformer3DModel token replace",  # not refused, and wrong
     "OmniGenTransformer2DModel",  # the probe admits it, attention does not
     "UNet2DModel",

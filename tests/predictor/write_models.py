@@ -64,6 +64,7 @@ REASONS = {
     "computes something else than on the whole": "no: other results",
     "an attention mask of shape": "no: a mask for each query",
     "but the latents have": "no: too few rows",
+    "of which a rank would own": "no: unequal text",
 }
 
 
