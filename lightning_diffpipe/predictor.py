@@ -176,7 +176,7 @@ class Predictor:
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
-            Pictures on rank 0, None elsewhere.
+            Pictures on rank 0, a list of frames for each video; None elsewhere.
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.

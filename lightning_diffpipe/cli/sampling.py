@@ -51,6 +51,7 @@ def _sample(values: dict[str, Any]) -> Any:
         return None
     assert pictures is not None
     assert report is not None
+    pictures = _as_pictures(pictures)
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
     _write_pictures(pictures, values["prompts"], folder)
@@ -123,6 +124,11 @@ def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> No
     print(f"{folder / 'grid.png'}  all of them")
 
 
+def _as_pictures(drawn: list[Any]) -> list[Any]:
+    """Pictures as they are; a video as its frames, side by side."""
+    return [_rows([each], len(each)) if isinstance(each, list) else each for each in drawn]
+
+
 def _rows(rows: list[list[Any]], columns: int) -> Any:
     """Lays pictures out like a page, each list on lines of its own."""
     from PIL import Image
@@ -149,6 +155,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     reference = alone(**_request(values))
     assert reference is not None
     assert alone.report is not None
+    reference = _as_pictures(reference)
     pairs = list(zip(pictures, reference, strict=True))
     differences = [Image.fromarray(difference(a, b)) for a, b in pairs]
     page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))

@@ -71,6 +71,7 @@ class DenoiserProfile:
         weight_bytes: Of all weights that are yet to be loaded; 0 if ranks hold them already, or they are not known.
         block_bytes: Of those that are in blocks, which stages share.
         activation_bytes: Most that a step holds at a time beside weights; 0 if it is not known.
+        shares_tokens: Whether ranks can share its tokens, if it can be sampled in patches.
         refusal: Why patches cannot flow through it, if they cannot.
     """
 
@@ -95,6 +96,7 @@ class DenoiserProfile:
     weight_bytes: int = 0
     block_bytes: int = 0
     activation_bytes: int = 0
+    shares_tokens: bool = True
     refusal: str = ""
 
     def spreads_heads(self, num_ranks: int) -> bool:
@@ -221,7 +223,7 @@ def _of_mesh(
         step_s = share.of_work * profile.step_s + share.exchange_s(link, 1)
         yield SamplingChoice("single", num_steps * step_s, 1, 1, 1)
         return
-    can_share = bool(profile.num_blocks and profile.num_attention)
+    can_share = bool(profile.num_blocks and profile.num_attention and profile.shares_tokens)
     if can_share and ranks <= profile.num_units:
         trade = _Trade.among(profile, share.of_work, ranks, mode=wish.sequence_mode)
         blocks_s = share.of_work * (profile.step_s - profile.glue_s)

@@ -40,6 +40,7 @@ from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.sequence_attention import divides_text
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REPEATS = 3
@@ -195,6 +196,7 @@ def profile_request(
         weight_bytes=_missing_bytes(request.model),
         block_bytes=0 if layout is None else _missing_bytes(request.model, layout),
         activation_bytes=activation_bytes,
+        shares_tokens=layout is not None and divides_text(layout),
         refusal=refusal,
     )
 

@@ -214,11 +214,20 @@ class World:
         return value
 
     def measured_link(self) -> Link:
-        """How fast messages travel between ranks, measured; collective, the same on all ranks."""
+        """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
+
+        Between hosts if there are several, since every mesh of all ranks has messages that go there.
+        """
         if not isinstance(self.links, ProcessLinks):
             return Link()
-        cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
-        return cluster.p2p
+        if self.backend == "nccl":
+            group = dist.new_group(backend="nccl")
+            with torch.cuda.device(self.links.device):  # where NCCL sends plain data from
+                cluster = measure_cluster(group, self.links.device, budget_s=0.5)
+            dist.destroy_process_group(group)
+        else:
+            cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
+        return cluster.p2p_between_hosts or cluster.p2p
 
     def disconnect(self) -> None:
         """Destroys the groups made for these links; the default group stays."""

@@ -61,6 +61,16 @@ class _OverRanks:
         self._links, self._share, self._ghost, self._inner = links, share, ghost, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
 
+    @classmethod
+    def refuse(cls, layout: Layout, num_ranks: int) -> None:
+        """Raises LayoutError if so many ranks cannot share the tokens of a model."""
+        if num_ranks > 1 and not divides_text(layout):
+            counts = sorted({block.num_text for block in layout.blocks})
+            raise LayoutError(
+                f"blocks of the model have {', '.join(map(str, counts))} text tokens, of which a rank would own "
+                "other ones in one block than in the next; take pipefusion with sequence=1, or single"
+            )
+
     def attend(
         self,
         where: AttentionCall,
@@ -136,6 +146,11 @@ class _OverRanks:
         return whole
 
 
+def divides_text(layout: Layout) -> bool:
+    """Whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
+    return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
+
+
 def _positions(where: AttentionCall, together: Part, parts: Sequence[Part]) -> list[Selection]:
     """Where the tokens of each part are among those of all parts together."""
     num_text = where.block.num_text
@@ -159,7 +174,8 @@ class Ulysses(_OverRanks):
 
     @classmethod
     def refuse(cls, layout: Layout, num_ranks: int) -> None:
-        """Raises ConfigurationError if the heads of a model cannot be spread over so many ranks."""
+        """Raises ConfigurationError also if the heads of a model cannot be spread over so many ranks."""
+        super().refuse(layout, num_ranks)
         for block in layout.blocks:
             for tokens, size in zip(block.attention, block.sizes, strict=True):
                 if tokens is not None:
@@ -257,11 +273,7 @@ def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
 
 
 class Ring(_OverRanks):
-    """Keys and values of one rank after the other."""
-
-    @classmethod
-    def refuse(cls, layout: Layout, num_ranks: int) -> None:
-        """Any number of heads will do."""
+    """Keys and values of one rank after the other. Any number of heads will do."""
 
     def _attend(
         self,

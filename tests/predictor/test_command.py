@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.test_cli import ROOT, call, run
 
 
@@ -75,6 +76,12 @@ def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
     assert "     1  0.500  1.000  0.750" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["fresh_share"] == {"key_value": 0.875}
+
+
+def test_a_video_is_written_as_its_frames_side_by_side():
+    frame = Image.new("RGB", (8, 4))
+    video, picture = _as_pictures([[frame] * 3, frame])
+    assert (video.size, picture.size) == ((24, 4), (8, 4))
 
 
 @pytest.mark.slow

@@ -5,7 +5,13 @@ import torch
 
 from lightning_diffpipe.sampling.families import family_of, intercepted
 from lightning_diffpipe.sampling.one_process import OneProcess
-from tests.predictor.tiny_pipelines import PIPELINES, build, options_of, prompts_of
+from tests.predictor.tiny_pipelines import (
+    PIPELINES,
+    build,
+    drawn_by,
+    options_of,
+    prompts_of,
+)
 
 
 def draw(pipeline, name, sample, guidance_scale=4.0, steps=3, **options):
@@ -24,7 +30,7 @@ def draw(pipeline, name, sample, guidance_scale=4.0, steps=3, **options):
 def plain(pipeline, name, guidance_scale=4.0, steps=3, **options):
     option = "class_labels" if name == "dit" else "prompt"
     with torch.no_grad():
-        return pipeline(
+        output = pipeline(
             **{option: prompts_of(name)},
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
@@ -32,7 +38,8 @@ def plain(pipeline, name, guidance_scale=4.0, steps=3, **options):
             output_type="np",
             **options_of(name),
             **options,
-        ).images
+        )
+        return drawn_by(output)
 
 
 def one_process(pipeline):

@@ -1,14 +1,16 @@
 """Meshes of ranks, and the choice of a method: pure arithmetic."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.sampling_candidates import (
     MIN_STEPS,
     DenoiserProfile,
@@ -17,8 +19,10 @@ from lightning_diffpipe.planning.sampling_candidates import (
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_memory import memory_of_rank
 from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.sampling import mesh
 from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of
-from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
+from lightning_diffpipe.sampling.links import ProcessLinks
+from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, World, fit_mesh, fitting_meshes
 from lightning_diffpipe.sampling.methods import MethodOptions
 
 sizes = st.integers(1, 4)
@@ -205,6 +209,24 @@ def test_more_stages_need_less_memory_where_others_hold_everything():
     assert displaced - waited_for == HEAVY.key_value_bytes
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_links_are_measured_where_messages_of_denoisers_travel(backend, monkeypatch):
+    measured = []
+
+    def measure_cluster(group, device, budget_s):
+        measured.append((group, device.type))
+        return Cluster(4, ranks_per_host=2, p2p=FAST, p2p_between_hosts=SLOW)
+
+    links = object.__new__(ProcessLinks)
+    links.control, links.device = "gloo", torch.device("cuda")
+    monkeypatch.setattr(mesh, "measure_cluster", measure_cluster)
+    monkeypatch.setattr(mesh.dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(mesh.torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(mesh.dist, "destroy_process_group", lambda group: None)
+    assert World(links, links, backend).measured_link() == SLOW  # several hosts
+    assert measured == [(backend, "cuda" if backend == "nccl" else "cpu")]
+
+
 @pytest.mark.parametrize(
     ("link", "wish", "expected"),
     [
@@ -292,6 +314,13 @@ def test_the_reason_is_one_line_with_numbers():
     assert "single 4 s" in reason
     assert f"4 steps are too few for stale activations, which need {MIN_STEPS}" in reason
     assert "\n" not in reason
+
+
+def test_tokens_that_cannot_be_shared_are_not():
+    apart = replace(GUIDED, shares_tokens=False)
+    methods = {(c.method, c.sequence) for c in candidates(apart, FAST, 8, 28)}
+    assert ("pipefusion", 1) in methods
+    assert all(method != "sequence" and share == 1 for method, share in methods)
 
 
 @settings(deadline=None, max_examples=25)

@@ -1,5 +1,6 @@
 """The Predictor in one process: against diffusers' own pipelines, and what it refuses."""
 
+import json
 import shutil
 
 import diffusers
@@ -24,6 +25,7 @@ from tests.modules.tiny_parts import (
 )
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
+    drawn_by,
     options_of,
     prompts_of,
     thresholding,
@@ -43,14 +45,14 @@ def by_diffusers(path, name, seed=0, **settings):
     pipeline.set_progress_bar_config(disable=True)
     option = "class_labels" if name == "dit" else "prompt"
     generator = torch.Generator().manual_seed(seed)
-    return as_array(
-        pipeline(
-            **{option: prompts_of(name)},
-            **options_of(name),
-            **SETTINGS | settings,
-            generator=generator,
-        ).images
+    output = pipeline(
+        **{option: prompts_of(name)},
+        **options_of(name),
+        **SETTINGS | settings,
+        generator=generator,
+        output_type="pil",
     )
+    return as_array(drawn_by(output))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,15 @@ def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_pat
     predictor = Predictor.from_pretrained(path, num_patches=2)
     with pytest.raises(ConfigurationError, match="DDIMScheduler"):
         predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
+
+
+@pytest.mark.parametrize(("entry", "value"), [("boundary_ratio", 0.9), ("expand_timesteps", True)])
+def test_pipelines_whose_steps_differ_are_refused(entry, value, folder_of, tmp_path):
+    path = shutil.copytree(folder_of("wan"), tmp_path / "two_models")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {entry: value}))
+    with pytest.raises(ConfigurationError, match=f"a WanPipeline with {entry}={value} takes steps"):
+        Predictor.from_pretrained(path)
 
 
 def test_missing_weights_are_named(folder_of, tmp_path):

@@ -206,6 +206,21 @@ def test_prompts_or_halves_of_guidance_or_shared_tokens_times_stages_or_bands(jo
     assert report.resident_bytes[0] == report.resident_bytes[1] < report.whole_bytes
 
 
+@pytest.mark.slow
+def test_videos_of_two_calls_a_step(job):
+    jobs = [
+        job("wan", method="pipefusion", num_patches=2),
+        job("wan", method="single", guidance=2, data=1),
+        job("wan", method="sequence"),
+    ]
+    (in_patches, _), *exact = (result for _, result in drawn(jobs))
+    expected, _ = draw(0, *jobs[0])
+    assert expected.shape == (2, 5, 64, 32, 3)
+    assert (in_patches == expected).all()
+    for found, report in exact:
+        assert close(found, alone(jobs[1])), report
+
+
 def test_each_rank_of_a_pipeline_holds_its_share_of_the_weights(job):
     [((path, *_), (_, report))] = drawn([job("pixart", method="pipefusion", num_patches=4)], 4)
     whole = Predictor.from_pretrained(path, method="single").source.denoiser

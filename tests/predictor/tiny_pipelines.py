@@ -186,7 +186,38 @@ def dit(folder):
     )
 
 
-PIPELINES = {f.__name__: f for f in (stable_diffusion, sdxl, pixart, sd3, flux, dit)}
+def wan(folder):
+    config = transformers.UMT5Config(
+        vocab_size=384, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
+    )
+    return diffusers.WanPipeline(
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=3,
+            z_dim=16,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        ),
+        text_encoder=transformers.UMT5EncoderModel(config),
+        tokenizer=tiny_tokenizer(),
+        transformer=diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=16,
+            out_channels=16,
+            num_layers=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=32,
+            rope_max_seq_len=32,
+        ),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+    )
+
+
+PIPELINES = {f.__name__: f for f in (stable_diffusion, sdxl, pixart, sd3, flux, dit, wan)}
 
 PROMPTS = {"dit": [3, 7]}
 SIZE = {"height": 32, "width": 32}
@@ -195,6 +226,7 @@ OPTIONS = {
     "pixart": SIZE | {"use_resolution_binning": False, "clean_caption": False},
     "sd3": SIZE | {"max_sequence_length": 8},
     "flux": SIZE | {"max_sequence_length": 8},
+    "wan": {"height": 64, "width": 32, "num_frames": 5, "max_sequence_length": 8},
 }
 
 
@@ -204,6 +236,11 @@ def prompts_of(name):
 
 def options_of(name):
     return OPTIONS.get(name, SIZE)
+
+
+def drawn_by(output):
+    """Pictures or videos of a pipeline's output."""
+    return output.frames if hasattr(output, "frames") else output.images
 
 
 def build(name, folder, seed=0):

@@ -2,8 +2,10 @@
 
     python -m tests.predictor.write_models
 
-Each is a tiny model of the zoo that takes latents, in evaluation mode. *Patches*: the probe of PipeFusion and of
-sequence parallelism admits it. *Bands*: two synchronous bands of DistriFusion give its prediction.
+Each is a tiny model of the zoo that takes latents, in evaluation mode, and all three columns are found by sampling.
+*Patches*: two patches of PipeFusion, with keys and values of the step before, whose latents were the same, give
+what one process gives. *Tokens*: so do two ranks of sequence parallelism. *Bands*: so do two synchronous bands of
+DistriFusion. `test_models.py` runs some rows again.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import torch
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.sampling.distrifusion import emulate
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.zoo import CASES
 
 PATH = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -28,7 +32,10 @@ START, STOP = "<!-- models: python -m tests.predictor.write_models -->", "<!-- e
 
 
 def request_of(case):
-    """Two denoising steps of a zoo model on its own inputs, or None if it takes no latents."""
+    """Two denoising steps of a zoo model on its own inputs, or None if it takes no latents.
+
+    The first step does not change the latents, so keys and values of the second are those of the first.
+    """
     torch.set_default_dtype(torch.float32)
     root, batch = case.build()
     root.eval()
@@ -44,7 +51,8 @@ def request_of(case):
         return prediction[:, : latents.shape[1]] if latents.dim() == 4 else prediction
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(2)
+    scheduler.set_timesteps(sigmas=[1.0, 1.0])
+    scheduler.set_begin_index(0)
     return Request(
         root.model, denoise, scheduler, scheduler.timesteps, batch[name], scale_input=False
     )
@@ -54,6 +62,9 @@ REASONS = {
     "mixes rows of the latents outside": "no: rows are mixed outside attention",
     "there is no rule for it": "no: {operator} has no rule",
     "computes something else than on the whole": "no: other results",
+    "an attention mask of shape": "no: a mask for each query",
+    "but the latents have": "no: too few rows",
+    "of which a rank would own": "no: unequal text",
 }
 
 
@@ -76,13 +87,27 @@ def row(case):
     if request is None:
         return None
 
+    def as_in_one_process(latents):
+        return torch.allclose(latents, OneProcess().sample(request), rtol=1e-3, atol=1e-4)
+
+    def patches():
+        sampler = PipeFusion(request.model, num_patches=2, warmup_steps=1, verify=True)
+        return as_in_one_process(sampler.sample(request))
+
+    def tokens():
+        requests = [request, request_of(case)]  # a model for each rank
+
+        def rank(links):
+            mine = requests[links.rank]
+            return SequenceParallel(mine.model, links, mode="ring", verify=True).sample(mine)
+
+        return as_in_one_process(LoopbackNetwork(2).run(rank)[0])
+
     def bands():
-        latents, _ = emulate(request, 2, mode="synchronous")
-        expected = OneProcess().sample(request)
-        return torch.allclose(latents, expected, rtol=1e-3, atol=1e-4)
+        return as_in_one_process(emulate(request, 2, mode="synchronous")[0])
 
     name, _, variant = case.name.partition(" ")
-    cells = (f"`{name}` {variant}".rstrip(), outcome(lambda: probe(request)), outcome(bands))
+    cells = (f"`{name}` {variant}".rstrip(), *map(outcome, (patches, tokens, bands)))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -110,19 +135,19 @@ def main(words):
 def with_table(text, rows):
     """The page with another table."""
     cells = [line.strip("| ").split(" | ") for line in rows]
-    counts = [sum(cell[i] == "yes" for cell in cells) for i in (1, 2)]
+    counts = [sum(cell[i] == "yes" for cell in cells) for i in (1, 2, 3)]
     either = sum("yes" in cell[1:] for cell in cells)
     summary = (
-        f"Of {len(rows)} configurations, {counts[0]} can be sampled in patches, {counts[1]} in bands, "
-        f"{either} in one of them."
+        f"Of {len(rows)} configurations, {counts[0]} can be sampled in patches, {counts[1]} with tokens "
+        f"divided, {counts[2]} in bands, {either} in one of these ways."
     )
     table = [
         START,
         "",
         summary,
         "",
-        "| Model | Patches | Bands |",
-        "|---|---|---|",
+        "| Model | Patches | Tokens | Bands |",
+        "|---|---|---|---|",
         *rows,
         "",
         STOP,

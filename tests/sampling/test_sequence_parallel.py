@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import build, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -82,3 +84,17 @@ def test_formulas_for_even_parts(n):
     payload = 2 * 2 * tokens * width
     assert ulysses_bytes(size, [tokens // n] * n) == 4 * (n - 1) * payload // n
     assert ring_bytes(size, [tokens // n] * n) == 2 * (n - 1) * payload
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_blocks_whose_text_would_be_divided_differently_are_refused(mode):
+    """Z-Image pads the image with 8 tokens of text, and adds the prompt later: halves of 8 are not those of 40."""
+
+    def layout(*num_text):
+        blocks = [SimpleNamespace(num_text=n, attention=(), sizes=()) for n in num_text]
+        return SimpleNamespace(blocks=blocks)
+
+    SEQUENCE_MODES[mode].refuse(layout(0, 40, 40), 2)
+    SEQUENCE_MODES[mode].refuse(layout(8, 40), 1)
+    with pytest.raises(LayoutError, match="have 0, 8, 40 text tokens, of which a rank would own"):
+        SEQUENCE_MODES[mode].refuse(layout(0, 8, 40), 2)

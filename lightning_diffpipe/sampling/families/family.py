@@ -58,6 +58,7 @@ class Family:
         doubled: Copies of every sample in the latents themselves.
         shared: Arguments of the denoiser without a row per sample, whatever their size.
         option: Argument of the pipeline's `__call__` that takes the prompts.
+        absent: Entries of `model_index.json` that must be empty, since they make steps unlike each other.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family:
     shared: frozenset[str] = frozenset()
     option: str = "prompt"
     needed: Callable[[Tensor, Tensor], Tensor] = lambda output, latents: output
+    absent: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------- the formulas
@@ -136,6 +138,14 @@ def _flux(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
         return outputs[0]
     conditional, free = outputs
     return free + guidance["true_scale"] * (conditional - free)
+
+
+def _wan(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
+    """Two calls, the one with the prompt first."""
+    if len(outputs) == 1:
+        return outputs[0]
+    conditional, free = outputs
+    return free + guidance["scale"] * (conditional - free)
 
 
 def _latent_diffusion(outputs: list[Tensor], latents: Tensor, guidance: Guidance) -> Tensor:
@@ -219,6 +229,15 @@ register(
         latents=_first_half_twice,
         doubled=lambda guidance: 2 if guidance["scale"] > 1 else 1,
         option="class_labels",
+    )
+)
+register(
+    Family(
+        "wan",
+        ("WanPipeline",),
+        "transformer",
+        _wan,
+        absent=("transformer_2", "boundary_ratio", "expand_timesteps"),
     )
 )
 # The project's own module, with a U-Net or a PixArt transformer. Its parts are in `modules`.

@@ -117,6 +117,7 @@ class DiffusersFolder:
     def __init__(self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype) -> None:
         index = diffusers.DiffusionPipeline.load_config(str(path))
         self.family = family_of(index["_class_name"])
+        _refuse_entries(path, index, self.family)
         folder = path / self.family.denoiser
         library, class_name = index[self.family.denoiser]
         if library != "diffusers":
@@ -136,6 +137,15 @@ class DiffusersFolder:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         return draw_with(self._pipeline, self.family, settings, sample)
+
+
+def _refuse_entries(path: Path, index: Mapping[str, Any], family: Family) -> None:
+    for name in family.absent:
+        if index.get(name) not in (None, False, [None, None], (None, None)):
+            raise ConfigurationError(
+                f"{path}: a {index['_class_name']} with {name}={index[name]} takes steps that are unlike each "
+                f"other, which cannot be shared; take a model whose {name} is empty"
+            )
 
 
 def _load_others(
@@ -187,12 +197,13 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
 
     try:
         with intercepted(family, denoiser, pipeline.scheduler, guidance, sample_once):
-            return pipeline(
+            drawn = pipeline(
                 **{family.option: list(settings.prompts)},
                 **arguments,
                 generator=settings.generator(),
                 output_type="pil",
-            ).images
+            )
+            return drawn.frames if hasattr(drawn, "frames") else drawn.images
     except ValueError as error:  # what the pipeline's own checks raise
         if begun or isinstance(error, DiffPipeError):
             raise
