@@ -182,6 +182,14 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
     assert timeline in shown
 
 
+def test_a_profile_is_shown(profile_path, capsys, monkeypatch):
+    _, one, _ = call(capsys, monkeypatch, "show", str(profile_path))
+    assert one.startswith("six equal layers: times of 1 sample;")
+    _, four, _ = call(capsys, monkeypatch, "show", str(profile_path), "samples=4")
+    assert one.splitlines()[-1].split()[:2] == ["all", "6.00"]
+    assert four.splitlines()[-1].split()[:2] == ["all", "24.0"]
+
+
 def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys, monkeypatch):
     path, printed = plan_for(3, profile_path, capsys, monkeypatch)
     helps = "\n  backwards in two parts (schedule=zero_bubble): "

@@ -1,7 +1,8 @@
 """Sleeping ranks: layers that take their time without using a core, so that eight ranks fit on two.
 
-Bubbles are measured from the stamps of all ranks (one clock: all ranks are on one host) and compared with
-the plan's.
+The profile is measured as in training, by all ranks at once: on two cores a layer takes longer than it sleeps.
+Bubbles and frozen work are measured from the stamps of all ranks (one clock: all ranks are on one host) and
+compared with the plan's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +19,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import on_ranks, table
+from benchmarks.sleeping import Sleeper
+from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, Process
-from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
-from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
-    EncoderLayerProfile,
-    EncoderProfile,
-    LayerProfile,
-    ModelProfile,
-    Seconds,
-)
-from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.preparation import PipelineOptions, pool_times, prepare
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.runtime.ahead import Filling
 from lightning_diffpipe.viewing.measured import measured_timeline
 
 SAMPLES = 15  # of a microbatch; in groups of one sample there are about 15 for each rank
-NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 32, 0.006 / SAMPLES
-_TIMER_S = 1.5e-4  # sleeping takes about this much longer than asked for
+NUM_LAYERS, NUM_FROZEN, FORWARD_S = 24, 8, 0.006 / SAMPLES
+PROFILE_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -59,42 +58,6 @@ CASES = {
 }
 
 
-def nap(seconds: float) -> None:
-    """Sleeps, the last moment awake, so that it takes as long as it should."""
-    until_s = time.perf_counter() + seconds
-    time.sleep(max(seconds - _TIMER_S, 0.0))
-    while time.perf_counter() < until_s:
-        pass
-
-
-class Nap(torch.autograd.Function):
-    """Sleeps in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        nap(ctx.seconds)
-        return gradient, None
-
-
-class Sleeper(nn.Module):
-    """A layer with a weight that takes its time for each sample."""
-
-    def __init__(self, forward_s: float, backward_s: float | None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4), requires_grad=backward_s is not None)
-        self.forward_s, self.backward_s = forward_s, backward_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        nap(self.forward_s * len(x))
-        y = x * self.scale
-        return y if self.backward_s is None else Nap.apply(y, self.backward_s * len(x))
-
-
 class SleepingModel(nn.Module):
     """Frozen layers and trained ones, all alike among themselves."""
 
@@ -111,33 +74,41 @@ class SleepingModel(nn.Module):
         return x.square().mean()
 
 
-def model_and_profile(x: float) -> tuple[SleepingModel, ModelProfile]:
-    """The model, and what it costs."""
-    frozen_s = x * NUM_LAYERS * 3 * FORWARD_S / NUM_FROZEN
-    forward, backward = Seconds.per_sample(FORWARD_S), Seconds.per_sample(2 * FORWARD_S)
-    layers = tuple(LayerProfile(f"layers.{i}", forward, backward) for i in range(NUM_LAYERS))
-    encoder = EncoderProfile(
-        "encoder",
-        tuple(
-            EncoderLayerProfile(f"encoder.{i}", Seconds.per_sample(frozen_s))
-            for i in range(NUM_FROZEN)
-        ),
-    )
-    profile = ModelProfile("sleeping", (BackboneProfile("backbone", layers),), (encoder,))
-    return SleepingModel(frozen_s), profile
+def step(module: nn.Module, part: Tensor) -> Tensor:
+    """Module and batch to loss."""
+    return module.training_step(part)
 
 
-def pipeline_of(rank: int, case: Emulated, filling: str) -> Pipeline:
-    """A pipeline of sleeping layers."""
+def model_of(case: Emulated) -> SleepingModel:
+    """The model of a row; the same on all ranks."""
     torch.manual_seed(0)
-    model, profile = model_and_profile(case.x)
+    return SleepingModel(case.x * NUM_LAYERS * 3 * FORWARD_S / NUM_FROZEN)
+
+
+def profile_of(case: Emulated, batch: Tensor) -> ModelProfile:
+    """What layers take, by all ranks at once: sleep, and the code around it."""
+    module = model_of(case)
+    subject = Subject(
+        module,
+        step,
+        batch,
+        probe(module, step, batch[:2]),
+        sample_counts=(1, SAMPLES),
+        repeats=PROFILE_RUNS,
+        looks_at_results=False,
+    )
+    return measure_profile(subject, pool=partial(pool_times, group=dist.group.WORLD))
+
+
+def pipeline_of(rank: int, case: Emulated, filling: str, profile: ModelProfile) -> Pipeline:
+    """A pipeline of sleeping layers."""
     return prepare(
-        model,
-        lambda module, part, *arguments: module.training_step(part),
+        model_of(case),
+        step,
         torch.zeros(case.batch_size, 4),
         PipelineOptions(
             num_stages=case.num_ranks, num_microbatches=case.num_microbatches, filling=filling,
-            profile=profile, cluster=Cluster(case.num_ranks), frozen_group_size=1,
+            profile=profile, frozen_group_size=1,
         ),
         Process(rank, case.num_ranks, torch.device("cpu"), "gloo", timeout_s=60.0),
     )  # fmt: skip
@@ -146,14 +117,15 @@ def pipeline_of(rank: int, case: Emulated, filling: str) -> Pipeline:
 def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
     """Iteration times and bubble ratios, unfilled and filled."""
     batch = torch.zeros(case.batch_size, 4)
+    profile = profile_of(case, batch)
     found: dict[str, Any] = {}
     for filling in ("none", "shares"):
-        pipeline = pipeline_of(rank, case, filling)
+        pipeline = pipeline_of(rank, case, filling, profile)
         engine, ahead = pipeline.engine, 0
         if filling == "shares":
             engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
             ahead = BATCHES_AHEAD
-        steps, ratios = [], []
+        steps, ratios, frozen = [], [], []
         warmup = 20 if ahead else 2  # until shares have settled
         for index in range(warmup + rounds):
             dist.barrier()
@@ -168,14 +140,23 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
             if index >= warmup:
                 steps.append(took_s)
                 ratios.append(timeline.bubble_ratio)
+                frozen.append(frozen_s(timeline))
         planned = pipeline.plan.planned
         found[filling] = {
             "step_s": statistics.median(steps),
             "ratio": statistics.median(ratios),
+            "frozen_s": statistics.median(frozen),
             "planned_s": planned.iteration_s,
             "planned_ratio": planned.bubble_ratio,
+            "planned_frozen_s": frozen_s(pipeline.plan.timeline),
         }
     return found
+
+
+def frozen_s(timeline: Timeline) -> float:
+    """Frozen work in a step, of a rank on average."""
+    encodes = [span for span in timeline.spans if isinstance(span.instruction, Encode)]
+    return sum(span.duration_s for span in encodes) / timeline.num_ranks
 
 
 def measure_all(rank: int, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
@@ -210,4 +191,7 @@ def row_of(case: Emulated, found: dict[str, Any]) -> dict[str, Any]:
         "planned unfilled": f"{100 * unfilled['planned_ratio']:.1f}%",
         "bubbles filled": f"{100 * filled['ratio']:.1f}%",
         "planned filled": f"{100 * filled['planned_ratio']:.1f}%",
+        "frozen unfilled, ms": 1e3 * unfilled["frozen_s"],
+        "frozen filled, ms": 1e3 * filled["frozen_s"],
+        "frozen planned, ms": 1e3 * filled["planned_frozen_s"],
     }

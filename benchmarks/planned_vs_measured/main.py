@@ -1,10 +1,9 @@
 """Does a step take as long as its plan says? Planned beside measured, on real and on emulated ranks.
 
-Real ranks: two processes with one thread each profile the model, measure their link, plan, and train. A shared
-machine does not keep its speed from the profile to the run, so the layers are timed once more, and runs of that
-profile and steps of the pipeline take turns: what is compared with the measured step is the same plan, simulated
-with times from the same minutes. Emulated ranks: layers that sleep for the time their profile gives them, on
-four and eight processes.
+Processes with one thread each profile the model, measure their links, plan, and train. A shared machine does not
+keep its speed from the profile to the run, so the layers are timed once more, and runs of that profile and steps
+of the pipeline take turns: what is compared with the measured step is the same plan, simulated with times from the
+same minutes. Real ranks are two; on four and eight emulated ones, layers sleep.
 
     python benchmarks/planned_vs_measured/main.py --json out.json
 """
@@ -28,11 +27,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
-from benchmarks.planned_vs_measured.models import CASES, Case, batch_of
-from benchmarks.planned_vs_measured.sleepers import SLEEPING, Sleeping, sleeper_of
+from benchmarks.planned_vs_measured.models import CASES, Case
+from benchmarks.planned_vs_measured.sleepers import SLEEPING
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, Process
-from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -47,7 +45,7 @@ from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.viewing.gap import explain_gap
 from lightning_diffpipe.viewing.measured import measured_timeline
 
-WARMUP, TURNS = 3, 3
+WARMUP = 3
 TOLERANCE, POINTS = 0.03, 2.0
 
 Step = tuple[int, Timeline]
@@ -55,10 +53,10 @@ Step = tuple[int, Timeline]
 
 
 def measure_model(rank: int, case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A real model on real ranks, several times from the start."""
-    process = Process(rank, 2, torch.device("cpu"), "gloo", timeout_s=60.0)
+    """A model on its ranks, several times from the start."""
+    process = Process(rank, case.num_ranks, torch.device("cpu"), "gloo", timeout_s=60.0)
     turns = []
-    for _ in range(TURNS):
+    for _ in range(case.turns):
         shutil.rmtree(cache_folder(), ignore_errors=True)
         dist.barrier()
         torch.manual_seed(0)
@@ -68,7 +66,7 @@ def measure_model(rank: int, case: Case, rounds: int) -> list[dict[str, Any]]:
 
 def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]:
     """Plans as for a user; then pipeline steps between the runs of another profile."""
-    batch, size = batch_of(case.batch_size), case.batch_size
+    batch, size = case.batch(case.batch_size), case.batch_size
     step = lambda module, part: module.training_step(part, 0)
     options = PipelineOptions(
         num_stages=case.num_stages,
@@ -106,25 +104,6 @@ def planned_again(plan: PipelinePlan, profile: ModelProfile) -> PipelinePlan:
     cuts = tuple((stage.first_layer, stage.stop, stage.num_replicas) for stage in plan.stages)
     model = CostModel(profile, cluster, plan.options.optimizer_bytes_factor)
     return Evaluator(model, plan.options).plan(Proposal(shape, cuts))
-
-
-def measure_sleeping(rank: int, case: Sleeping, rounds: int) -> list[dict[str, Any]]:
-    """Layers that sleep, on as many ranks as the case has."""
-    profile, module = sleeper_of(case)
-    batch = torch.zeros(case.batch_size, 4)
-    process = Process(rank, case.num_ranks, torch.device("cpu"), "gloo", timeout_s=60.0)
-    options = PipelineOptions(
-        num_stages=case.num_stages,
-        num_microbatches=case.num_microbatches,
-        schedule=case.schedule,
-        filling="none",
-        profile=profile,
-        cluster=Cluster(case.num_ranks),
-    )
-    step = lambda module, part: module.training_step(part)
-    pipeline = prepare(module, step, batch, options, process)
-    steps = [one_step(pipeline, batch) for _ in range(WARMUP + rounds)]
-    return [compared(pipeline.plan, pipeline.plan, steps[WARMUP:])]
 
 
 def one_step(pipeline: Pipeline, batch: Any) -> Step:
@@ -200,15 +179,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     only = os.environ.get("ONLY", "")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE_VARIABLE] = folder
-        for case in CASES:
+        for case in (*CASES, *SLEEPING):
             if re.search(only, case.name):
-                turns = on_ranks(2, measure_model, case, arguments.rounds)
+                turns = on_ranks(case.num_ranks, measure_model, case, arguments.rounds)
                 rows.append(row_of(case.name, turns))
-                print(rows[-1], flush=True)
-        for nap in SLEEPING:
-            if re.search(only, nap.name):
-                turns = on_ranks(nap.num_ranks, measure_sleeping, nap, arguments.rounds)
-                rows.append(row_of(nap.name, turns))
                 print(rows[-1], flush=True)
     return rows
 

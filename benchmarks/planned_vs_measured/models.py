@@ -156,26 +156,6 @@ class StableDiffusion3(Base):
         return F.mse_loss(predicted.sample, noise - latents)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: a model, its batch and its pipeline."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    batch_size: int = 8
-    num_stages: int = 2
-    num_microbatches: int = 4
-    schedule: str = "1f1b"
-
-
-CASES = (
-    Case("Stable Diffusion", StableDiffusion),
-    Case("ControlNet", ControlNet),
-    Case("Stable Diffusion 3", StableDiffusion3),
-    Case("Stable Diffusion 3, interleaved", StableDiffusion3, num_stages=4, schedule="interleaved"),
-)
-
-
 def batch_of(size: int) -> dict[str, Any]:
     """Random pictures, hints and token ids."""
     generator = torch.Generator().manual_seed(2)
@@ -185,3 +165,26 @@ def batch_of(size: int) -> dict[str, Any]:
         "hint": torch.rand(shape, generator=generator),
         "ids": torch.randint(0, WORDS, (size, TOKENS), generator=generator),
     }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model, its batch and its pipeline; how often it is planned and run from the start."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch_size: int = 8
+    num_stages: int = 2
+    num_microbatches: int = 4
+    schedule: str = "1f1b"
+    num_ranks: int = 2
+    batch: Callable[[int], Any] = batch_of
+    turns: int = 3
+
+
+CASES = (
+    Case("Stable Diffusion", StableDiffusion),
+    Case("ControlNet", ControlNet),
+    Case("Stable Diffusion 3", StableDiffusion3),
+    Case("Stable Diffusion 3, interleaved", StableDiffusion3, num_stages=4, schedule="interleaved"),
+)

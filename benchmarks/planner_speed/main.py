@@ -37,16 +37,24 @@ class Case:
     options: dict[str, object]
 
 
+ALL: dict[str, object] = {"schedule": "auto"}
+FILLING: dict[str, object] = {"filling": "auto"}
+
 CASES = [
     Case(
         "60 layers, 8 ranks, S=8 M=16", 60, 8, 64, None, {"num_stages": 8, "num_microbatches": 16}
     ),
     Case("60 layers, 8 ranks", 60, 8, 64, None, {}),
     Case("60 layers, 8 ranks, too big for one", 60, 8, 64, 0.3, {}),
-    Case("60 layers, 8 ranks, too big, all schedules", 60, 8, 64, 0.3, {"schedule": "auto"}),
+    Case("60 layers, 8 ranks, too big, all schedules", 60, 8, 64, 0.3, ALL),
     Case("200 layers, 64 ranks", 200, 64, 512, None, {}),
-    Case("200 layers, 64 ranks, filling", 200, 64, 512, None, {"filling": "auto"}),
+    Case("200 layers, 64 ranks, filling", 200, 64, 512, None, FILLING),
+    Case("200 layers, 64 ranks, all schedules", 200, 64, 512, None, ALL),
+    Case("200 layers, 64 ranks, all, filling", 200, 64, 512, None, ALL | FILLING),
     Case("200 layers, 64 ranks, too big for one", 200, 64, 512, 0.3, {}),
+    Case("200 layers, 64 ranks, too big, filling", 200, 64, 512, 0.3, FILLING),
+    Case("200 layers, 64 ranks, too big, all", 200, 64, 512, 0.3, ALL),
+    Case("200 layers, 64 ranks, too big, all, filling", 200, 64, 512, 0.3, ALL | FILLING),
 ]
 
 

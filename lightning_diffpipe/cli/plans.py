@@ -176,11 +176,16 @@ def _read_plan(path: str) -> Any:
     return PipelinePlan.from_json(_read(path), path)
 
 
-@verb("print a plan, or draw it: diffpipe show plan.json as=picture output=plan.svg")
+@verb(
+    "print a plan or a profile, or draw a plan: diffpipe show plan.json as=picture output=plan.svg"
+)
 def show(config: DictConfig) -> None:
-    """Shows `plan` as a report, a timeline, a trace or a picture."""
+    """Shows `plan` as a report, a timeline, a trace or a picture; a profile as a table of its layers."""
+    from lightning_diffpipe.planning.plan import PipelinePlan
+    from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
     from lightning_diffpipe.viewing.ascii import render
     from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+    from lightning_diffpipe.viewing.cost_table import cost_table
     from lightning_diffpipe.viewing.plot import plot
     from lightning_diffpipe.viewing.report import report
 
@@ -194,7 +199,12 @@ def show(config: DictConfig) -> None:
     if (output is None) == (form in ("trace", "picture")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
-    found = _read_plan(values["plan"])
+    text = _read(values["plan"])
+    if form == "report" and FORMAT in text[:100]:
+        profile = ModelProfile.from_json(text, values["plan"])
+        print(cost_table(profile, values["samples"]))
+        return
+    found = PipelinePlan.from_json(text, values["plan"])
     if values["profile"] is not None:
         found = _explained(found, values["profile"], values.get("cluster"))
     match form:

@@ -15,9 +15,10 @@ between and beyond the measured counts; sizes are in bytes:
          "output_bytes_per_sample": 1}]}],
      "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
 
-A backbone may also have `"repeated_s": {"1": 0.001}` and `"split_s"` like it; see `BackboneProfile`. An
-encoder may also have `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and
-`"stored_bytes_per_sample": 1`; see `EncoderProfile`.
+Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repeated_s": {"1": 0.001}` and
+`"split_s"` like it; see `BackboneProfile`. An encoder may also have
+`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
+see `EncoderProfile`.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class LayerProfile:
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut behind it.
         activation_bytes_per_sample: Bytes kept for the backward.
+        flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
+            and one for each element that anything else writes; 0 if unknown.
     """
 
     name: str
@@ -120,6 +123,7 @@ class LayerProfile:
     gradient_bytes: int = 0
     boundary_bytes_per_sample: int = 0
     activation_bytes_per_sample: int = 0
+    flops_per_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,7 @@ class EncoderLayerProfile:
     forward_s: Seconds
     parameter_bytes: int = 0
     output_bytes_per_sample: int = 0
+    flops_per_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +315,7 @@ def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
         "gradient_bytes": layer.gradient_bytes,
         "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
         "activation_bytes_per_sample": layer.activation_bytes_per_sample,
+        **_flops_to_json(layer),
     }
 
 
@@ -329,7 +335,12 @@ def _encoder_layer_to_json(layer: EncoderLayerProfile) -> dict[str, object]:
         "forward_s": layer.forward_s.to_json(),
         "parameter_bytes": layer.parameter_bytes,
         "output_bytes_per_sample": layer.output_bytes_per_sample,
+        **_flops_to_json(layer),
     }
+
+
+def _flops_to_json(layer: LayerProfile | EncoderLayerProfile) -> dict[str, int]:
+    return {"flops_per_sample": layer.flops_per_sample} if layer.flops_per_sample else {}
 
 
 def _read(node: Node) -> ModelProfile:
@@ -342,7 +353,7 @@ def _read(node: Node) -> ModelProfile:
             ("probability",), ("feedback_bytes_per_sample",)
         )
         conditioning = SelfConditioning(
-            given["probability"].number(maximum=1), _bytes(given, "feedback_bytes_per_sample")
+            given["probability"].number(maximum=1), _count(given, "feedback_bytes_per_sample")
         )
     encoders = node["encoders"].elements() if "encoders" in node else ()
     return ModelProfile(
@@ -364,7 +375,11 @@ def _read_backbone(node: Node) -> BackboneProfile:
 
 def _read_layer(node: Node) -> LayerProfile:
     sizes = ("parameter_bytes", "gradient_bytes")
-    per_sample = ("boundary_bytes_per_sample", "activation_bytes_per_sample")
+    per_sample = (
+        "boundary_bytes_per_sample",
+        "activation_bytes_per_sample",
+        "flops_per_sample",
+    )
     node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *sizes, *per_sample))
     split = None
     if "weight_gradient_s" in node:
@@ -374,7 +389,7 @@ def _read_layer(node: Node) -> LayerProfile:
         Seconds.from_node(node["forward_s"]),
         Seconds.from_node(node["backward_s"]),
         split,
-        *(_bytes(node, key) for key in (*sizes, *per_sample)),
+        *(_count(node, key) for key in (*sizes, *per_sample)),
     )
 
 
@@ -388,16 +403,17 @@ def _read_encoder(node: Node) -> EncoderProfile:
         needs,
         tuple(map(_read_result, node["results"].elements())) if "results" in node else (),
         node["cacheable"].flag() if "cacheable" in node else None,
-        _bytes(node, "stored_bytes_per_sample"),
+        _count(node, "stored_bytes_per_sample"),
     )
 
 
 def _read_encoder_layer(node: Node) -> EncoderLayerProfile:
-    sizes = ("parameter_bytes", "output_bytes_per_sample")
-    node.check_keys(("name", "forward_s"), sizes)
-    sizes_bytes = (_bytes(node, key) for key in sizes)
+    counts = ("parameter_bytes", "output_bytes_per_sample", "flops_per_sample")
+    node.check_keys(("name", "forward_s"), counts)
     return EncoderLayerProfile(
-        node["name"].text(), Seconds.from_node(node["forward_s"]), *sizes_bytes
+        node["name"].text(),
+        Seconds.from_node(node["forward_s"]),
+        *(_count(node, key) for key in counts),
     )
 
 
@@ -407,5 +423,5 @@ def _read_result(node: Node) -> FrozenResult:
     return FrozenResult(node["bytes_per_sample"].integer(), readers)
 
 
-def _bytes(node: Node, key: str) -> int:
+def _count(node: Node, key: str) -> int:
     return node[key].integer() if key in node else 0

@@ -87,6 +87,7 @@ def assemble(
                 gradient_bytes=sum(sizes.get(key, 0) for key in own & graph.trained),
                 boundary_bytes_per_sample=boundaries[position] // samples,
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
+                flops_per_sample=layer.cost_flops // samples,
             )
         )
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s)
@@ -123,13 +124,15 @@ def _encoder_layers(
     costs: Mapping[int, LayerCost],
 ) -> Iterable[EncoderLayerProfile]:
     claimed: set[str] = set()
+    samples = graph.num_samples or 1
     for layer in layers:
         own, claimed = layer.parameters - claimed, claimed | layer.parameters
         yield EncoderLayerProfile(
             layer.name,
             costs[layer.index].forward_s,
             sum(sizes.get(key, 0) for key in own),
-            output_bytes(layer, graph) // (graph.num_samples or 1),
+            output_bytes(layer, graph) // samples,
+            layer.cost_flops // samples,
         )
 
 

@@ -43,8 +43,8 @@ from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 4
-"""Of the time model: kept profiles of another one are not used."""
+_VERSION = 5
+"""Of what is modelled, and how: kept profiles of another one are not used."""
 
 
 def modelled_profile(

@@ -33,6 +33,19 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def operations(flops: float) -> str:
+    """Operations with a decimal prefix; a question mark if unknown.
+
+    Example:
+        >>> operations(2.96e12), operations(1500), operations(0)
+        ('2.96 TFLOP', '1.50 kFLOP', '?')
+    """
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if flops >= scale:
+            return f"{flops / scale:.2f} {unit}"
+    return f"{flops:.0f} FLOP" if flops else "?"
+
+
 def percent(share: float) -> str:
     """A share of one.
 

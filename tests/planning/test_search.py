@@ -12,7 +12,7 @@ from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.evaluation import Proposal
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.planning.proposals import microbatch_counts, replicas_of, shapes
+from lightning_diffpipe.planning.proposals import all_cuts, microbatch_counts, replicas_of, shapes
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES, SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
@@ -259,6 +259,40 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
             assert least_s <= search.evaluator.step_s(Proposal(shape, cuts)) + 1e-9
             if shape.stages_per_rank == 1:
                 assert bounds.best_cuts(replicas)[0] <= bounds.pipeline_s(cuts) + 1e-9
+
+
+def gap_of_filling(seed):
+    """How much worse the found plan is than the best of all cuts, all of them filled and simulated."""
+    rng = random.Random(seed)
+    num_layers, num_ranks = rng.randint(2, 6), rng.randint(2, 3)
+    profile, cluster = random_profile(rng, num_layers, frozen=True), random_cluster(rng, num_ranks)
+    options = PlanOptions(
+        rng.choice([4, 6, 8, 12]),
+        num_stages=rng.choice([2, min(num_layers, num_ranks)]),
+        num_microbatches=rng.randint(3, 4),
+        data_parallel=1,
+        filling="shares",
+    )
+    model = CostModel(profile, cluster)
+    evaluator = Evaluator(model, options)
+    best = min(
+        preference(evaluator.plan(Proposal(shape, cuts)))
+        for shape in shapes(model, options)
+        for cuts in all_cuts(model, options, shape)
+    )
+    return preference(find_plan(profile, cluster, options)) / best - 1
+
+
+def test_filled_plans_are_the_best_of_all_cuts_but_for_a_few():
+    """Cuts are compared by an estimate in which frozen work fills bubbles without a loss.
+
+    A batch of few samples, each of them as long as a bubble, does not: 3 of these 150 plans are up to 6.8 %
+    worse than the best.
+    """
+    gaps = [gap_of_filling(seed) for seed in range(150)]
+    assert min(gaps) >= -1e-9
+    assert max(gaps) < 0.07
+    assert sum(gap > 1e-9 for gap in gaps) <= 3
 
 
 def test_self_conditioning_can_be_planned():

@@ -1,6 +1,8 @@
 """The simulator against closed forms."""
 
 import random
+from functools import partial
+from math import lcm
 
 import pytest
 
@@ -118,6 +120,29 @@ def test_the_bound_of_the_dynamic_program_needs_deep_warmup():
         bound = (M + 2 * S - 2) * slowest(costs, S)
         broken += simulate(one_f_one_b(S, M), costs).iteration_s > bound + 1e-9
     assert broken > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_unequal_replicas_the_slowest_stage_sets_the_rate(seed):
+    """Free links: a microbatch more takes max (f + b) / r with a deep warm-up, max f / r + max b / r in GPipe."""
+    rng = random.Random(seed)
+    replicas = [rng.randint(1, 3) for _ in range(rng.randint(2, 4))]
+    forward = [rng.randint(1, 6) for _ in replicas]
+    backward = [rng.randint(1, 12) for _ in replicas]
+    costs, placement = TickCosts(forward, backward), Placement.of_replicas(replicas)
+    turn = lcm(*replicas)  # microbatches until all replicas have had equally many
+
+    def rate_s(make):
+        shorter, longer = (
+            simulate(make(placement, M), costs).iteration_s for M in (20 * turn, 21 * turn)
+        )
+        return (longer - shorter) / turn
+
+    slowest = lambda times: max(t / r for t, r in zip(times, replicas, strict=True))
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    deep = partial(one_f_one_b, deep_warmup=True)
+    assert rate_s(deep) == pytest.approx(slowest(both))
+    assert rate_s(gpipe) == pytest.approx(slowest(forward) + slowest(backward))
 
 
 def test_a_pipeline_bound_by_a_link_takes_the_time_of_the_link():

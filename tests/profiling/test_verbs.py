@@ -9,6 +9,8 @@ from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
 from lightning_diffpipe.profiling import modelled
 
+from .test_modelled import check_known
+
 
 @pytest.fixture
 def call(capsys, monkeypatch, tmp_path):
@@ -41,6 +43,25 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
     assert (
         PipelinePlan.from_json((tmp_path / "plan.json").read_text()).options.global_batch_size == 16
     )
+
+
+@pytest.mark.slow
+def test_a_well_known_model_is_modelled_planned_and_shown(call, tmp_path):
+    code, out, _ = call(
+        *("plan", "model=sd21", "model.device=a100", "cluster=8x_h100", "global_batch_size=64"),
+        *("strategy.num_stages=4", "explain=false", "output=plan.json"),
+    )
+    assert code == 0
+    assert out.startswith("sd21 at 512 in bfloat16, modelled on a100; sizes are exact")
+    plan = PipelinePlan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.num_stages == 4
+    assert plan.stages[-1].last_layer > 30
+    (kept,) = (tmp_path / "cache").rglob("modelled-sd21-*.json")
+    check_known("sd21", ModelProfile.from_json(kept.read_text()))
+    code, out, _ = call("show", str(kept))
+    assert code == 0
+    assert "\nfrozen text_encoders\nlayer" in out
+    assert "TFLOP" in out
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from lightning_diffpipe.planning.instruction import Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import EncoderProfile
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 from lightning_diffpipe.viewing.ascii import indent, render, side_by_side, waiting
 from lightning_diffpipe.viewing.cache_advice import cache_advice
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
+from lightning_diffpipe.viewing.cost_table import cost_table
 from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.plan_diff import diff
 from lightning_diffpipe.viewing.report import report
@@ -219,6 +220,16 @@ def test_an_unbalanced_stage_is_named():
     assert explanation.bottleneck.startswith("imbalance (stage")
 
 
+def test_frozen_work_that_fits_no_bubble_is_named():
+    """Encoding a sample takes 36 s, each rank's bubble 24: all 32 samples come behind the pipeline."""
+    options = PlanOptions(32, num_stages=2, num_microbatches=8, filling="shares")
+    plan = find_plan(equal_profile(4, frozen_share=3.0), Cluster(2), options)
+    explanation = explain(plan)
+    assert explanation.bottleneck == "frozen work that fits no bubble"
+    assert explanation.parts[0].saved_s == pytest.approx(32 / 2 * 36)
+    assert plan.planned.iteration_s == pytest.approx((8 + 2 - 1) * 24 + 32 / 2 * 36)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0 s"), (1.234, "1.23 s"), (123.4, "123 s"), (0.0456, "45.6 ms"), (1e-7, "0.10 us")],
@@ -227,6 +238,26 @@ def test_seconds(value, text):
     assert seconds(value) == text
     assert size(1.5 * 2**40) == "1.5 TiB"
     assert percent(1) == "100.0%"
+
+
+def test_a_profile_is_shown_layer_by_layer():
+    sizes = {"parameter_bytes": 2**20, "boundary_bytes_per_sample": 2**10}
+    profile = equal_profile(2, 0.5, **sizes, activation_bytes_per_sample=3, flops_per_sample=10**9)
+    assert cost_table(profile, samples=2) == picture("""
+        equal: times of 2 samples; boundary, activations and operations (forward) of one
+
+        unet
+        layer   forward  backward  parameters  boundary  activations  operations
+        layer0   2.00 s    4.00 s     1.0 MiB   1.0 KiB          3 B  1.00 GFLOP
+        layer1   2.00 s    4.00 s     1.0 MiB   1.0 KiB          3 B  1.00 GFLOP
+        all      4.00 s    8.00 s     2.0 MiB                    6 B  2.00 GFLOP
+
+        vae
+        layer  forward  backward  parameters  boundary  activations  operations
+        whole   6.00 s                   0 B       0 B                        ?
+        all     6.00 s                   0 B                                  ?
+    """)
+    assert ModelProfile.from_json(profile.to_json()) == profile
 
 
 def test_the_plot_is_written(tmp_path):
