@@ -27,7 +27,7 @@ from tests.distributed.scenarios import (
     reference,
 )
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ class Augmented(TinyDiffusion):
 
 
 class MixesSamples(TinyDiffusion):
-    """Its frozen encoder normalizes over the samples of a microbatch, so that none can be split off."""
+    """A frozen layer normalizes over the samples of a microbatch, so that none can be split off."""
 
     def loss(self, batch):
         image = batch["image"]
@@ -55,10 +55,14 @@ class MixesSamples(TinyDiffusion):
 
 
 class OverSamples(torch.nn.Module):
-    """Subtracts the mean over samples; a frozen layer by its buffer."""
+    """Subtracts the mean over samples; a frozen layer by its parameter, without which it would be glue."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, image):
-        return image - image.mean(0, keepdim=True)
+        return self.scale * (image - image.mean(0, keepdim=True))
 
 
 class WithCaptionDropout(Samples):
@@ -222,14 +226,21 @@ def test_two_pipelines_with_interleaved_stages():
 
 
 def test_layers_that_mix_samples_are_not_split():
-    """Alike with and without filling, and as in one process, which never splits a microbatch."""
+    """They are found when a microbatch is first split; kept whole, it is as in one process.
+
+    History: the layer had no parameter, so that it was glue, which is never split.
+    """
     trainer = {"max_steps": 3, "max_epochs": -1}
-    strategy = {"num_stages": 2, "num_microbatches": 3}
-    up_front, _ = compare(2, module_class=MixesSamples, strategy=strategy, trainer=trainer)
-    assert up_front == [True, False, False]
+    strategy = {"num_stages": 2, "num_microbatches": 2}
     settings = Settings(strategy=strategy, trainer=trainer, module_class=MixesSamples)
-    expected = reference(settings, strategy["num_microbatches"])
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
+    with pytest.raises(RankError, match=r"encoder mixes samples, .*frozen_group_size=3, or"):
+        run_ranks(fit, 2, settings, 2)
+    settings.strategy = {**strategy, "frozen_group_size": 3}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert outcomes[0].plan.options.filling == "shares"
+    assert_equal_runs(outcomes, reference(settings, 2))
+    up_front, _ = compare(2, module_class=MixesSamples, strategy=settings.strategy, trainer=trainer)
+    assert up_front == [True, False, False]
 
 
 def counted_profile():
