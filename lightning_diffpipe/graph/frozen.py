@@ -160,10 +160,10 @@ class FrozenView:
             difference = _relative_difference(value, expected)
             if difference > _tolerance(value.dtype):
                 raise GraphError(
-                    f"{self.graph.layers[key[0]].name} mixes samples: run on samples {start} to {stop} "
-                    f"of {self.graph.num_samples} in {len(groups)} groups, it differs by "
-                    f"{difference:.1e} from a run on all. Encode whole microbatches instead of parts "
-                    "of them"
+                    f"{self.graph.layers[key[0]].name} mixes samples, or a layer it reads does: run on "
+                    f"samples {start} to {stop} of {self.graph.num_samples} in {len(groups)} groups, it differs by "
+                    f"{difference:.1e} from a run on all. Keep microbatches whole: strategy."
+                    f"frozen_group_size={self.graph.num_samples}, or the size of a larger microbatch"
                 )
         self._samples_compared = True
 

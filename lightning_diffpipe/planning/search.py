@@ -344,10 +344,13 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     if not alone and len(fixed) > 1:
         together = _would_fit(model, options, {name: freed[name] for name in fixed})
         remedy = f"{together} together would fit" if together else remedy
-    return PlanError(
-        f"no plan fits into {limit:,} bytes a rank: the smallest needs {need:,} ({where}), "
-        f"{need - limit:,} too many; {remedy}"
-    )
+    reason = f"the smallest needs {need:,} ({where}), {need - limit:,} too many"
+    if need <= limit:  # which counts even shares
+        reason = (
+            f"the smallest would need {need:,} ({where}) with even shares of the frozen work, but bubbles "
+            "are uneven, and so are shares"
+        )
+    return PlanError(f"no plan fits into {limit:,} bytes a rank: {reason}; {remedy}")
 
 
 def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) -> str:

@@ -18,9 +18,16 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.profiling.estimate import estimate_profile
-from tests.distributed.scenarios import Settings, build, fit, quiet_trainer
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quiet_trainer,
+    reference,
+)
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +43,7 @@ class Augmented(TinyDiffusion):
 
 
 class MixesSamples(TinyDiffusion):
-    """Its frozen encoder normalizes over the samples of a microbatch, so that none can be split off."""
+    """A frozen layer normalizes over the samples of a microbatch, so that none can be split off."""
 
     def loss(self, batch):
         image = batch["image"]
@@ -48,10 +55,14 @@ class MixesSamples(TinyDiffusion):
 
 
 class OverSamples(torch.nn.Module):
-    """Subtracts the mean over samples; a frozen layer by its buffer."""
+    """Subtracts the mean over samples; a frozen layer by its parameter, without which it would be glue."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, image):
-        return image - image.mean(0, keepdim=True)
+        return self.scale * (image - image.mean(0, keepdim=True))
 
 
 class WithCaptionDropout(Samples):
@@ -71,6 +82,31 @@ class DropoutData(Data):
         return torch.utils.data.DataLoader(
             WithCaptionDropout(size, self.dtype), self.batch_size, shuffle=True
         )
+
+
+class Resumable(torch.utils.data.DataLoader):
+    """A loader that a state puts behind the batches it had given of a pass."""
+
+    given = goes_on_at = 0
+
+    def __iter__(self):
+        self.given, self.goes_on_at = self.goes_on_at, 0
+        for indices in list(self.batch_sampler)[self.given :]:
+            self.given += 1
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.goes_on_at = state["given"]
+
+
+class ResumableData(Data):
+    """`Data` that goes on in the middle of an epoch, shuffled."""
+
+    def loader(self, size):
+        return Resumable(Samples(size, self.dtype), self.batch_size, shuffle=True)
 
 
 class Watch(L.Callback):
@@ -190,12 +226,20 @@ def test_two_pipelines_with_interleaved_stages():
 
 
 def test_layers_that_mix_samples_are_not_split():
-    up_front, _ = compare(
-        2,
-        module_class=MixesSamples,
-        strategy={"num_stages": 2, "num_microbatches": 3},
-        trainer={"max_steps": 3, "max_epochs": -1},
-    )
+    """They are found when a microbatch is first split; kept whole, it is as in one process.
+
+    History: the layer had no parameter, so that it was glue, which is never split.
+    """
+    trainer = {"max_steps": 3, "max_epochs": -1}
+    strategy = {"num_stages": 2, "num_microbatches": 2}
+    settings = Settings(strategy=strategy, trainer=trainer, module_class=MixesSamples)
+    with pytest.raises(RankError, match=r"encoder mixes samples, .*frozen_group_size=3, or"):
+        run_ranks(fit, 2, settings, 2)
+    settings.strategy = {**strategy, "frozen_group_size": 3}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert outcomes[0].plan.options.filling == "shares"
+    assert_equal_runs(outcomes, reference(settings, 2))
+    up_front, _ = compare(2, module_class=MixesSamples, strategy=settings.strategy, trainer=trainer)
     assert up_front == [True, False, False]
 
 
@@ -218,6 +262,59 @@ def test_where_only_filled_encodings_do_not_fit_nothing_is_filled():
     )
     plan = run_ranks(fit, 2, settings, 2)[0].plan
     assert (plan.options.filling, plan.pieces) == ("none", ())
+
+
+class SaveInMidEpoch(L.Callback):
+    """Saves after the second of four batches, while the others are read and encoded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (0, 1):
+            trainer.save_checkpoint(self.path)
+
+
+def saved_and_resumed(rank, filling, data_class, path):
+    """Losses and weights of a run of eight steps, and of one that goes on from its checkpoint."""
+    found = []
+    for resumes in (False, True):
+        torch.manual_seed(99)
+        module, watch = build(Settings(module={"dropout": 0.1}, module_class=Augmented)), Watch()
+        strategy = DiffPipeStrategy(
+            num_stages=2, num_microbatches=2, filling=filling, seed=5, profile="flops", timeout_s=20
+        )
+        trainer = quiet_trainer(
+            devices=2, strategy=strategy, max_epochs=2, limit_val_batches=0,
+            callbacks=[watch] if resumes else [watch, SaveInMidEpoch(path)],
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data_class(), ckpt_path=path if resumes else None)
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        found.append((watch.losses, weights))
+    return found
+
+
+def assert_same(run, other):
+    (losses, weights), (other_losses, other_weights) = run, other
+    assert losses == other_losses
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_class", [DropoutData, ResumableData])
+def test_a_run_resumed_in_mid_epoch(tmp_path, data_class):
+    """Filled and unfilled runs go on alike; with a loader that knows its place, as if never stopped."""
+    runs = {
+        filling: run_ranks(saved_and_resumed, 2, filling, data_class, tmp_path / f"{filling}.ckpt")
+        for filling in ("none", "shares")
+    }
+    for unfilled, filled in zip(runs["none"], runs["shares"], strict=True):
+        through, resumed = filled
+        assert (len(through[0]), len(resumed[0])) == (8, 6)
+        assert_same(through, unfilled[0])
+        assert_same(resumed, unfilled[1])
+        if data_class is ResumableData:
+            assert_same(resumed, (through[0][2:], through[1]))
 
 
 def changing(rank, settings, world_size):

@@ -110,3 +110,13 @@ def test_what_is_known_of_results_is_kept_in_a_profile():
     )
     profile = replace(FOUR, encoders=(encoder,))
     assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_uneven_shares_that_do_not_fit_are_not_told_as_a_negative_number():
+    """History: "the smallest needs 500, -4 too many", as the smallest was counted with even shares."""
+    profile = with_encoder(equal_profile(6, activation_bytes_per_sample=0), READ, weight_bytes=0)
+    options = PlanOptions(12, 3, 3, filling="shares", data_parallel=1)
+    with pytest.raises(PlanError, match=r"would need 500 .* with even shares .*filling=none would"):
+        find_plan(profile, Cluster(3, memory_bytes=504), options)
+    with pytest.raises(PlanError, match=r"the smallest needs 500 .*, 1 too many"):
+        find_plan(profile, Cluster(3, memory_bytes=499), options)
