@@ -33,6 +33,7 @@ from lightning_diffpipe.sampling.layout import Layout, Part, ranges_of
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
+from lightning_diffpipe.sampling.rehearsal import rehearse
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
@@ -114,7 +115,8 @@ class PipeFusion:
             Then `links` join the ranks of equal position in their stages.
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
-        verify: Fill everything that must not be read with NaN, and check the age of all keys.
+        verify: Fill everything that must not be read with NaN, check the age of all keys, and rehearse the first
+            request of a layout: a step in patches beside a synchronous one (`rehearsal.py`).
         record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
     Example:
@@ -137,7 +139,7 @@ class PipeFusion:
         sequence_links: Links | None = None,
         sequence_mode: Mode = "ulysses",
         axis: int | None = None,
-        verify: bool = False,
+        verify: bool = True,
         record_freshness: bool = False,
     ) -> None:
         if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
@@ -162,6 +164,7 @@ class PipeFusion:
         self._layouts = LayoutStore(axis)
         self._told: dict[int, Layout] = {}  # the same on all ranks
         self._kept: dict[tuple[str, ...], tuple[int, ...]] = {}  # where to cut, by names of blocks
+        self._rehearsed: set[int] = set()  # numbers of layouts, the same on all ranks
 
     def prepare(self, request: Request) -> PipeFusionSetting:
         """Decides everything about a request; collective. Rank 0 probes, the others are told.
@@ -240,6 +243,7 @@ class PipeFusion:
         """
         with torch.inference_mode():
             setting = setting or self.prepare(request)
+            self._rehearse_once(request, setting)
             before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
             self.statistics = SamplingStatistics(
                 freshness=Freshness() if self.record_freshness else None
@@ -255,6 +259,17 @@ class PipeFusion:
                 self.statistics.traffic = self.links.traffic.since(before[0]).plus(
                     self.sequence_links.traffic.since(before[1])
                 )
+
+    def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
+        """Rehearses the first request of a layout that is cut into patches."""
+        plan = setting.plan
+        patches_flow = plan.automatic or plan.num_synchronous < plan.num_steps
+        if not self.verify or self.num_patches == 1 or not patches_flow:
+            return
+        number = next(n for n, layout in self._told.items() if layout is setting.layout)
+        if number not in self._rehearsed:
+            rehearse(self, request, setting)
+            self._rehearsed.add(number)
 
     def _news(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
         """Number of the layout, the layout if others do not have it yet, and where to cut."""

@@ -70,7 +70,7 @@ class PipeFusionRun:
             ghost=layout.ghost and not shared,
             hide_unseen=sampler.hide_unseen,
             verify=sampler.verify,
-            freshness=sampler.statistics.freshness,
+            freshness=watch.statistics.freshness,
         )
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)

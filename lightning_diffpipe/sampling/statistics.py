@@ -81,10 +81,13 @@ class Stopwatch:
     Args:
         statistics: Where to.
         rank: Whose spans they are.
+
+    Attributes:
+        statistics: The same.
     """
 
     def __init__(self, statistics: SamplingStatistics, rank: int) -> None:
-        self._statistics, self._rank = statistics, rank
+        self.statistics, self._rank = statistics, rank
         self._origin_s = self._step_start_s = time.perf_counter()
         self._instruction: Instruction | None = None
         self._start_s = 0.0
@@ -111,15 +114,15 @@ class Stopwatch:
     def step_done(self) -> None:
         """A denoising step ends here."""
         now = time.perf_counter()
-        self._statistics.step_s.append(now - self._step_start_s)
+        self.statistics.step_s.append(now - self._step_start_s)
         self._step_start_s = now
 
     def stop(self) -> None:
         """The request ends here."""
-        self._statistics.total_s = time.perf_counter() - self._origin_s
+        self.statistics.total_s = time.perf_counter() - self._origin_s
 
     def _note(self) -> None:
         if self._instruction is None:
             return
         start, stop = self._start_s - self._origin_s, time.perf_counter() - self._origin_s
-        self._statistics.spans.append(Span(self._rank, self._instruction, start, stop))
+        self.statistics.spans.append(Span(self._rank, self._instruction, start, stop))

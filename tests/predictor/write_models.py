@@ -61,10 +61,11 @@ def request_of(case):
 REASONS = {
     "mixes rows of the latents outside": "no: rows are mixed outside attention",
     "there is no rule for it": "no: {operator} has no rule",
-    "computes something else than on the whole": "no: other results",
+    "computes something else than on": "no: other results",
     "an attention mask of shape": "no: a mask for each query",
     "but the latents have": "no: too few rows",
     "of which a rank would own": "no: unequal text",
+    "patches this model fails": "no: a block expects all tokens",
 }
 
 

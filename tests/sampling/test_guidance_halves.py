@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.planning.sampling_sequence import halves_bytes
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.links import TensorShape, start_all_gather
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
@@ -100,6 +101,21 @@ def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     latent_bytes = expected.numel() * expected.element_size()
     assert sent == {"prediction": halves_bytes(latent_bytes, STEPS)}
     assert messages == {"prediction": 2 * num_ranks * STEPS}
+
+
+def test_bands_send_whole_predictions():
+    """Every rank of a half steps all rows, so each sends the whole branch to its partner; but no variance."""
+    model, call = pixart_call()
+    expected, _ = emulate(call.request(model), 2, warmup_steps=1, verify=False)
+    results, sent, messages = sample_in_halves(
+        model, call, 2,
+        lambda m, links, inside: DistriFusion(m, links, warmup_steps=1, verify=False),
+    )  # fmt: skip
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    latent_bytes = expected.numel() * expected.element_size()
+    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS, copies=2)}
+    assert messages == {"prediction": 2 * 2 * STEPS}
 
 
 @pytest.mark.slow

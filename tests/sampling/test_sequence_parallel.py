@@ -13,7 +13,7 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from tests.sampling.models import build, request_for, sample_plainly
+from tests.sampling.models import MODELS, build, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
 FAST = ("lumina2",)
@@ -36,11 +36,30 @@ def test_it_is_exact(name, mode):
         )  # fmt: skip
         for result in results:
             torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+            assert result.is_inference()
         request = request_for(name, tiny=tiny)
         layout = samplers[0].layout
         sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
         if name != "qwen":  # makes a mask from its tokens, which is collected besides
             assert dict(sent) == samplers[0].bytes_sent(layout, request)
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_ulysses_on_more_than_two_ranks(num_ranks, monkeypatch):
+    """Four heads over three ranks, 2 + 1 + 1, and 16 rows of tokens, 6 + 5 + 5."""
+    monkeypatch.setitem(
+        MODELS, "four heads", lambda: pixart(num_attention_heads=4, attention_head_dim=4)
+    )
+    tiny = build("four heads")
+    request = request_for("four heads", tiny=tiny)
+    results, samplers = sample_together(
+        "four heads", tiny, num_ranks, lambda m, links: SequenceParallel(m, links, verify=True)
+    )
+    expected = sample_plainly(request)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
+    assert dict(sent) == samplers[0].bytes_sent(samplers[0].layout, request)
 
 
 def test_any_scheduler_will_do():

@@ -87,6 +87,7 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     network = LoopbackNetwork(2, timeout_s=20)
     one, two, three = network.run(sample)[0]
     assert torch.equal(one, three)
+    assert one.is_inference()
     assert torch.equal(one, emulate(first, 2, warmup_steps=1)[0])
     assert torch.equal(two, emulate(other, 2, warmup_steps=1)[0])
     assert not network._mail, "the last step sent something that nobody reads"

@@ -1,0 +1,78 @@
+"""A model that computes something else in patches is refused before its first request."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.sampling import pipefusion
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
+from tests.sampling.ranks_in_threads import sample_together
+
+
+class CountsTokens(nn.Module):
+    """Numbers its tokens from 0, however many it is given; no value tells."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None]
+
+
+def counting():
+    tiny = build("sd3")
+    model = copy.deepcopy(tiny.model)
+    model.transformer_blocks[2].ff = CountsTokens(model.transformer_blocks[2].ff)
+    return tiny._replace(model=model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_numbers_made_of_shapes_are_refused(num_ranks):
+    """On two ranks, each of which has nothing but its own blocks."""
+    with pytest.raises(LayoutError, match=r"in 2 patches .* relative error \d\.\de-\d\d"):
+        sample_together(
+            "sd3", counting(), num_ranks, lambda m, links: PipeFusion(m, links, num_patches=2),
+            free_foreign=num_ranks > 1,
+        )  # fmt: skip
+
+
+def test_they_would_give_another_picture():
+    tiny = counting()
+    sampler = PipeFusion(tiny.model, num_patches=2, verify=False)
+    found = knowing(sampler, "sd3", tiny).sample(request_for("sd3", tiny=tiny))
+    exact = sample_plainly(request_for("sd3", tiny=tiny))
+    good = build("sd3")
+    sampler = PipeFusion(good.model, num_patches=2)
+    stale = knowing(sampler, "sd3", good).sample(request_for("sd3", tiny=good))
+    staleness = (stale - sample_plainly(request_for("sd3", tiny=good))).norm()
+    assert (found - exact).norm() > 3 * staleness
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rehearsals"),
+    [
+        ({"num_patches": 2}, 1),
+        ({"num_patches": 2, "warmup_steps": "auto"}, 1),
+        ({"num_patches": 2, "verify": False}, 0),
+        ({"num_patches": 2, "warmup_steps": STEPS}, 0),
+        ({"num_patches": 1, "warmup_steps": "auto"}, 0),
+    ],
+)
+def test_once_for_each_layout_if_patches_flow(options, num_rehearsals, monkeypatch):
+    rehearsals, tiny = [], build("sd3")
+    rehearse = pipefusion.rehearse
+    monkeypatch.setattr(
+        pipefusion, "rehearse", lambda *args: (rehearsals.append(args), rehearse(*args))
+    )
+    sampler = knowing(PipeFusion(tiny.model, **options), "sd3", tiny)
+    first, second = (sampler.sample(request_for("sd3", tiny=tiny)) for _ in range(2))
+    assert len(rehearsals) == num_rehearsals
+    assert torch.equal(first, second)
+    assert len(sampler.statistics.step_s) == STEPS
