@@ -11,6 +11,7 @@ from torch import nn
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling import pipefusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.rehearsal import tolerance_of
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
@@ -53,6 +54,22 @@ def test_they_would_give_another_picture():
     stale = knowing(sampler, "sd3", good).sample(request_for("sd3", tiny=good))
     staleness = (stale - sample_plainly(request_for("sd3", tiny=good))).norm()
     assert (found - exact).norm() > 3 * staleness
+
+
+def test_an_overflow_is_not_taken_for_another_result():
+    """History: such a model was refused for making positions by itself, with a relative error of nan."""
+    tiny = build("sd3")
+    model = copy.deepcopy(tiny.model)
+    model.proj_out.bias.data.fill_(torch.inf)
+    tiny = tiny._replace(model=model)
+    sampler = knowing(PipeFusion(model, num_patches=2), "sd3", tiny)
+    assert not sampler.sample(request_for("sd3", tiny=tiny)).isfinite().all()
+
+
+def test_the_coarsest_type_says_what_rounding_is():
+    latents = torch.zeros(1)
+    assert tolerance_of(latents, torch.zeros(1, dtype=torch.bfloat16)) == 0.1
+    assert tolerance_of(latents, latents, torch.zeros(1, dtype=torch.int8)) < 2e-3
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.links import Alone
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
@@ -147,6 +148,13 @@ def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
         plain = call(x, torch.tensor(500))
     found = last_prediction(tiny.model, [x], 2, call, verify=False)
     assert relative(found.double(), wanted) < 2 * relative(plain.double(), wanted)
+
+
+def test_an_overflow_is_not_taken_for_another_result():
+    """History: a model that overflows was refused for an operator that does nothing wrong."""
+    whole = torch.ones(4)
+    assert relative_error(whole * torch.nan, whole) == float("inf")
+    assert relative_error(whole * torch.nan, whole * torch.inf) == 0.0
 
 
 class _Casting:
