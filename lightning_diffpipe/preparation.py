@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -221,7 +222,7 @@ def _data_parallel(options: PipelineOptions, world_size: int) -> int:
 
 
 def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
-    """The plan to follow, if it was made for these ranks and batches.
+    """The plan to follow, if it was made for these ranks and for batches at least as large.
 
     Raises:
         PlanError: It was not, or there is none.
@@ -238,13 +239,20 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
             f"the {world_size} ranks of this run"
         )
-    if plan.samples_per_pipeline != batch_size:
+    told = (
+        f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
+        f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
+        f"this run has {batch_size}"
+    )
+    if batch_size > plan.samples_per_pipeline:
         raise PlanError(
-            f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
-            f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
-            f"this run has {batch_size}; plan with global_batch_size={batch_size * plan.num_pipelines}, or "
-            f"load batches of {plan.samples_per_pipeline}"
+            f"{told}: its memory is not planned. Plan with global_batch_size="
+            f"{batch_size * plan.num_pipelines}, or load batches of {plan.samples_per_pipeline}"
         )
+    if (
+        batch_size < plan.samples_per_pipeline
+    ):  # as where a run goes on with the last batch of an epoch
+        warnings.warn(f"{told}: its times are not those of smaller batches", stacklevel=2)
     return plan
 
 

@@ -13,6 +13,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import cut_positions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.preparation import _given_plan
 from lightning_diffpipe.profiling.estimate import estimate_profile
 
 
@@ -39,3 +40,10 @@ def test_a_plan_for_another_model_of_as_many_layers_is_refused():
     ):
         cut_positions(PLAN, other)
     assert cut_positions(replace(PLAN, layers=()), other) == cut_positions(PLAN, GRAPH)
+
+
+def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
+    with pytest.warns(
+        UserWarning, match=r"for 8 samples .* first batch of this run has 3: its times"
+    ):
+        assert _given_plan(PLAN, world_size=2, batch_size=3) is PLAN
