@@ -8,11 +8,14 @@ each with its own blocks, so no rank needs all weights.
 
     synchronous step | all tokens |                                        -> prediction
     two steps        | all tokens | patch 0 | patch 1 | patch 2 | ...      -> prediction, the same but for rounding
+
+Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,15 +25,19 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import DiffPipeError, LayoutError
+from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.layout import Layout
     from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
+    from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REMEDY = "sample it in one process or with num_patches=1"
+_log = logging.getLogger(__name__)
 
 
 def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) -> None:
@@ -49,13 +56,53 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
         return  # nothing to compare with; final latents that are not finite are refused with a reason of their own
     with _failing_in(len(setting.patches)):
         patches = _prediction(sampler, request, setting, 2)
-    error = float((patches - whole).double().norm() / whole.double().norm().clamp_min(1e-30))
-    tolerance = tolerance_of(request.latents, *sampler.model.parameters())
+    where = f"in {len(setting.patches)} patches"
+    _refuse_if_other(
+        where, _relative_error(patches, whole), tolerance_in(sampler, request), _REMEDY
+    )
+
+
+def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout) -> None:
+    """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
+
+    Where all tokens at once do not fit into rank 0's memory, nothing is compared.
+
+    Args:
+        sampler: Whose options count.
+        request: The first of its layout; nothing in it is changed.
+        layout: Of the request.
+
+    Raises:
+        LayoutError: They differ by more than rounding; on all ranks.
+    """
+    still = _showing(request, 1)
+    shared = sampler.run(still, layout, Stopwatch(SamplingStatistics(), sampler.links.rank))
+
+    def error_of_sharing() -> float:
+        try:
+            whole = OneProcess().sample(_showing(request, 1))
+        except torch.cuda.OutOfMemoryError:
+            _log.warning(
+                "all tokens do not fit into memory at once; shared ones are not compared with them"
+            )
+            return 0.0
+        return _relative_error(shared, whole) if whole.isfinite().all() else 0.0
+
+    error: float = sampler.links.broadcast_object(error_of_sharing)
+    where = f"with tokens shared by {sampler.links.num_ranks} ranks"
+    _refuse_if_other(where, error, tolerance_in(sampler, request), "sample it with method=single")
+
+
+def _relative_error(found: Tensor, whole: Tensor) -> float:
+    return float((found - whole).double().norm() / whole.double().norm().clamp_min(1e-30))
+
+
+def _refuse_if_other(where: str, error: float, tolerance: float, remedy: str) -> None:
     if not error <= tolerance:
         raise LayoutError(
-            f"in {len(setting.patches)} patches this model computes something else than on all tokens: "
+            f"{where} this model computes something else than on all tokens: "
             f"relative error {error:.1e}, allowed are {tolerance:.0e}, most likely because a block makes positions "
-            f"for its tokens by itself; {_REMEDY}, or pass verify=False if you accept this"
+            f"for its tokens by itself; {remedy}, or pass verify=False if you accept this"
         )
 
 
@@ -71,6 +118,11 @@ def _failing_in(num_patches: int) -> Iterator[None]:
             f"in {num_patches} patches this model fails ({type(error).__name__}: {error}), most likely because "
             f"a block expects all tokens; {_REMEDY}"
         ) from error
+
+
+def tolerance_in(sampler: PipeFusion | SequenceParallel, request: Request) -> float:
+    """The relative error that rounding may cause in a model's prediction."""
+    return tolerance_of(request.latents, *sampler.model.parameters())
 
 
 def tolerance_of(latents: Tensor, *weights: Tensor) -> float:
@@ -96,8 +148,15 @@ def _prediction(
     plan = replace(setting.plan, num_steps=num_steps, warmup_steps=1, automatic=False)
     if num_steps == 1:
         plan = replace(plan, warmup_microbatches=1)
+    watch = Stopwatch(SamplingStatistics(), sampler.links.rank)
+    run = PipeFusionRun(sampler, _showing(request, num_steps), replace(setting, plan=plan), watch)
+    return run.run(None)
+
+
+def _showing(request: Request, num_steps: int) -> Request:
+    """A request whose result is the prediction for the first model input, shown that many times."""
     t = request.timesteps[:1]
-    still = replace(
+    return replace(
         request,
         scheduler=_Still(num_steps),
         timesteps=t.expand(num_steps),
@@ -106,8 +165,6 @@ def _prediction(
         step_kwargs={},
         combine=None,
     )
-    watch = Stopwatch(SamplingStatistics(), sampler.links.rank)
-    return PipeFusionRun(sampler, still, replace(setting, plan=plan), watch).run(None)
 
 
 class _Still:

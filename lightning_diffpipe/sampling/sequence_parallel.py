@@ -30,6 +30,7 @@ from lightning_diffpipe.sampling.layout import Layout, Part
 from lightning_diffpipe.sampling.layouts import LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links, TensorShape, start_all_gather
 from lightning_diffpipe.sampling.patch import PartRunner, Slices
+from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
 from lightning_diffpipe.sampling.stages import Stages
@@ -44,7 +45,8 @@ class SequenceParallel:
         links: Between the ranks; one rank alone if None.
         mode: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None.
-        verify: Fill everything that must not be read with NaN.
+        verify: Fill everything that must not be read with NaN, and compare the first step of the first request of
+            a layout with what rank 0 computes alone (`rehearsal.py`).
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class SequenceParallel:
         *,
         mode: Mode = "ulysses",
         axis: int | None = None,
-        verify: bool = False,
+        verify: bool = True,
     ) -> None:
         refuse_mode(mode, "mode")
         self.model, self.links, self.mode, self.verify = model, links or Alone(), mode, verify
         self.statistics = SamplingStatistics()
         self.layout: Layout  # of the last request
         self._layouts = LayoutStore(axis)
+        self._rehearsed: list[Layout] = []  # on rank 0, which knows layouts again
 
     def prepare(self, request: Request) -> Layout:
         """Finds the layout; collective. Rank 0 probes, the others are told.
@@ -87,16 +90,39 @@ class SequenceParallel:
         """Runs one request; see `Sampler`."""
         with torch.inference_mode():
             layout = self.prepare(request)
+            self._rehearse_once(request, layout)
             before = self.links.traffic.copy()
             self.statistics = SamplingStatistics()
             watch = Stopwatch(self.statistics, self.links.rank)
-            interception = Interception(self.model).install()
             try:
-                return self._steps(request, layout, interception, watch, on_step)
+                return self.run(request, layout, watch, on_step)
             finally:
-                interception.uninstall()
                 watch.stop()
                 self.statistics.traffic = self.links.traffic.since(before)
+
+    def _rehearse_once(self, request: Request, layout: Layout) -> None:
+        """Rehearses the first request of a layout."""
+
+        def is_new() -> bool:
+            return all(known is not layout for known in self._rehearsed)
+
+        if self.verify and self.links.num_ranks > 1 and self.links.broadcast_object(is_new):
+            rehearse_sharing(self, request, layout)
+            self._rehearsed.append(layout)
+
+    def run(
+        self,
+        request: Request,
+        layout: Layout,
+        watch: Stopwatch,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """All steps of a request whose layout is known; see `sample`."""
+        interception = Interception(self.model).install()
+        try:
+            return self._steps(request, layout, interception, watch, on_step)
+        finally:
+            interception.uninstall()
 
     def bytes_sent(self, layout: Layout, request: Request) -> dict[str, int]:
         """Payload of a whole request by kind, of all ranks together, where no mask is made from tokens."""

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.sampling import pipefusion
+from lightning_diffpipe.sampling import pipefusion, sequence_parallel
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.rehearsal import tolerance_of
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
@@ -42,6 +43,32 @@ def test_numbers_made_of_shapes_are_refused(num_ranks):
             "sd3", counting(), num_ranks, lambda m, links: PipeFusion(m, links, num_patches=2),
             free_foreign=num_ranks > 1,
         )  # fmt: skip
+
+
+def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():
+    """History: nothing was compared there, and pictures were wrong without a word."""
+    with pytest.raises(
+        LayoutError, match=r"shared by 2 ranks .* relative error \d\.\de-\d\d.* method=single"
+    ):
+        sample_together("sd3", counting(), 2, SequenceParallel)
+
+
+def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
+    rehearsals, rehearse = [], sequence_parallel.rehearse_sharing
+    monkeypatch.setattr(
+        sequence_parallel,
+        "rehearse_sharing",
+        lambda *args: (rehearsals.append(args), rehearse(*args)),
+    )
+
+    class Twice(SequenceParallel):
+        def sample(self, request, on_step=None):
+            first = super().sample(request)
+            assert torch.equal(first, super().sample(request))
+            return first
+
+    sample_together("sd3", build("sd3"), 2, Twice)
+    assert len(rehearsals) == 2, "one on each rank"
 
 
 def test_they_would_give_another_picture():
