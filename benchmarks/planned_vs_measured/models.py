@@ -179,7 +179,7 @@ class Case:
     schedule: str = "1f1b"
     num_ranks: int = 2
     batch: Callable[[int], Any] = batch_of
-    turns: int = 3
+    turns: int = 7
 
 
 CASES = (
