@@ -29,16 +29,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
 	$(BIN)/diffpipe demo $(ARGS)
 
-# Tests of one process use both cores; those that start several processes get the machine for themselves.
+# Tests that start several processes wait for each other most of the time: two at once, but not beside those of one.
 test: setup  ## all tests
 	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed" $(ARGS)
-	$(BIN)/python -m pytest -q --durations=5 -m distributed $(ARGS)
+	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m distributed $(ARGS)
 
 test-fast: setup  ## the tests that take about a minute together
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
 
 test-distributed: setup  ## the tests that start several processes
-	$(BIN)/python -m pytest -q -m distributed $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m distributed $(ARGS)
 
 check: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -10,10 +10,11 @@ import sys
 
 import pytest
 
+from lightning_diffpipe import host_memory
+
 STEPS = """
-import resource, torch
-from lightning_diffpipe.host_memory import keep_freed_memory
-print(keep_freed_memory())
+import resource, runpy, sys, torch
+print(runpy.run_path(sys.argv[1])["keep_freed_memory"]())  # alone: the whole package takes seconds to import
 for step in range(20):
     tensors = [torch.zeros(5_000_000) for _ in range(6)]
     del tensors
@@ -27,7 +28,7 @@ def faults(**variables):
     """Whether glibc was told, and page faults of ten steps that allocate 120 MB each."""
     inherited = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     run = subprocess.run(
-        [sys.executable, "-c", STEPS],
+        [sys.executable, "-c", STEPS, host_memory.__file__],
         env={**inherited, **variables}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     told, count = run.stdout.split()
