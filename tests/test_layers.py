@@ -14,12 +14,13 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 ALLOWED = {
     "errors": set(),
     "clock": set(),
+    "files": set(),
     "host_memory": set(),
     "planning": {"errors"},
     "viewing": {"planning", "errors"},
     "graph": {"planning", "errors"},
-    "profiling": {"clock", "host_memory", "graph", "planning", "errors"},
-    "runtime": {"clock", "graph", "planning", "errors"},
+    "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
+    "runtime": {"clock", "files", "graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
@@ -29,6 +30,7 @@ TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "
 THIRD_PARTY = {
     "errors": set(),
     "clock": {"torch"},
+    "files": set(),
     "host_memory": set(),
     "planning": set(),
     "viewing": {"matplotlib"},

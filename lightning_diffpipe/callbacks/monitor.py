@@ -24,10 +24,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_diffpipe.callbacks.throughput import num_samples
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.timeline import Timeline
-from lightning_diffpipe.profiling.cache import write_atomically
 from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.gathering import gather_spans

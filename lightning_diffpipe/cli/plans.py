@@ -29,8 +29,8 @@ def profile(config: DictConfig) -> Any:
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
+    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.profiling import profile as measure
-    from lightning_diffpipe.profiling.cache import write_atomically
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
 
     module = module_of(config)
@@ -66,7 +66,7 @@ def _measure_links(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_diffpipe.profiling.cache import write_atomically
+    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.runtime.links import measure_cluster
     from lightning_diffpipe.viewing.units import seconds, size
 

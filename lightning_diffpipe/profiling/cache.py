@@ -19,7 +19,6 @@ import logging
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import DiffPipeError, ProfileError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
@@ -170,23 +170,6 @@ def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -
     expected = [graph.layers[index].name for index in graph.path]
     if kept != expected:
         raise ProfileError(f"{path} describes another model ({profile.name})")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file aside, then puts it in place.
-
-    Raises:
-        OSError: The folder cannot be made or written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
-        file.write(text)
-    try:
-        Path(file.name).replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(file.name).unlink()
-        raise
 
 
 def device_name(device: torch.device) -> str:

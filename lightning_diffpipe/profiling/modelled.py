@@ -23,12 +23,13 @@ import torch
 
 from lightning_diffpipe.clock import HostClock
 from lightning_diffpipe.errors import ConfigurationError, ProfileError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.assembly import assemble
-from lightning_diffpipe.profiling.cache import cache_folder, write_atomically
+from lightning_diffpipe.profiling.cache import cache_folder
 from lightning_diffpipe.profiling.device_model import (
     DeviceModel,
     ModelledClock,

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import warnings
 import zlib
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.memo import Entry
 
 FORMAT = "diffpipe-encoding/1"
@@ -82,7 +81,7 @@ class EncodingStore:
             self._stop(f"its share of {self.max_bytes} bytes is used up")
             return
         try:
-            _write_atomically(self.path(key), content)
+            write_atomically(self.path(key), content)
         except OSError as error:
             self._stop(str(error))
             return
@@ -141,16 +140,3 @@ def _parse(content: bytes, key: str) -> Entry:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.replace(file.name, path)  # noqa: PTH105 - file.name is text
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)  # noqa: PTH108
-            raise

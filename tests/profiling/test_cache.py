@@ -7,7 +7,7 @@ import torch
 from lightning_diffpipe import ModelProfile
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling import bench, cache
-from lightning_diffpipe.profiling.cache import cached_profile, profile_path, write_atomically
+from lightning_diffpipe.profiling.cache import cached_profile, profile_path
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, toy
@@ -95,19 +95,6 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path, monkeypat
     module, step, batch, graph = toy()
     with pytest.warns(UserWarning, match="cannot keep the profile"):
         assert cached_profile(Subject(module, step, batch, graph, **OPTIONS)).backbones
-
-
-def test_writing_leaves_nothing_half_done(tmp_path, monkeypatch):
-    target = tmp_path / "deep" / "p.json"
-    write_atomically(target, "one")
-    write_atomically(target, "two")
-    assert target.read_text() == "two"
-    assert list(target.parent.iterdir()) == [target]
-    target.unlink()
-    target.mkdir()  # a file cannot take the place of a folder
-    with pytest.raises(OSError, match="directory"):
-        write_atomically(target, "three")
-    assert list(target.parent.iterdir()) == [target]
 
 
 def slower(profile, factor):
