@@ -178,6 +178,23 @@ class _Share:
         return link.seconds(self.prediction_bytes / parts) if self.halves else 0.0
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What all methods are weighed for.
+
+    Attributes:
+        profile: What a step costs.
+        link: Of a rank.
+        num_steps: Denoising steps.
+        wish: What is given and not chosen.
+    """
+
+    profile: DenoiserProfile
+    link: Link
+    num_steps: int
+    wish: SamplingWish
+
+
 def candidates(
     profile: DenoiserProfile,
     link: Link,
@@ -187,15 +204,14 @@ def candidates(
 ) -> Iterator[SamplingChoice]:
     """Every way to sample that is as wished, with its expected time. See `choose_sampling`."""
     wish = wish or SamplingWish()
-    for choice in _of_ranks(profile, link, num_ranks, num_steps, wish):
+    for choice in _of_ranks(_Asked(profile, link, num_steps, wish), num_ranks):
         if wish.admits(choice.method, choice.axes):
             yield choice
 
 
-def _of_ranks(
-    profile: DenoiserProfile, link: Link, num_ranks: int, num_steps: int, wish: SamplingWish
-) -> Iterator[SamplingChoice]:
+def _of_ranks(asked: _Asked, num_ranks: int) -> Iterator[SamplingChoice]:
     """Every method on every mesh, with the numbers that are wished."""
+    profile = asked.profile
     for data in range(1, num_ranks + 1):
         if num_ranks % data or data > max(profile.num_samples, 1):
             continue
@@ -205,41 +221,35 @@ def _of_ranks(
             of_samples = -(-profile.num_samples // data) / profile.num_samples
             share = _Share(of_samples / guidance, of_samples * profile.latent_bytes, guidance == 2)
             ranks = num_ranks // data // guidance
-            for choice in _of_mesh(profile, link, num_steps, share, ranks, wish):
+            for choice in _of_mesh(asked, share, ranks):
                 yield replace(choice, data=data, guidance=guidance)
-    yield SamplingChoice("single", num_steps * profile.step_s, 1, 1, 1)
+    yield SamplingChoice("single", asked.num_steps * profile.step_s, 1, 1, 1)
 
 
-def _of_mesh(
-    profile: DenoiserProfile,
-    link: Link,
-    num_steps: int,
-    share: _Share,
-    ranks: int,
-    wish: SamplingWish,
-) -> Iterator[SamplingChoice]:
+def _of_mesh(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]:
     """Every method on the ranks that share one branch of some samples."""
+    profile, link, num_steps = asked.profile, asked.link, asked.num_steps
     if ranks == 1:
         step_s = share.of_work * profile.step_s + share.exchange_s(link, 1)
         yield SamplingChoice("single", num_steps * step_s, 1, 1, 1)
         return
     can_share = bool(profile.num_blocks and profile.num_attention and profile.shares_tokens)
     if can_share and ranks <= profile.num_units:
-        trade = _Trade.among(profile, share.of_work, ranks, mode=wish.sequence_mode)
+        trade = _Trade.among(profile, share.of_work, ranks, mode=asked.wish.sequence_mode)
         blocks_s = share.of_work * (profile.step_s - profile.glue_s)
         step_s = share.of_work * profile.glue_s + blocks_s / ranks + trade.seconds(link)
         step_s += share.exchange_s(link, ranks)
         yield SamplingChoice("sequence", num_steps * step_s, 1, 1, ranks, sequence_mode=trade.mode)
     if ranks <= profile.num_units:
-        yield from _bands(profile, link, num_steps, share, ranks, wish)
+        yield from _bands(asked, share, ranks)
     if num_steps < MIN_STEPS:
         return
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
         per_stage = ranks // stages
         if stages > profile.num_blocks or (per_stage > 1 and not can_share):
             continue
-        for patches in _patches(stages, profile.num_units // per_stage, wish.num_patches):
-            yield _pipefusion(profile, link, num_steps, share, stages, per_stage, patches, wish)
+        for patches in _patches(stages, profile.num_units // per_stage, asked.wish.num_patches):
+            yield _pipefusion(asked, share, stages, per_stage, patches)
 
 
 @dataclass(frozen=True)
@@ -281,15 +291,9 @@ class _Trade:
         return sent_s + turns * self.num_messages * link.latency_s
 
 
-def _bands(
-    profile: DenoiserProfile,
-    link: Link,
-    num_steps: int,
-    share: _Share,
-    ranks: int,
-    wish: SamplingWish,
-) -> Iterator[SamplingChoice]:
+def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]:
     """Bands of rows, waited for or one step old."""
+    profile, link, num_steps = asked.profile, asked.link, asked.num_steps
     peers = (ranks - 1) / ranks
     sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
     sent_s, peer_s = sent / link.bandwidth_bytes_per_s, (ranks - 1) * link.latency_s
@@ -301,7 +305,7 @@ def _bands(
     synchronous_s = compute_s + transport_s + gather_s
     yield SamplingChoice("synchronous", num_steps * synchronous_s, 1, 1, ranks)
     if num_steps >= MIN_STEPS:
-        warmup = wish.warmup_steps
+        warmup = asked.wish.warmup_steps
         if warmup is None:
             warmup = 4 if num_steps < 30 else 1
         grouped_s = sent_s + sum(-(-kind // _CALLS_PER_MESSAGE) for kind in kinds) * peer_s
@@ -320,18 +324,12 @@ def _patches(stages: int, most: int, wished: int | None) -> list[int]:
 
 
 def _pipefusion(
-    profile: DenoiserProfile,
-    link: Link,
-    num_steps: int,
-    share: _Share,
-    stages: int,
-    per_stage: int,
-    patches: int,
-    wish: SamplingWish,
+    asked: _Asked, share: _Share, stages: int, per_stage: int, patches: int
 ) -> SamplingChoice:
+    profile, link, wish = asked.profile, asked.link, asked.wish
     warmup = 1 if wish.warmup_steps is None else wish.warmup_steps
     plan = PipeFusionPlan(
-        num_steps,
+        asked.num_steps,
         warmup,
         patches,
         stages,
