@@ -9,6 +9,7 @@ everything else back.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
-from lightning_diffpipe.graph.frozen import why_not_splittable
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
@@ -36,12 +36,13 @@ from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.bench import Rounds
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
-from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
 
+_log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 _NUM_PROBED_SAMPLES = 2
 _PLANNING_TIMEOUT_S = 1800.0
@@ -164,11 +165,30 @@ def _make_plan(
         schedule=options.schedule,
         filling=options.filling,
         frozen_group_size=options.frozen_group_size,
-        frozen_splittable=not any(
-            why_not_splittable(subject.graph.layers[index]) for index in subject.graph.frozen
-        ),
     )
-    return find_plan(profile, cluster, wishes)
+    return find_plan(_knowing_what_splits(subject, profile), cluster, wishes)
+
+
+def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
+    """The profile, with the encoders looked at here if it does not tell whether they can be split.
+
+    It does not where it was estimated, or layers were timed one by one.
+    """
+    if any(encoder.splittable is None for encoder in profile.encoders):
+        known = splittable_encoders(subject)
+        profile = replace(
+            profile,
+            encoders=tuple(
+                replace(e, splittable=known.get(e.name)) if e.splittable is None else e
+                for e in profile.encoders
+            ),
+        )
+    if whole := profile.whole_encoders:
+        _log.warning(
+            "%s mixes samples, draws random numbers or keeps statistics: frozen layers run on whole "
+            "microbatches, so that bubbles are filled in larger pieces", ", ".join(whole),
+        )  # fmt: skip
+    return profile
 
 
 def _cluster(options: PipelineOptions, process: Process) -> Cluster:

@@ -117,6 +117,23 @@ class FrozenView:
         run = FrozenRun(self._plan, self._groups(call, seed, samples, group_size))
         return PausedRun(run, self.interception, call, seed, self.graph.host_random)
 
+    def mixing(self, call: Callable[[], Any], seed: int) -> frozenset[str]:
+        """Layers whose results for a single sample are not its rows of the results for all samples.
+
+        Only results that stages read are compared: a layer that mixes samples inside shows in those.
+
+        Args:
+            call: Runs the user's step on two samples or more.
+            seed: Any number.
+
+        Returns:
+            Names of layers that mix samples, or read what a layer does that mixes them.
+        """
+        singles = sample_groups(0, self.graph.num_samples or 0, 1)
+        if len(singles) < 2 or not self.is_splittable:
+            return frozenset()
+        return frozenset(self._differences(call, seed, singles))
+
     def _groups(
         self,
         call: Callable[[], Any],
@@ -152,20 +169,29 @@ class FrozenView:
             )
         if self._samples_compared:
             return
+        for name, difference in self._differences(call, seed, groups).items():
+            raise GraphError(
+                f"{name} mixes samples, or a layer it reads does: run on samples {groups[0][0]} to "
+                f"{groups[-1][1]} of {self.graph.num_samples} in {len(groups)} groups, it differs by "
+                f"{difference:.1e} from a run on all. Keep microbatches whole: strategy."
+                f"frozen_group_size={self.graph.num_samples}, or the size of a larger microbatch"
+            )
+        self._samples_compared = True
+
+    def _differences(
+        self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
+    ) -> dict[str, float]:
+        """By how much results differ between a run in groups and one on all samples, where they do."""
         whole, part = self._whole(call, seed, ()), self._whole(call, seed, groups)
         start, stop = groups[0][0], groups[-1][1]
+        found: dict[str, float] = {}
         for key, value in part.items():
             rows = self.graph.spec(key).rows or 0
             expected = whole[key][start * rows : stop * rows] if rows else whole[key]
             difference = _relative_difference(value, expected)
             if difference > _tolerance(value.dtype):
-                raise GraphError(
-                    f"{self.graph.layers[key[0]].name} mixes samples, or a layer it reads does: run on "
-                    f"samples {start} to {stop} of {self.graph.num_samples} in {len(groups)} groups, it differs by "
-                    f"{difference:.1e} from a run on all. Keep microbatches whole: strategy."
-                    f"frozen_group_size={self.graph.num_samples}, or the size of a larger microbatch"
-                )
-        self._samples_compared = True
+                found[self.graph.layers[key[0]].name] = difference
+        return found
 
 
 def why_not_splittable(layer: Layer) -> str:

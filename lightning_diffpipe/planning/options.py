@@ -41,7 +41,8 @@ class PlanOptions:
             `diffusionpipe` and `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
-        frozen_splittable: Whether frozen layers may run for some samples of a microbatch only.
+        frozen_splittable: Whether frozen layers may run for some samples of a microbatch only; False in the
+            plan of a profile with an encoder that may not.
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
             ones balance better and large ones run faster; `auto` weighs the two by the profile.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient.

@@ -182,6 +182,8 @@ class EncoderProfile:
         cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
             unknown.
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
+        splittable: Whether it gives the same when it runs on some samples of a microbatch only; None if
+            unknown.
     """
 
     name: str
@@ -190,6 +192,7 @@ class EncoderProfile:
     results: tuple[FrozenResult, ...] = ()
     cacheable: bool | None = None
     stored_bytes_per_sample: int = 0
+    splittable: bool | None = None
 
     @property
     def result_bytes_per_sample(self) -> int:
@@ -249,6 +252,11 @@ class ModelProfile:
             finished |= {e.name for e in self.encoders if finished.issuperset(e.needs)}
         if finished != known:
             raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
+
+    @property
+    def whole_encoders(self) -> tuple[str, ...]:
+        """Encoders that must run on whole microbatches, as far as is known."""
+        return tuple(e.name for e in self.encoders if e.splittable is False)
 
     def trained_s(self, samples: float) -> float:
         """Seconds of one forward and backward of all backbones on one rank."""
@@ -325,6 +333,7 @@ def _results_to_json(encoder: EncoderProfile) -> dict[str, object]:
         "results": [asdict(result) for result in encoder.results],
         "cacheable": encoder.cacheable,
         "stored_bytes_per_sample": encoder.stored_bytes_per_sample,
+        "splittable": encoder.splittable,
     }
     return {key: value for key, value in known.items() if value or value is False}
 
@@ -394,7 +403,7 @@ def _read_layer(node: Node) -> LayerProfile:
 
 
 def _read_encoder(node: Node) -> EncoderProfile:
-    known = ("results", "cacheable", "stored_bytes_per_sample")
+    known = ("results", "cacheable", "stored_bytes_per_sample", "splittable")
     node.check_keys(("name", "layers"), ("needs", *known))
     needs = tuple(n.text() for n in node["needs"].elements()) if "needs" in node else ()
     return EncoderProfile(
@@ -404,6 +413,7 @@ def _read_encoder(node: Node) -> EncoderProfile:
         tuple(map(_read_result, node["results"].elements())) if "results" in node else (),
         node["cacheable"].flag() if "cacheable" in node else None,
         _count(node, "stored_bytes_per_sample"),
+        node["splittable"].flag() if "splittable" in node else None,
     )
 
 

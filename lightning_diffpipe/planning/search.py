@@ -94,6 +94,8 @@ def find_plan(
             f"profile {profile.name!r} has {len(profile.backbones)} backbones ({names}), and a plan is for "
             "one; plan each of them from a profile of its own"
         )
+    if profile.whole_encoders:
+        options = replace(options, frozen_splittable=False)
     model = CostModel(profile, cluster, options.optimizer_bytes_factor)
     until_s = time.perf_counter() + within_s
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.

@@ -93,7 +93,7 @@ def assemble(
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s)
     encoders = tuple(
         replace(encoder, results=e.results, cacheable=e.cacheable,
-                stored_bytes_per_sample=e.stored_bytes_per_sample)
+                stored_bytes_per_sample=e.stored_bytes_per_sample, splittable=e.splittable)
         if (e := (known or {}).get(encoder.name)) else encoder
         for encoder in _encoders(graph, sizes, costs)
     )  # fmt: skip

@@ -48,7 +48,7 @@ class Subject:
             eight times at least.
         name: Name of the profile; the module's class if not given.
         progress: Is told how far it is.
-        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored.
+        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
     """
 
     module: nn.Module
@@ -131,17 +131,36 @@ def _measured(
 
 
 def _encodings(subject: Subject) -> dict[str, Encoding]:
-    """What frozen layers hand over; whether it could be stored, if the whole module fits the device."""
-    module, step, graph = subject.module, subject.step, subject.graph
-    total, device = count_samples(subject.batch), torch.device(subject.device)
-    small = subject.batch
-    if total is not None and graph.num_samples is not None:
-        small = take_samples(small, total, graph.num_samples)
+    """What frozen layers hand over; whether it could be stored and split, if the whole module fits the device."""
+    module, step, graph, small = subject.module, subject.step, subject.graph, _probed(subject)
     if not subject.bench().fits():
         return encodings(module, step, small, graph)
-    with placed(module, device):
-        small = tree_to(small, device)
+    with placed(module, torch.device(subject.device)):
+        small = tree_to(small, torch.device(subject.device))
         return encodings(module, step, small, graph, found_by_running(module, step, small))
+
+
+def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
+    """Whether encoders give the same when they run on some samples only, by their names.
+
+    They run where the module is, on the samples that were probed: together, and one by one.
+
+    Returns:
+        None for an encoder where that could not be found out.
+    """
+    module, step, small = subject.module, subject.step, _probed(subject)
+    with undisturbed(module):
+        look = found_by_running(module, step, small, stores=False)
+        known = encodings(module, step, small, subject.graph, look)
+    return {name: encoding.splittable for name, encoding in known.items()}
+
+
+def _probed(subject: Subject) -> Any:
+    """As many samples of the batch as were probed."""
+    total, count = count_samples(subject.batch), subject.graph.num_samples
+    if total is None or count is None:
+        return subject.batch
+    return take_samples(subject.batch, total, count)
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:

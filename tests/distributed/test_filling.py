@@ -226,21 +226,34 @@ def test_two_pipelines_with_interleaved_stages():
 
 
 def test_layers_that_mix_samples_are_not_split():
-    """They are found when a microbatch is first split; kept whole, it is as in one process.
+    """They are found before anything is planned, and the run is as in one process.
 
-    History: the layer had no parameter, so that it was glue, which is never split.
+    History: the layer had no parameter, so that it was glue, which is never split. Then runs ended when a
+    microbatch was first split, and named the `frozen_group_size` that keeps it whole.
     """
     trainer = {"max_steps": 3, "max_epochs": -1}
-    strategy = {"num_stages": 2, "num_microbatches": 2}
+    strategy = {"num_stages": 2, "num_microbatches": 2, "frozen_group_size": 1}
     settings = Settings(strategy=strategy, trainer=trainer, module_class=MixesSamples)
-    with pytest.raises(RankError, match=r"encoder mixes samples, .*frozen_group_size=3, or"):
-        run_ranks(fit, 2, settings, 2)
-    settings.strategy = {**strategy, "frozen_group_size": 3}
     outcomes = run_ranks(fit, 2, settings, 2)
-    assert outcomes[0].plan.options.filling == "shares"
+    options = outcomes[0].plan.options
+    assert (options.filling, options.frozen_splittable) == ("shares", False)
     assert_equal_runs(outcomes, reference(settings, 2))
     up_front, _ = compare(2, module_class=MixesSamples, strategy=settings.strategy, trainer=trainer)
     assert up_front == [True, False, False]
+
+
+def test_a_plan_that_would_split_layers_that_mix_samples_ends_the_run():
+    """Plans may come from profiles that do not know."""
+    module, samples = build(Settings(module_class=MixesSamples)), Samples(2)
+    batch = torch.utils.data.default_collate([samples[0], samples[1]])
+    graph = probe(module, lambda module, batch: module.loss(batch), batch)
+    wishes = PlanOptions(6, num_stages=2, num_microbatches=2, frozen_group_size=1, filling="shares")
+    plan = find_plan(estimate_profile(module, graph), Cluster(2), wishes)
+    settings = Settings(
+        strategy={"plan": plan}, trainer={"max_steps": 1}, module_class=MixesSamples
+    )
+    with pytest.raises(RankError, match=r"encoder mixes samples, .*frozen_group_size=3, or"):
+        run_ranks(fit, 2, settings, 2)
 
 
 def counted_profile():

@@ -267,8 +267,17 @@ def test_encoders_that_mix_samples_are_refused():
     graph, positions = folded(root)
     with intercepted(root) as interception:
         _, view, _ = views(root, graph, positions, interception)
+        assert view.mixing(lambda: step(root, rows()), seed=1) == {"encoder"}
         with pytest.raises(GraphError, match="encoder mixes samples"):
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
+
+
+def test_encoders_that_do_not_mix_samples_are_known_not_to():
+    root = Encoded()
+    graph, positions = folded(root)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        assert view.mixing(lambda: step(root, rows()), seed=1) == frozenset()
 
 
 @pytest.mark.parametrize(

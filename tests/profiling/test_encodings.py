@@ -10,8 +10,12 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of
 from lightning_diffpipe.planning.memory import frozen_loads
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.encodings import encodings, found_by_running
 from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.profiler import profile
 from lightning_diffpipe.runtime.executor import run_together
 
 from ..distributed.tiny import Samples, TinyDiffusion
@@ -116,4 +120,32 @@ def test_what_follows_noise_cannot(monkeypatch):
     found = encodings(module, call, batch, graph, found_by_running(module, call, batch))
     assert found["frozen vae"].cacheable
     assert not found["frozen locked"].cacheable
+    assert found["frozen locked"].splittable
     assert found["frozen locked"].stored_bytes_per_sample == 0
+
+
+class Mixing(Locked):
+    """The locked layer is told the mean over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.vae = torch.nn.Sequential(self.vae, OverSamples())
+
+
+class OverSamples(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_measured_profile_tells_which_encoders_are_not_split():
+    """Plans made from it keep microbatches whole."""
+    module, batch = Mixing().double(), torch.randn(4, 8, dtype=torch.float64)
+    measured = profile(module, batch, step=lambda module, batch: module(batch), budget_s=0.1)
+    known = ModelProfile.from_json(measured.to_json())
+    assert known == measured
+    assert {e.name: e.splittable for e in known.encoders}["frozen vae"] is False
+    plan = find_plan(
+        known, Cluster(2), PlanOptions(4, num_stages=1, num_replicas=2, num_microbatches=2)
+    )
+    assert not plan.options.frozen_splittable
+    assert plan.options.frozen_group_size == 2
