@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--systems", help="some systems besides filled and limit, for example DDP")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=6, help="counted turns of each system")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, on two real ranks")
     arguments = parser.parse_args()
     where = environment()
     module, function = PARTS[arguments.part]

@@ -185,6 +185,7 @@ def deepspeed_pipeline(model: Workload, batch: Batch, microbatches: int, rank: i
         config={
             "train_micro_batch_size_per_gpu": len(batch["target"]) // microbatches,
             "gradient_accumulation_steps": microbatches,
+            "gradient_clipping": 0.0,  # otherwise to a norm of 1
             "steps_per_print": 10**9,
         },
     )
