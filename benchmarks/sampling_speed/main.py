@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import sys
@@ -35,7 +36,7 @@ from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
-STEPS, WARMUP, PATCHES, TEXT = 8, 1, 4, 64
+STEPS, WARMUP, TEXT = 8, 1, 64
 BESIDE = "one rank beside another"
 OTHERS = ("Ulysses", "ring", "synchronous bands", "diffusers Ulysses")
 
@@ -93,12 +94,14 @@ def diffusers_ulysses(tokens: int) -> Any:
     return lambda: plainly(request)
 
 
-def compare(rank: int, tokens: int, rounds: int, others: Sequence[str]) -> dict[str, Any]:
+def compare(
+    rank: int, tokens: int, num_patches: int, rounds: int, others: Sequence[str]
+) -> dict[str, Any]:
     """One row of the table, with some of the `OTHERS`."""
     links = ProcessLinks.connect([[0, 1]], torch.device("cpu"))
     model = build()
     request = request_for(model, tokens)
-    pipefusion = PipeFusion(model, links, num_patches=PATCHES, warmup_steps=WARMUP)
+    pipefusion = PipeFusion(model, links, num_patches=num_patches, warmup_steps=WARMUP)
     exact: dict[str, Any] = {
         "Ulysses": SequenceParallel(model, links),
         "ring": SequenceParallel(model, links, mode="ring"),
@@ -108,7 +111,7 @@ def compare(rank: int, tokens: int, rounds: int, others: Sequence[str]) -> dict[
     for mode in ("Ulysses", "ring"):
         exact[mode].know(request, layout)
     exact = {name: sampler for name, sampler in exact.items() if name in others}
-    check(request, pipefusion, exact)
+    check(request, num_patches, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
         BESIDE: lambda: plainly(request),
@@ -127,7 +130,8 @@ def compare(rank: int, tokens: int, rounds: int, others: Sequence[str]) -> dict[
     seconds = medians(times)
     if rank == 0:
         print(tokens, times, flush=True)
-    row = row_of(tokens, seconds, pipefusion.prepare(request).plan.speed_up(), others)
+    formula = pipefusion.prepare(request).plan.speed_up()
+    row = {"tokens": tokens, "M": num_patches} | row_of(seconds, formula, others)
     link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
     if rank == 0:
         choice = choose_sampling(profile_request(request, 1, 1, layout), link, 2, STEPS)
@@ -136,9 +140,11 @@ def compare(rank: int, tokens: int, rounds: int, others: Sequence[str]) -> dict[
     return row
 
 
-def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> None:
+def check(
+    request: Request, num_patches: int, pipefusion: PipeFusion, exact: dict[str, Any]
+) -> None:
     """Compares results with what they should be."""
-    emulator = PipeFusion(request.model, num_patches=PATCHES, warmup_steps=WARMUP)
+    emulator = PipeFusion(request.model, num_patches=num_patches, warmup_steps=WARMUP)
     emulator.know(request, pipefusion.prepare(request).layout)
     assert torch.equal(pipefusion.sample(request), emulator.sample(request)), (
         "ranks change the result"
@@ -148,13 +154,10 @@ def check(request: Request, pipefusion: PipeFusion, exact: dict[str, Any]) -> No
         torch.testing.assert_close(sampler.sample(request), expected, rtol=1e-3, atol=1e-3)
 
 
-def row_of(
-    tokens: int, seconds: dict[str, float], formula: float, others: Sequence[str]
-) -> dict[str, Any]:
+def row_of(seconds: dict[str, float], formula: float, others: Sequence[str]) -> dict[str, Any]:
     """Speed-ups over one rank."""
     one = seconds["one rank"]
     row: dict[str, Any] = {
-        "tokens": tokens,
         "one rank, s": one,
         "slower beside another": seconds[BESIDE] / one,
     }
@@ -170,13 +173,15 @@ def main() -> None:
     """Runs all sizes and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 576, 1024])
+    parser.add_argument("--patches", type=int, nargs="+", default=[4], help="PipeFusion's M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for tokens in arguments.tokens:
-        rows.append(on_ranks(2, compare, tokens, arguments.rounds, arguments.others))
+    for tokens, num_patches in itertools.product(arguments.tokens, arguments.patches):
+        settings = tokens, num_patches, arguments.rounds, arguments.others
+        rows.append(on_ranks(2, compare, *settings))
         print(rows[-1], flush=True)
     print(table(rows))
     if arguments.json:
