@@ -13,12 +13,12 @@ from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.pipeline import Pipeline
-from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state
+from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, take_over
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -63,7 +63,10 @@ class CheckpointHooks(ParallelStrategy):
         state = optimizer.state_dict()
         if self.pipeline is None:
             return state
-        owners = self.pipeline.owners_by_index(optimizer)
+        owners = {
+            index: self.pipeline.owners.get(name, 0)
+            for index, name in enumerate(_names(optimizer, self.pipeline.module))
+        }
         whole = collect_optimizer_state(state["state"], owners, self.pipeline.mesh)
         return {**state, "state": whole} if self.is_global_zero else {}
 
@@ -97,14 +100,25 @@ class CheckpointHooks(ParallelStrategy):
         if self.pipeline is None:
             super().load_model_state_dict(checkpoint, strict)
             return
-        self.pipeline.load_state_dict(checkpoint["state_dict"], strict)
+        pipeline = self.pipeline
+        take_over(
+            checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
+            pipeline.mesh, strict,
+        )  # fmt: skip
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes over the state of this rank's parameters."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if self.pipeline is not None:
-                mine = self.pipeline.resident_indices(optimizer)
+                names = enumerate(_names(optimizer, self.pipeline.module))
+                mine = {index for index, name in names if name in self.pipeline.resident}
                 kept = {index: value for index, value in state["state"].items() if index in mine}
                 state = {**state, "state": kept}
             optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Names of an optimizer's parameters, in the order in which it numbers them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,14 +1,13 @@
 """One rank's side of a pipeline, assembled from a plan, and the module around it.
 
-The plan says which layers each stage runs; from it follows what each rank holds, receives and sends. A
-rank keeps the parameters of its own stages and of all frozen layers. The first rank also keeps what no
-training step reads (a VAE's decoder), for validation and sampling.
+The plan says which layers each stage runs; from it follows what each rank holds, receives and sends. Every
+rank makes its own part of that, and they connect.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
@@ -35,16 +34,13 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.holding import holders_of, owners_of, residents_of, whereabouts
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
-from lightning_diffpipe.runtime.partitioned import (
-    PartitionedStepCache,
-    Step,
-    cut_for,
-    holders_of,
-)
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
 from lightning_diffpipe.verification import compare, run_whole
@@ -143,21 +139,10 @@ class Pipeline:
         with self._relay.active():
             yield
 
-    def owners_by_index(self, optimizer: Optimizer) -> dict[int, int]:
-        """For each parameter of an optimizer, in its numbering: the position that holds its state."""
-        return {
-            index: self.owners.get(name, 0)
-            for index, name in enumerate(self._optimized_names(optimizer))
-        }
-
-    def resident_indices(self, optimizer: Optimizer) -> set[int]:
-        """The parameters of an optimizer, in its numbering, that this rank holds."""
-        names = self._optimized_names(optimizer)
-        return {index for index, name in enumerate(names) if name in self.resident}
-
-    def _optimized_names(self, optimizer: Optimizer) -> list[str]:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    def trained_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """Parameters of an optimizer among `trained`, by name."""
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.trained.items() if id(p) in members}
 
     def compare_over_pipeline(self, number: int, checksum: int) -> None:
         """Checks that all ranks of the pipeline loaded the same batch.
@@ -177,45 +162,13 @@ class Pipeline:
                 "of the rank"
             )
 
-    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Copies this rank's part of a whole state dict.
-
-        Raises:
-            CheckpointError: Names are missing or unknown, or shapes differ.
-        """
-        own = self.module.state_dict()
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if strict and (missing or unknown):
-            raise CheckpointError(
-                f"the checkpoint does not fit the module: {len(missing)} names missing "
-                f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; pass strict=False to load what fits"
-            )
-        for name in own.keys() & state.keys():
-            if not isinstance(own[name], Tensor):
-                continue
-            if own[name].shape != state[name].shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(state[name].shape)} in the checkpoint and "
-                    f"{tuple(own[name].shape)} in the module"
-                )
-        local = {
-            name: value
-            for name, value in state.items()
-            if self.owners.get(name, self.mesh.local_rank) == self.mesh.local_rank
-            or name in self.resident
-        }
-        with torch.no_grad():
-            for name in own.keys() & local.keys():
-                if isinstance(own[name], Tensor):
-                    own[name].copy_(local[name])
-
-    def dismantle(self, whole: Mapping[str, Tensor], connected: bool = True) -> None:
+    def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all parameters on the host, no wrappers, no groups.
 
         Args:
-            whole: Tensors of other ranks by name.
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
+        whole = spread(self.module.state_dict(), self.owners, self.mesh) if connected else {}
         self.engine.close()
         self._interception.uninstall()
         if not connected:
@@ -263,9 +216,9 @@ def assemble(
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
 
-    residents = [_residents(module, pieces, mesh, local) for local in range(schedule.num_ranks)]
+    residents = residents_of(module, pieces, schedule.placement)
     resident = residents[mesh.local_rank]
-    owners = _owners(module, pieces, residents, schedule.placement)
+    owners = owners_of(module, pieces, residents, schedule.placement)
     interception = Interception(module).install()
     whole = None
     if verify:  # The last moment at which the module is whole.
@@ -273,7 +226,7 @@ def assemble(
             module, step, graph, interception, batch, plan.num_microbatches, seed, mesh.pipeline
         )
     place_parameters(module, resident, process.device)
-    interception.refuse(_whereabouts(pieces, schedule.placement))
+    interception.refuse(whereabouts(pieces, schedule.placement))
 
     steps = PartitionedStepCache(
         module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
@@ -362,45 +315,3 @@ def _without_frozen_parts(schedule: Schedule) -> Schedule:
         for program in schedule.programs
     )
     return replace(schedule, programs=programs)
-
-
-def _residents(module: nn.Module, pieces: Cut, mesh: Mesh, local_rank: int) -> frozenset[str]:
-    """Parameters a position holds: its stages', all frozen layers', and on the first the unread."""
-    stages = mesh.layout.placement.stages_of(local_rank)
-    held = frozenset().union(
-        pieces.frozen.parameters, *(pieces.stages[s].parameters for s in stages)
-    )
-    if local_rank == 0:
-        read = frozenset().union(
-            pieces.frozen.parameters, *(stage.parameters for stage in pieces.stages)
-        )
-        held |= {name for name, _ in module.named_parameters() if name not in read}
-    return held
-
-
-def _owners(
-    module: nn.Module,
-    pieces: Cut,
-    residents: Sequence[frozenset[str]],
-    placement: Placement,
-) -> dict[str, int]:
-    """First holder of every entry of the state dict that some rank lacks or has an old copy of."""
-    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
-    owners = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        original = canonical[id(parameter)]
-        holding = [local for local, held in enumerate(residents) if original in held]
-        if len(holding) < len(residents):
-            owners[name] = holding[0]
-    for stage in pieces.stages:  # statistics change on the stage that runs the layer
-        owners |= dict.fromkeys(stage.written_buffers, placement.stage_ranks[stage.index][0])
-    return owners
-
-
-def _whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
-    """For error messages: where each parameter lives."""
-    return {
-        name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
-        for stage in pieces.stages
-        for name in stage.parameters
-    }

@@ -1,72 +1,57 @@
 """`Trainer(strategy="diffpipe")`: Lightning's hooks, translated to a plan and an engine.
 
-    Lightning calls             what happens                                         where
-    setup                       probe, profile, plan, place parameters               preparation.py, pipeline.py
-    training_step               the schedule runs forward and backward               runtime/engine.py
-    (zero_grad)                 gradients have been set aside before Lightning's own zeroing
+    Lightning calls             what happens                                          where
+    setup_environment, barrier  processes start, meet and end                         processes.py
+    setup                       probe, profile, plan, place parameters                preparation.py, pipeline.py
+    (batch transfer hooks)      the same random numbers whenever a batch is brought   transfer.py
+    training_step               the schedule runs forward and backward                runtime/engine.py
+    (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
     backward                    they are put back; nothing is computed
-    clip_gradients              global norm over all stages                          runtime/reduction.py
-    validation_step, test_step  every rank runs the step, layers answer for each other  graph/relay.py
+    clip_gradients              global norm over all stages                           runtime/reduction.py
+    validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
 
-Why gradients are set aside: Lightning zeroes them after `training_step` and before `backward`, so a
-schedule that leaves them in place trains nothing, without any error.
+Loops, callbacks, loggers, optimizers and learning-rate schedulers are Lightning's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import time
 from collections.abc import Generator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpointing import CheckpointHooks
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import aligned
-from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.processes import ProcessHooks
 from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
-from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.runtime.set_aside import GradientsAside
 from lightning_diffpipe.transfer import SeededTransfer
 from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
-_GRACE_S = 5.0
 
 
-class DiffPipeStrategy(CheckpointHooks):
+class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     """Trains a LightningModule as a pipeline over ranks, exactly as one process would.
 
     Args:
         num_stages: Stages the layers are cut into; `"auto"` lets the planner choose.
         num_microbatches: Slices each batch is cut into along dimension 0.
-        schedule: `"1f1b"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, or `"auto"`.
+        schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, or `"auto"`.
         num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
             `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
@@ -84,8 +69,8 @@ class DiffPipeStrategy(CheckpointHooks):
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
-        verify: Before training, compare loss and gradients of one small batch with a run of the whole
-            module on one rank; needs memory for both.
+        verify: Before training, compare loss and gradients of one batch with a run of the whole module,
+            on the host of every rank; needs memory for both.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Example:
@@ -115,16 +100,12 @@ class DiffPipeStrategy(CheckpointHooks):
     ) -> None:
         if unsupported:
             refuse_arguments(unsupported)
-        super().__init__()
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
-        self.timeout_s = float(timeout_s)
-        self.num_nodes = 1
+        super().__init__(timeout_s, process_group_backend)
         self.pipeline: Pipeline | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
         self.batches_ahead = BATCHES_AHEAD
-        self._transferred_ahead = 0
+        self.transfer: SeededTransfer | None = None
         self._options = PipelineOptions(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -140,31 +121,11 @@ class DiffPipeStrategy(CheckpointHooks):
             check_finite=check_finite,
             verify=verify,
         )
-        self._backend = process_group_backend
         self._arguments: tuple[Any, ...] = ()
-        self._gradients: dict[str, Tensor | None] | None = None
+        self._gradients: GradientsAside | None = None
         self._accumulating = False
         self._failed = False
         self._clip_grad_by_norm: Any = None
-        self._transfer: SeededTransfer | None = None
-
-    # ------------------------------------------------------------------ ranks, devices, launching
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning gives only its own strategies a distributed sampler unless they say this."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device this rank computes on."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -178,37 +139,6 @@ class DiffPipeStrategy(CheckpointHooks):
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         mesh = self.pipeline.mesh
         return {"num_replicas": mesh.layout.num_pipelines, "rank": mesh.pipeline}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tells the environment and Lightning's rank-zero helpers which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def setup_environment(self) -> None:
-        """Sets the device and joins the default process group."""
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self._backend = self._backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        # Processes start, download and save at their own pace; only messages of a step are urgent.
-        patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
-        _init_dist_connection(
-            self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
-        )
 
     # ------------------------------------------------------------------------------------ set-up
 
@@ -236,28 +166,10 @@ class DiffPipeStrategy(CheckpointHooks):
         assert module is not None
         batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
-        self.pipeline = prepare(
-            module,
-            self._run_training_step,
-            batch,
-            self._options,
-            Process(
-                self.global_rank,
-                self.world_size,
-                self.root_device,
-                str(self._backend),
-                self.timeout_s,
-            ),
-        )
+        self.pipeline = prepare(module, self._run_training_step, batch, self._options, self.process)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
-        self._transfer = SeededTransfer(
-            [
-                owner
-                for owner in (module, getattr(trainer, "datamodule", None))
-                if owner is not None
-            ],
-            lambda: self._transfer_seed(trainer),
-        )
+        self._gradients = GradientsAside(self.pipeline.trained.values())
+        self.transfer = SeededTransfer(trainer, self.pipeline)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
 
@@ -266,24 +178,6 @@ class DiffPipeStrategy(CheckpointHooks):
 
         if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, BubbleFilling())
-
-    def _transfer_seed(self, trainer: Any) -> int | None:
-        """Seeds the hooks that change a training batch, by its number since training began."""
-        if self.pipeline is None or trainer.state.stage != RunningStage.TRAINING:
-            return None
-        mesh, progress = self.pipeline.mesh, trainer.fit_loop.epoch_loop.batch_progress
-        number = progress.total.ready + self._transferred_ahead
-        return derived_seed(self.pipeline.seed, "transfer", mesh.pipeline, number)
-
-    @contextlib.contextmanager
-    def transferring(self, ahead: int) -> Generator[None, None, None]:
-        """Inside, batch hooks draw the random numbers of a later batch; 1 is the next."""
-        # While a batch is trained on it counts as ready, so the next one has the number as it stands.
-        self._transferred_ahead = ahead - 1
-        try:
-            yield
-        finally:
-            self._transferred_ahead = 0
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
@@ -327,12 +221,11 @@ class DiffPipeStrategy(CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         assert self.pipeline is not None
         assert self.lightning_module is not None
+        assert self._gradients is not None
         trainer = self.lightning_module.trainer
         accumulate = trainer.accumulate_grad_batches
-        parameters = self.pipeline.trained
         if trainer.fit_loop.batch_idx % accumulate == 0:
-            for parameter in parameters.values():
-                parameter.grad = None
+            self._gradients.forget()
         self._arguments = arguments
         result = self.pipeline.engine.run_step(
             batch,
@@ -343,9 +236,7 @@ class DiffPipeStrategy(CheckpointHooks):
             upcoming=self._take_upcoming(arguments),
         )
         self.last_step = result
-        self._gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        for parameter in parameters.values():
-            parameter.grad = None
+        self._gradients.set_aside()
         for logged in result.logged:
             self.lightning_module.log(logged.name, logged.value, **logged.options)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
@@ -362,14 +253,11 @@ class DiffPipeStrategy(CheckpointHooks):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Puts the gradients of the schedule back; nothing is left to compute."""
-        assert self.pipeline is not None
         assert self.lightning_module is not None
+        assert self._gradients is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        assert self._gradients is not None
-        for name, parameter in self.pipeline.trained.items():
-            parameter.grad = self._gradients[name]
-        self._gradients = None
+        self._gradients.put_back()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -432,14 +320,9 @@ class DiffPipeStrategy(CheckpointHooks):
 
     def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
-        if clip_val <= 0:
-            return
-        norm = self.gradient_norm(optimizer)
-        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        if clip_val > 0:
+            assert self.pipeline is not None
+            self.pipeline.engine.reducer.clip(self.pipeline.trained_by(optimizer), clip_val)
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, equal on every rank; a collective call.
@@ -451,65 +334,25 @@ class DiffPipeStrategy(CheckpointHooks):
         assert self.pipeline is not None
         trained = self.pipeline.trained
         if optimizer is not None:
-            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            trained = {name: p for name, p in trained.items() if id(p) in members}
+            trained = self.pipeline.trained_by(optimizer)
         return self.pipeline.engine.reducer.global_norm(trained, norm_type)
-
-    # ------------------------------------------------------------------------------- collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
-        if not _distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives an object of one rank to all."""
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over all ranks; stages of a pipeline hold equal values."""
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
 
     # ---------------------------------------------------------------------------------- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing collective may follow: other ranks may be gone.
-
-        Processes started by this one get a few seconds to say what went wrong on their side. On NCCL
-        nobody else would ever end them, as a lost peer closes no connection.
-        """
+        """Nothing collective may follow: other ranks may be gone."""
         self._failed = True
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            deadline_s = time.monotonic() + _GRACE_S
-            while time.monotonic() < deadline_s and any(
-                p.poll() is None for p in self._launcher.procs
-            ):
-                time.sleep(0.1)
-            self._launcher.kill(signal.SIGKILL)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Makes the module whole again on every rank, on the host, and gives everything back."""
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
-        if self._transfer is not None:
-            self._transfer.uninstall()
-        self.upcoming, self._transfer = [], None
+        if self.transfer is not None:
+            self.transfer.uninstall()
+        self.upcoming, self.transfer, self._gradients = [], None, None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
-            whole = {}
-            if not self._failed:
-                assert self.lightning_module is not None
-                whole = spread(self.lightning_module.state_dict(), pipeline.owners, pipeline.mesh)
-            pipeline.dismantle(whole, connected=not self._failed)
+            pipeline.dismantle(connected=not self._failed)
         super().teardown()

@@ -8,44 +8,62 @@ number of the batch, they give the same batch each time, with filling and withou
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_diffpipe.runtime.seeding import isolated_random_numbers
+from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class SeededTransfer:
-    """Seeds the batch hooks that a user wrote.
+    """Seeds the batch hooks that a user wrote, while training.
 
     Args:
-        owners: The module, and the data module if there is one.
-        seed: The seed of the batch that is transferred now; `None` leaves random numbers alone.
+        trainer: Whose module and data module have the hooks.
+        pipeline: Whose batches are transferred.
     """
 
-    def __init__(self, owners: Sequence[Any], seed: Callable[[], int | None]) -> None:
-        self._seed = seed
+    def __init__(self, trainer: Any, pipeline: Pipeline) -> None:
+        self._trainer, self._pipeline = trainer, pipeline
+        self._ahead = 0
         self._installed: list[tuple[Any, str]] = []
-        for owner in owners:
-            for name in _HOOKS:
+        for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+            for name in _HOOKS if owner is not None else ():
                 if is_overridden(name, owner):
                     setattr(owner, name, self._seeded(getattr(owner, name)))
                     self._installed.append((owner, name))
 
+    @contextlib.contextmanager
+    def of_later_batch(self, ahead: int) -> Generator[None, None, None]:
+        """Inside, hooks draw the random numbers of a later batch; 1 is the next."""
+        # While a batch is trained on it counts as ready, so the next one has the number as it stands.
+        self._ahead = ahead - 1
+        try:
+            yield
+        finally:
+            self._ahead = 0
+
     def _seeded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            seed = self._seed()
-            if seed is None:
+            if self._trainer.state.stage != RunningStage.TRAINING:
                 return hook(*args, **kwargs)
-            with isolated_random_numbers(seed):
+            with isolated_random_numbers(self._seed()):
                 return hook(*args, **kwargs)
 
         return seeded
+
+    def _seed(self) -> int:
+        """The seed of the batch that is transferred now: its number since training began."""
+        number = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready + self._ahead
+        return derived_seed(self._pipeline.seed, "transfer", self._pipeline.mesh.pipeline, number)
 
     def uninstall(self) -> None:
         """Gives the owners their hooks back."""

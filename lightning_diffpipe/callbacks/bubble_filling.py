@@ -121,7 +121,8 @@ class BubbleFilling(L.Callback):
         # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
         batch = pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         batch = strategy.precision_plugin.convert_input(batch)
-        with strategy.transferring(ahead):
+        assert strategy.transfer is not None
+        with strategy.transfer.of_later_batch(ahead):
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             return strategy.batch_to_device(batch, dataloader_idx=0)
 

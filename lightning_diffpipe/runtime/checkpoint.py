@@ -3,20 +3,22 @@
 A full checkpoint looks as if one process had written it: every tensor under its fully qualified name.
 `collect` brings the tensors that rank 0 does not hold to it, one at a time, through host memory, so
 that nothing but rank 0's state dict has to fit anywhere. `spread` does the reverse for every rank of a
-pipeline, when training has ended and the module shall be whole again.
+pipeline, when training has ended and the module shall be whole again. `take_over` reads a rank's part of
+such a state dict.
 
 Only the first pipeline takes part in `collect`; the others hold copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.runtime.mesh import Mesh
 
 
@@ -67,6 +69,47 @@ def spread(
         dist.broadcast(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.control)
         whole[name] = value
     return whole
+
+
+def take_over(
+    state: Mapping[str, Tensor],
+    module: nn.Module,
+    resident: Set[str],
+    owners: Mapping[str, int],
+    mesh: Mesh,
+    strict: bool = True,
+) -> None:
+    """Copies this rank's part of a whole state dict into the module.
+
+    Args:
+        state: Of the whole module.
+        module: With placeholders for what other ranks hold.
+        resident: Names of the parameters that this rank holds.
+        owners: As for `collect`.
+        mesh: This rank's place.
+        strict: Refuse names that are missing or unknown.
+
+    Raises:
+        CheckpointError: Names are missing or unknown, or shapes differ.
+    """
+    own = module.state_dict()
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if strict and (missing or unknown):
+        raise CheckpointError(
+            f"the checkpoint does not fit the module: {len(missing)} names missing "
+            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; pass strict=False to load what fits"
+        )
+    tensors = [name for name in own.keys() & state.keys() if isinstance(own[name], Tensor)]
+    for name in tensors:
+        if own[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(state[name].shape)} in the checkpoint and "
+                f"{tuple(own[name].shape)} in the module"
+            )
+    with torch.no_grad():
+        for name in tensors:
+            if name in resident or owners.get(name, mesh.local_rank) == mesh.local_rank:
+                own[name].copy_(state[name])
 
 
 def collect_optimizer_state(

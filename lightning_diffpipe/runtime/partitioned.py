@@ -7,7 +7,7 @@ places. It is never planned again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.stage import PartitionedStep
 
 Step = Callable[..., Any]
@@ -112,12 +111,3 @@ def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
         return pieces
     nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())
     return replace(pieces, frozen=nothing, stages=(uncut(graph),))
-
-
-def holders_of(cut_step: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
-    """World ranks that hold each trained parameter, over all pipelines."""
-    stages_of: dict[str, set[int]] = {}
-    for stage in cut_step.stages:
-        for name in stage.parameters & trained:
-            stages_of.setdefault(name, set()).add(stage.index)
-    return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}

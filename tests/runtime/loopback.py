@@ -30,9 +30,10 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import run_together
+from lightning_diffpipe.runtime.holding import holders_of
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import split
-from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for, holders_of
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.runtime.transport import LoopbackTransport
 

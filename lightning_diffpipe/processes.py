@@ -1,0 +1,144 @@
+"""The process hooks of the strategy: who runs where, how they start, meet and end.
+
+One process for each device, each started by re-running the script or by torchrun; all of them in
+Lightning's default process group, which the pipeline itself never uses.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipeline import Process
+
+_GRACE_S = 5.0
+
+
+class ProcessHooks(ParallelStrategy):
+    """What Lightning asks a strategy about processes.
+
+    Args:
+        timeout_s: Longest wait for a message, in seconds.
+        backend: `"gloo"` or `"nccl"`; chosen by device if not given.
+
+    Raises:
+        ConfigurationError: The timeout is not positive.
+    """
+
+    def __init__(self, timeout_s: float, backend: str | None) -> None:
+        super().__init__()
+        if timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
+        self.timeout_s = float(timeout_s)
+        self.num_nodes = 1
+        self._backend = backend
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives only its own strategies a distributed sampler unless they say this."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device this rank computes on."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process(self) -> Process:
+        """Where this rank runs; known once processes have met."""
+        return Process(
+            self.global_rank, self.world_size, self.root_device, str(self._backend), self.timeout_s
+        )
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Sets the device and joins the default process group."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._backend = self._backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        # Processes start, download and save at their own pace; only messages of a step are urgent.
+        patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
+        _init_dist_connection(
+            self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Gives an object of one rank to all."""
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over all ranks; stages of a pipeline hold equal values."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the processes that this one started.
+
+        They get a few seconds to say what went wrong on their side. On NCCL nobody else would ever end
+        them, as a lost peer closes no connection.
+        """
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            deadline_s = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline_s and any(
+                p.poll() is None for p in self._launcher.procs
+            ):
+                time.sleep(0.1)
+            self._launcher.kill(signal.SIGKILL)

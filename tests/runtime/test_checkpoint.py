@@ -1,0 +1,61 @@
+"""A rank reads its own part of a whole state dict, and says what does not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.runtime.checkpoint import take_over
+
+FIRST = SimpleNamespace(local_rank=0)
+
+
+def module_of_two_ranks():
+    """Rank 0 holds the first layer, rank 1 the second; the statistics are everybody's."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module.register_buffer("statistics", torch.zeros(2))
+    for value in module.state_dict().values():
+        value.zero_()
+    return module, frozenset({"0.weight"}), {"0.weight": 0, "1.weight": 1}
+
+
+def ones_like(module, **changes):
+    return {name: torch.ones_like(value) for name, value in module.state_dict().items()} | changes
+
+
+def test_a_rank_takes_what_it_holds_and_what_all_hold():
+    module, resident, owners = module_of_two_ranks()
+    take_over(ones_like(module), module, resident, owners, FIRST)
+    found = {name: value.mean().item() for name, value in module.state_dict().items()}
+    assert found == {"0.weight": 1.0, "1.weight": 0.0, "statistics": 1.0}
+
+
+def test_a_later_holder_takes_it_too():
+    """A replica is not the owner, from whom checkpoints are collected."""
+    module, resident, owners = module_of_two_ranks()
+    take_over(ones_like(module), module, resident, {**owners, "0.weight": 1}, FIRST)
+    assert module[0].weight.mean() == 1.0
+
+
+def test_names_that_do_not_fit_are_refused_unless_told_otherwise():
+    module, resident, owners = module_of_two_ranks()
+    state = ones_like(module, extra=torch.ones(1))
+    del state["1.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"1 names missing \['1.weight'\], 1 unknown \['extra'\]; pass strict"
+    ):
+        take_over(state, module, resident, owners, FIRST)
+    take_over(state, module, resident, owners, FIRST, strict=False)
+    assert module[0].weight.mean() == 1.0
+
+
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_copied():
+    module, resident, owners = module_of_two_ranks()
+    state = ones_like(module, statistics=torch.ones(3))
+    with pytest.raises(
+        CheckpointError, match=r"statistics has shape \(3,\) in the checkpoint and \(2,"
+    ):
+        take_over(state, module, resident, owners, FIRST, strict=False)
+    assert module[0].weight.mean() == 0.0
