@@ -1,10 +1,8 @@
 import json
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from PIL import Image
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from tests.command import ROOT, call, run
 
-ROOT = Path(__file__).parent.parent
 TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
     "data.batch_size=4",
     "data.alphabets=[digits]",
@@ -26,27 +24,6 @@ TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the bu
     "trainer.enable_progress_bar=false",
     "trainer.enable_model_summary=false",
 ]
-
-
-def call(capsys, monkeypatch, *arguments):
-    """Calls the command in this process; returns its exit code, output and errors."""
-    monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def run(*arguments, cwd, timeout_s=240):
-    """Runs the command as a user does, as a process."""
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=cwd, env=environment, timeout=timeout_s, capture_output=True, text=True
-    )
 
 
 def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):

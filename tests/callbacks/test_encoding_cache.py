@@ -6,7 +6,7 @@ import torch
 
 from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Settings, build, quiet_trainer
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -37,20 +37,18 @@ class Hooks(L.Callback):
 
 def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_class=TinyDiffusion):
     """Losses of all batches, and what the cache found; without a folder no cache."""
-    from lightning_diffpipe import DiffPipeStrategy
-
     hooks = Hooks()
     cache = EncodingCache(folder, min_flops_per_byte=0.5) if folder else None
     options = {"num_stages": world_size, "num_microbatches": 2, **(strategy_options or {})}
     trainer = quiet_trainer(
         devices=world_size,
-        strategy=DiffPipeStrategy(seed=11, profile="flops", timeout_s=20, **options),
+        strategy=quick_strategy(**options),
         callbacks=[hooks, *([cache] if cache else [])],
         max_epochs=epochs,
     )
     module = build(Settings(module_class=module_class))
     trainer.fit(module, datamodule=Data(size=20, batch_size=8))
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    weights = weights_of(module)
     if cache is None:
         return hooks.losses, weights, {}, {}, {}
     statistics = cache.memo.statistics

@@ -16,7 +16,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipeline import Basis
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
-from tests.distributed.scenarios import Settings, build, quiet_trainer, reference
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, reference
 from tests.distributed.tiny import Data
 from tests.planning.profiles import equal_profile
 from tests.ranks import run_ranks
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def fit_monitored(rank, folder, world_size, trainer_options, strategy_options):
     """Trains with a monitor; returns its report, what it kept, and the losses."""
-    from lightning_diffpipe import DiffPipeStrategy
-
     monitor = PipelineMonitor(every_n_steps=2, peak_flops=1e9)
     losses = []
 
@@ -39,7 +37,7 @@ def fit_monitored(rank, folder, world_size, trainer_options, strategy_options):
             self.plan = trainer.strategy.plan
 
     keep = Keep()
-    strategy = DiffPipeStrategy(seed=11, profile="flops", timeout_s=20, **strategy_options)
+    strategy = quick_strategy(**strategy_options)
     logger = CSVLogger(folder, name="", version="") if folder else False
     trainer = quiet_trainer(
         devices=world_size, strategy=strategy, callbacks=[monitor, keep], logger=logger,

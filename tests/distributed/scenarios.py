@@ -81,6 +81,16 @@ def quiet_trainer(**options: Any) -> L.Trainer:
     return L.Trainer(**{**defaults, **options})
 
 
+def quick_strategy(**options: Any) -> DiffPipeStrategy:
+    """The strategy with a seed, a plan from counted operations and little patience."""
+    return DiffPipeStrategy(**{"seed": SEED, "profile": "flops", "timeout_s": 20, **options})
+
+
+def weights_of(module: L.LightningModule) -> dict[str, torch.Tensor]:
+    """A copy of the module's state."""
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 def build(settings: Settings) -> L.LightningModule:
     """The module in double precision, with weights that depend on nothing else."""
     torch.manual_seed(3)
@@ -90,10 +100,8 @@ def build(settings: Settings) -> L.LightningModule:
 def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
     """Trains with the strategy; called on every rank."""
     module, recorder = build(settings), Recorder()
-    initial = {name: value.clone() for name, value in module.state_dict().items()}
-    strategy = DiffPipeStrategy(
-        **{"seed": SEED, "profile": "flops", "timeout_s": 20, **settings.strategy}
-    )
+    initial = weights_of(module)
+    strategy = quick_strategy(**settings.strategy)
     callbacks = [recorder, *settings.trainer.get("callbacks", [])]
     options = {**settings.trainer, "callbacks": callbacks}
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
@@ -106,7 +114,7 @@ def outcome(trainer, module, recorder, initial) -> Outcome:
     return Outcome(
         recorder.losses,
         recorder.gradients,
-        {name: value.clone() for name, value in module.state_dict().items()},
+        weights_of(module),
         initial,
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         trainer.global_step,
@@ -134,7 +142,7 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
 
     settings = Settings(settings.module, settings.data, settings.trainer, {}, Serial)
     module, recorder = build(settings), Recorder()
-    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    initial = weights_of(module)
     options = {**settings.trainer, "callbacks": [recorder]}
     trainer = quiet_trainer(devices=1, **options)
     batch_size = settings.data.get("batch_size", 6) * num_pipelines

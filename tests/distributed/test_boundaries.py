@@ -1,23 +1,15 @@
 """What crosses a stage boundary may be anything a module returns."""
 
+from dataclasses import replace
+
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_diffpipe import DiffPipeStrategy
-from tests.distributed.scenarios import (
-    SEED,
-    Recorder,
-    Settings,
-    assert_equal_runs,
-    build,
-    outcome,
-    quiet_trainer,
-    reference,
-)
-from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.tiny import WIDTH, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -89,26 +81,20 @@ class Messages(L.Callback):
                 ]
 
 
-def fit(rank, settings):
-    module, recorder, messages = build(settings), Recorder(), Messages()
-    initial = {name: value.clone() for name, value in module.state_dict().items()}
-    strategy = DiffPipeStrategy(
-        num_stages=3, num_microbatches=3, seed=SEED, profile="flops", timeout_s=20
-    )
-    trainer = quiet_trainer(
-        devices=3, strategy=strategy, callbacks=[recorder, messages], **settings.trainer
-    )
-    trainer.fit(module, datamodule=Data(**settings.data))
-    return outcome(trainer, module, recorder, initial), messages.specs
+def fit_noting_messages(rank, settings):
+    messages = Messages()
+    trainer = {**settings.trainer, "callbacks": [messages]}
+    return fit(rank, replace(settings, trainer=trainer), 3), messages.specs
 
 
 def test_many_tensors_of_many_types():
     settings = Settings(
         module_class=Mixed,
+        strategy={"num_stages": 3, "num_microbatches": 3},
         trainer={"max_steps": 5, "max_epochs": -1},
         data={"batch_size": 7, "size": 35},
     )
-    results = run_ranks(fit, 3, settings)
+    results = run_ranks(fit_noting_messages, 3, settings)
     assert_equal_runs([got for got, _ in results], reference(settings, 3), tolerance=1e-6)
     for stage in (1, 2):
         specs = results[0][1][stage]

@@ -9,8 +9,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from lightning_diffpipe import DiffPipeStrategy
-from tests.distributed.scenarios import SEED, Settings, assert_close, build, quiet_trainer
+from tests.distributed.scenarios import (
+    Settings,
+    assert_close,
+    build,
+    quick_strategy,
+    quiet_trainer,
+    weights_of,
+)
 from tests.distributed.tiny import Data
 from tests.ranks import RankError, run_ranks
 
@@ -18,13 +24,9 @@ pytestmark = pytest.mark.distributed
 
 
 def strategy_for(world_size):
-    return (
-        DiffPipeStrategy(
-            num_stages=world_size, num_microbatches=2, seed=SEED, profile="flops", timeout_s=20
-        )
-        if world_size
-        else "auto"
-    )
+    if not world_size:
+        return "auto"
+    return quick_strategy(num_stages=world_size, num_microbatches=2)
 
 
 def train(rank, world_size, epochs, save=None, load=None):
@@ -36,7 +38,7 @@ def train(rank, world_size, epochs, save=None, load=None):
     trainer.fit(module, datamodule=Data(), ckpt_path=load)
     if save:
         trainer.save_checkpoint(save)
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return weights_of(module)
 
 
 class SaveAtEnd(L.Callback):
@@ -58,7 +60,7 @@ def save_from(rank, world_size, path, epochs=1):
         callbacks=[SaveAtEnd(path)],
     )
     trainer.fit(module, datamodule=Data())
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return weights_of(module)
 
 
 def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_diffpipe import DiffPipeStrategy
-from tests.distributed.scenarios import SEED, Settings, build, quiet_trainer
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -64,10 +63,7 @@ class Seen(L.Callback):
 
 def train(rank, world_size, make_loader, options=None):
     seen = Seen()
-    strategy = DiffPipeStrategy(
-        num_stages=2, num_replicas=1, num_microbatches=2, seed=SEED, profile="flops",
-        timeout_s=20,
-    )  # fmt: skip
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
     trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,

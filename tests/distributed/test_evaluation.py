@@ -4,8 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_diffpipe import DiffPipeStrategy
-from tests.distributed.scenarios import SEED, Settings, build, quiet_trainer
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 
@@ -13,9 +12,7 @@ pytestmark = pytest.mark.distributed
 
 
 def strategy(num_stages=2):
-    return DiffPipeStrategy(
-        num_stages=num_stages, num_microbatches=2, seed=SEED, profile="flops", timeout_s=20
-    )
+    return quick_strategy(num_stages=num_stages, num_microbatches=2)
 
 
 class Quiet(TinyDiffusion):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import SEED, Settings, build, fit, quiet_trainer
+from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 
@@ -120,9 +120,8 @@ class Shuffling(Data):
 
 
 def fit_shuffling(rank):
-    trainer = quiet_trainer(
-        devices=2, strategy=DiffPipeStrategy(profile="flops", num_stages=2, num_microbatches=2)
-    )
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy)
     trainer.fit(build(Settings()), datamodule=Shuffling())
 
 
@@ -203,9 +202,7 @@ class Dies(L.Callback):
 
 
 def fit_with(rank, world_size, callback, timeout_s):
-    strategy = DiffPipeStrategy(
-        num_stages=2, num_microbatches=2, seed=SEED, profile="flops", timeout_s=timeout_s
-    )
+    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=timeout_s)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[callback])
     trainer.fit(build(Settings()), datamodule=Data())
 
@@ -229,9 +226,7 @@ class Sleepy(TinyDiffusion):
 
 
 def fit_sleepy(rank):
-    strategy = DiffPipeStrategy(
-        num_stages=2, num_microbatches=2, seed=SEED, profile="flops", timeout_s=3.0
-    )
+    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=3.0)
     trainer = quiet_trainer(devices=2, strategy=strategy)
     trainer.fit(build(Settings(module_class=Sleepy)), datamodule=Data())
 

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_diffpipe import BubbleFilling, DiffPipeStrategy, find_plan
+from lightning_diffpipe import BubbleFilling, find_plan
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
@@ -23,8 +23,10 @@ from tests.distributed.scenarios import (
     assert_equal_runs,
     build,
     fit,
+    quick_strategy,
     quiet_trainer,
     reference,
+    weights_of,
 )
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -127,15 +129,12 @@ def train(rank, settings, world_size, callbacks=()):
     """One run of one rank."""
     torch.manual_seed(99)
     module, watch = build(settings), Watch()
-    strategy = DiffPipeStrategy(
-        **{"seed": 5, "profile": "flops", "timeout_s": 20, **settings.strategy}
-    )
     trainer = quiet_trainer(
-        devices=world_size, strategy=strategy, callbacks=[watch, *callbacks], **settings.trainer
-    )
+        devices=world_size, strategy=quick_strategy(**settings.strategy),
+        callbacks=[watch, *callbacks], **settings.trainer,
+    )  # fmt: skip
     trainer.fit(module, datamodule=DropoutData(**settings.data))
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return watch.losses, weights, watch.up_front, watch.ahead
+    return watch.losses, weights_of(module), watch.up_front, watch.ahead
 
 
 def compare(world_size, callbacks=(), module_class=Augmented, **settings):
@@ -294,16 +293,13 @@ def saved_and_resumed(rank, filling, data_class, path):
     for resumes in (False, True):
         torch.manual_seed(99)
         module, watch = build(Settings(module={"dropout": 0.1}, module_class=Augmented)), Watch()
-        strategy = DiffPipeStrategy(
-            num_stages=2, num_microbatches=2, filling=filling, seed=5, profile="flops", timeout_s=20
-        )
+        strategy = quick_strategy(num_stages=2, num_microbatches=2, filling=filling)
         trainer = quiet_trainer(
             devices=2, strategy=strategy, max_epochs=2, limit_val_batches=0,
             callbacks=[watch] if resumes else [watch, SaveInMidEpoch(path)],
         )  # fmt: skip
         trainer.fit(module, datamodule=data_class(), ckpt_path=path if resumes else None)
-        weights = {name: value.clone() for name, value in module.state_dict().items()}
-        found.append((watch.losses, weights))
+        found.append((watch.losses, weights_of(module)))
     return found
 
 

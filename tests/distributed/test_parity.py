@@ -13,10 +13,12 @@ from tests.distributed.scenarios import (
     assert_equal_runs,
     build,
     fit,
+    quick_strategy,
     quiet_trainer,
     reference,
+    weights_of,
 )
-from tests.distributed.tiny import TinyDiffusion
+from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -185,18 +187,13 @@ class Precision(TinyDiffusion):
 
 def fit_bf16(rank, world_size):
     torch.manual_seed(3)
-    from lightning_diffpipe import DiffPipeStrategy
-    from tests.distributed.tiny import Samples
-
     module = Precision()
-    strategy = DiffPipeStrategy(
-        num_stages=world_size, num_microbatches=2, seed=11, profile="flops", timeout_s=20
-    )
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     trainer = quiet_trainer(
         devices=world_size, strategy=strategy, precision="bf16-mixed", **FIVE_STEPS
     )
     trainer.fit(module, DataLoader(Samples(24, torch.float32), 6))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return weights_of(module)
 
 
 def test_bf16_mixed():

@@ -7,6 +7,7 @@ stage, while that stage runs.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
+from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
+from lightning_diffpipe.graph.probe import Mode, probe
 from lightning_diffpipe.graph.trace import loss_of
 from lightning_diffpipe.graph.view import StageView
+from tests.graph.steps import step as plain_step
 
+SEED = 1234
 Step = Callable[[Any, Any], Any]
 Gradients = dict[str, Tensor]
 
@@ -131,3 +136,26 @@ def randomise(root: nn.Module) -> None:
         for p in root.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             p.add_(noise * (0.05 if p.dim() == 1 else 0.02))
+
+
+def check_stages(
+    root: nn.Module,
+    batch: Any,
+    max_share: float = 1 / 24,
+    splits: Sequence[int] = (1, 2, 3, 4),
+    mode: Mode = "real",
+) -> LayerGraph:
+    """Compares the sum over stages with the unsplit step, for random cuts, unfolded and folded."""
+    randomise(root)
+    graph = probe(root, plain_step, batch, max_share=max_share, mode=mode)
+    loss, expected = reference(root, plain_step, batch, SEED, graph if graph.seeded else None)
+    choice = random.Random(0)
+    for num_stages in splits:
+        positions = sorted(choice.sample(range(1, len(graph.path)), num_stages - 1))
+        folded = fold(root, plain_step, batch, graph, positions)
+        for pieces in ((graph, positions), folded):
+            got_loss, got = emulate(root, *pieces, plain_step, batch, SEED)
+            error, where = relative_error(expected, got)
+            assert got_loss == loss, f"loss {got_loss} instead of {loss}, cut at {positions}"
+            assert error < 1e-10, f"{where} is off by {error:.1e}, cut at {positions}"
+    return graph

@@ -168,6 +168,18 @@ BUILDERS = {
 }
 
 
+DENOISERS = [
+    "UNet2DModel",
+    "PixArtTransformer2DModel",
+    "DiTTransformer2DModel",
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanDiT2DModel",
+    "WanTransformer3DModel",
+]
+"""Of the test zoo: one for each way in which the blocks of a denoiser are wired."""
+
+
 def build(name: str) -> StableDiffusion:
     """A step in double precision; U-Nets and adapters in training mode, encoders not."""
     torch.manual_seed(0)
@@ -209,3 +221,43 @@ class Tower(L.LightningModule):
 
 def rows(num_samples: int = 5, width: int = 16) -> Tensor:
     return torch.randn(num_samples, width, generator=torch.Generator().manual_seed(num_samples))
+
+
+class Sequential(Tower):
+    """Dropout between the layers of a `nn.Sequential`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(6)]
+        self.net = nn.Sequential(*[part for group in parts for part in group])
+        del self.blocks
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
+
+
+class Tied(Tower):
+    """The first layer's weight is read again by the loss, on the last stage."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (self.run(batch) @ self.blocks[0].linear.weight.t()).pow(2).mean()
+
+
+class Twice(Tower):
+    """All layers are called twice, so that every weight lives on two stages."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.run(self.run(batch)).pow(2).mean()
+
+
+class Skips(Tower):
+    """Outputs that pass through stages which do not read them."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        hidden, x = [], batch
+        for block in self.blocks[:3]:
+            x = block(x)
+            hidden.append(x)
+        for block in self.blocks[3:]:
+            x = block(x + hidden.pop())
+        return x.pow(2).mean()

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
-from tests.graph.emulate import emulate
+from tests.graph.emulate import check_stages, emulate
 from tests.graph.steps import Tower, rows, step
-from tests.graph.test_stages import check_stages
 
 
 class Layer(nn.Module):

@@ -8,43 +8,26 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.probe import probe
-from tests.graph.emulate import emulate, randomise, reference, relative_error
-from tests.graph.steps import BUILDERS, Block, Tower, build, image_batch, rows, step
+from tests.graph.emulate import SEED, check_stages, emulate, randomise, reference, relative_error
+from tests.graph.steps import (
+    BUILDERS,
+    DENOISERS,
+    Block,
+    Sequential,
+    Skips,
+    Tied,
+    Tower,
+    Twice,
+    build,
+    image_batch,
+    rows,
+    step,
+)
 from tests.zoo import CASES, in_double
-
-SEED = 1234
-TRANSFORMERS = [
-    "UNet2DModel",
-    "PixArtTransformer2DModel",
-    "DiTTransformer2DModel",
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "HunyuanDiT2DModel",
-    "WanTransformer3DModel",
-]
-
-
-def check_stages(root, batch, max_share=1 / 24, splits=(1, 2, 3, 4), mode="real"):
-    """Compares the sum over stages with the unsplit step, for random cuts, unfolded and folded."""
-    randomise(root)
-    graph = probe(root, step, batch, max_share=max_share, mode=mode)
-    loss, expected = reference(root, step, batch, SEED, graph if graph.seeded else None)
-    choice = random.Random(0)
-    for num_stages in splits:
-        positions = sorted(choice.sample(range(1, len(graph.path)), num_stages - 1))
-        folded = fold(root, step, batch, graph, positions)
-        for pieces in ((graph, positions), folded):
-            got_loss, got = emulate(root, *pieces, step, batch, SEED)
-            error, where = relative_error(expected, got)
-            assert got_loss == loss, f"loss {got_loss} instead of {loss}, cut at {positions}"
-            assert error < 1e-10, f"{where} is off by {error:.1e}, cut at {positions}"
-    return graph
 
 
 @pytest.mark.slow
@@ -56,7 +39,7 @@ def test_latent_diffusion(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", DENOISERS)
 def test_denoisers_of_diffusers(name):
     with in_double():
         root, batch = CASES[name].build()
@@ -64,21 +47,6 @@ def test_denoisers_of_diffusers(name):
 
 
 def test_a_plain_sequential():
-    class Sequential(Tower):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(
-                *[
-                    part
-                    for _ in range(6)
-                    for part in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))
-                ]
-            )
-            del self.blocks
-
-        def training_step(self, batch, batch_idx):
-            return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
-
     graph = check_stages(Sequential().double(), rows().double(), mode="fake")
     assert not graph.seeded  # dropout between layers is glue: numbers as in the plain step
 
@@ -148,10 +116,6 @@ def test_results_do_not_depend_on_folding_when_layers_draw():
 
 
 def test_tied_weights_are_shared_between_their_stages():
-    class Tied(Tower):
-        def training_step(self, batch, batch_idx):
-            return (self.run(batch) @ self.blocks[0].linear.weight.t()).pow(2).mean()
-
     root = Tied().double()
     graph = check_stages(root, rows().double(), max_share=1 / 30)
     shared = cut(graph, [3]).shared_parameters
@@ -159,26 +123,12 @@ def test_tied_weights_are_shared_between_their_stages():
 
 
 def test_a_layer_called_twice_is_shared_between_its_stages():
-    class Twice(Tower):
-        def training_step(self, batch, batch_idx):
-            return self.run(self.run(batch)).pow(2).mean()
-
     root = Twice().double()
     graph = check_stages(root, rows().double(), max_share=1 / 30)
     assert set(cut(graph, [6]).shared_parameters) == {n for n, _ in root.named_parameters()}
 
 
 def test_long_skips_pass_through_the_stages_between():
-    class Skips(Tower):
-        def training_step(self, batch, batch_idx):
-            hidden, x = [], batch
-            for block in self.blocks[:3]:
-                x = block(x)
-                hidden.append(x)
-            for block in self.blocks[3:]:
-                x = block(x + hidden.pop())
-            return x.pow(2).mean()
-
     graph = check_stages(Skips().double(), rows().double(), max_share=1 / 4)
     stages = cut(graph, [1, 3, 5]).stages
     assert stages[2].received == ((0, 0), (1, 0), (2, 0))

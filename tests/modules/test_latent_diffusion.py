@@ -2,17 +2,16 @@ import json
 from unittest import mock
 
 import diffusers
-import lightning as L
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
+    fit,
     tiny_text_encoder,
     tiny_tokenizer,
     tiny_transformer,
@@ -25,20 +24,6 @@ def loss_of(model, batch, seed=0):
     torch.manual_seed(seed)
     with mock.patch.object(model, "log"):  # Lightning logs only within a trainer's loop
         return model.training_step(batch, 0)
-
-
-def fit(model, batch, tmp_path, steps=3, **kwargs):
-    trainer = L.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **kwargs,
-    )
-    trainer.fit(model, DataLoader([batch] * steps, batch_size=None))
-    return trainer
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import diffusers
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -7,37 +6,33 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import AutoencoderTraining, Optimization, TextAlignment
 from lightning_diffpipe.modules.text_alignment import look_at_neighbours
-from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
+from tests.modules.tiny_parts import fit, tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 
-def fit(module, batch, tmp_path, steps):
-    trainer = L.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+def fit_and_validate(module, batch, folder, steps):
+    return fit(
+        module,
+        batch,
+        folder,
+        steps,
+        DataLoader([batch] * 2, batch_size=None),
         check_val_every_n_epoch=None,
         val_check_interval=steps,
         num_sanity_val_steps=0,
     )
-    loader = DataLoader([batch] * steps, batch_size=None)
-    trainer.fit(module, loader, DataLoader([batch] * 2, batch_size=None))
-    return trainer
 
 
 @pytest.mark.slow
 def test_an_autoencoder_learns_to_reconstruct(batch, tmp_path):
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-2, warmup_steps=1))
-    first = fit(module, batch, tmp_path, steps=1).callback_metrics["val/psnr"]
-    last = fit(module, batch, tmp_path, steps=40).callback_metrics["val/psnr"]
+    first = fit_and_validate(module, batch, tmp_path, steps=1).callback_metrics["val/psnr"]
+    last = fit_and_validate(module, batch, tmp_path, steps=40).callback_metrics["val/psnr"]
     assert last > first + 1
 
 
 def test_the_scaling_factor_gives_latents_unit_variance(batch, tmp_path):
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-2, warmup_steps=1))
-    fit(module, batch, tmp_path, steps=5)
+    fit_and_validate(module, batch, tmp_path, steps=5)
     module.save_pretrained(tmp_path / "saved")
     vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "saved", subfolder="vae")
     latent = vae.encode(batch["image"]).latent_dist.mode() * vae.config.scaling_factor
@@ -46,7 +41,7 @@ def test_the_scaling_factor_gives_latents_unit_variance(batch, tmp_path):
 
 def test_the_scaling_factor_travels_in_the_checkpoint(batch, tmp_path):
     module = AutoencoderTraining(tiny_vae())
-    fit(module, batch, tmp_path, steps=2).save_checkpoint(tmp_path / "last.ckpt")
+    fit_and_validate(module, batch, tmp_path, steps=2).save_checkpoint(tmp_path / "last.ckpt")
     module.save_pretrained(tmp_path / "direct")
     AutoencoderTraining.from_checkpoint(tmp_path / "last.ckpt").save_pretrained(tmp_path / "again")
     factors = [
@@ -61,7 +56,7 @@ def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
     module = TextAlignment(
         tiny_text_encoder(), tiny_tokenizer(), optimization=Optimization(lr=3e-3, warmup_steps=10)
     )
-    metrics = fit(module, batch, tmp_path, steps=80).callback_metrics
+    metrics = fit_and_validate(module, batch, tmp_path, steps=80).callback_metrics
     # Four pairs: guessing has a loss of 2 ln 4 = 2.77.
     assert metrics["train/loss"] < 1.5
 

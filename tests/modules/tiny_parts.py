@@ -1,7 +1,13 @@
-"""Smallest parts of every kind a LatentDiffusion is made of."""
+"""Smallest parts of every kind a LatentDiffusion is made of, and a whole one."""
 
 import diffusers
+import lightning as L
+import torch
 import transformers
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe import LatentDiffusion
+from tests.zoo.case import perturb
 
 
 def tiny_vae():
@@ -67,3 +73,39 @@ SCHEDULERS = {
     "epsilon": lambda: diffusers.DDIMScheduler(),
     "v": lambda: diffusers.DDIMScheduler(prediction_type="v_prediction"),
 }
+
+
+def tiny_latent_diffusion(denoiser="transformer", prediction="flow", **options):
+    """All parts together; the same arguments give the same weights."""
+    torch.manual_seed(0)
+    part = tiny_unet() if denoiser == "unet" else tiny_transformer()
+    return LatentDiffusion(
+        tiny_vae(),
+        tiny_text_encoder(),
+        tiny_tokenizer(),
+        SCHEDULERS[prediction](),
+        **{denoiser: part},
+        **options,
+    )
+
+
+def perturbed_latent_diffusion():
+    """One whose transformer has no weights that are zero."""
+    module = tiny_latent_diffusion()
+    perturb(module.transformer, torch.Generator().manual_seed(0))
+    return module
+
+
+def fit(module, batch, folder, steps=3, validation=None, **options):
+    """Trains some steps on one batch."""
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, DataLoader([batch] * steps, batch_size=None), validation)
+    return trainer

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lightning_diffpipe.cli.sampling import _as_pictures
-from tests.test_cli import ROOT, call, run
+from tests.command import ROOT, call, run
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,7 @@ from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.families.skeleton import SafetensorsFolder, load_weights, skeleton
-from tests.modules.tiny_parts import (
-    SCHEDULERS,
-    tiny_text_encoder,
-    tiny_tokenizer,
-    tiny_transformer,
-    tiny_vae,
-)
+from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
     drawn_by,
@@ -31,7 +25,6 @@ from tests.predictor.tiny_pipelines import (
     thresholding,
     with_scheduler,
 )
-from tests.zoo.case import perturb
 
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
@@ -113,14 +106,7 @@ def test_a_second_request_does_not_know_of_the_first(folder_of):
 
 
 def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
-    module = LatentDiffusion(
-        vae=tiny_vae(),
-        text_encoder=tiny_text_encoder(),
-        tokenizer=tiny_tokenizer(),
-        scheduler=SCHEDULERS["flow"](),
-        transformer=tiny_transformer(),
-    )
-    perturb(module.transformer, torch.Generator().manual_seed(0))
+    module = perturbed_latent_diffusion()
     averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
     checkpoint = {
         "state_dict": module.state_dict(),

@@ -9,29 +9,14 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe import EMA, DiffPipeStrategy, LatentDiffusion
 from lightning_diffpipe.callbacks import FinalCheckpoint, SampleImages
 from lightning_diffpipe.predictor import Predictor
-from tests.modules.tiny_parts import (
-    SCHEDULERS,
-    tiny_text_encoder,
-    tiny_tokenizer,
-    tiny_transformer,
-    tiny_vae,
-)
+from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.ranks import run_ranks
-from tests.zoo.case import perturb
 
 PROMPTS = ["a", "b", "c", "d"]
 
 
 def tiny_module():
-    torch.manual_seed(0)
-    module = LatentDiffusion(
-        vae=tiny_vae(),
-        text_encoder=tiny_text_encoder(),
-        tokenizer=tiny_tokenizer(),
-        scheduler=SCHEDULERS["flow"](),
-        transformer=tiny_transformer(),
-    )
-    perturb(module.transformer, torch.Generator().manual_seed(0))
+    module = perturbed_latent_diffusion()
     module.sampling = {"num_inference_steps": 2, "guidance_scale": 2.0}
     return module
 

@@ -1,15 +1,15 @@
 """`diffpipe profile` and `diffpipe plan model=...`, in this process."""
 
-import sys
+from functools import partial
 
 import pytest
 
-from lightning_diffpipe import ModelProfile, PipelinePlan, cli
+from lightning_diffpipe import ModelProfile, PipelinePlan
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
 from lightning_diffpipe.profiling import modelled
-
-from .test_modelled import check_known
+from tests import command
+from tests.profiling.known import check_known
 
 
 @pytest.fixture
@@ -17,18 +17,7 @@ def call(capsys, monkeypatch, tmp_path):
     """Calls the command from an empty folder; returns its exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return partial(command.call, capsys, monkeypatch)
 
 
 def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):

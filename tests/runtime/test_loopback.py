@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import nn
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import uncut
@@ -30,7 +28,19 @@ from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.seeding import derived_seed
 from tests.graph.emulate import intercepted, randomise, relative_error
-from tests.graph.steps import BUILDERS, Tower, build, image_batch, rows, step
+from tests.graph.steps import (
+    BUILDERS,
+    DENOISERS,
+    Sequential,
+    Skips,
+    Tied,
+    Tower,
+    Twice,
+    build,
+    image_batch,
+    rows,
+    step,
+)
 from tests.runtime.loopback import Loopback
 from tests.zoo import CASES, in_double
 
@@ -38,55 +48,6 @@ SEED = 5
 NUM_STEPS = 5
 NUM_SAMPLES = 7  # microbatches of 3, 2 and 2
 NUM_MICROBATCHES = 3
-DENOISERS = [
-    "UNet2DModel",
-    "PixArtTransformer2DModel",
-    "DiTTransformer2DModel",
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "HunyuanDiT2DModel",
-    "WanTransformer3DModel",
-]
-
-
-class Sequential(Tower):
-    """Dropout between the layers of a `nn.Sequential`."""
-
-    def __init__(self):
-        super().__init__()
-        parts = [(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(6)]
-        self.net = nn.Sequential(*[part for group in parts for part in group])
-        del self.blocks
-
-    def training_step(self, batch, batch_idx):
-        return F.mse_loss(self.net(batch), torch.randn(batch.shape, dtype=batch.dtype))
-
-
-class Tied(Tower):
-    """The first layer's weight is read again by the loss, on the last stage."""
-
-    def training_step(self, batch, batch_idx):
-        return (self.run(batch) @ self.blocks[0].linear.weight.t()).pow(2).mean()
-
-
-class Twice(Tower):
-    """All layers are called twice, so that every weight lives on two stages."""
-
-    def training_step(self, batch, batch_idx):
-        return self.run(self.run(batch)).pow(2).mean()
-
-
-class Skips(Tower):
-    """Outputs that pass through stages which do not read them."""
-
-    def training_step(self, batch, batch_idx):
-        hidden, x = [], batch
-        for block in self.blocks[:3]:
-            x = block(x)
-            hidden.append(x)
-        for block in self.blocks[3:]:
-            x = block(x + hidden.pop())
-        return x.pow(2).mean()
 
 
 class Checkpointed(Tower):

@@ -15,6 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
@@ -307,6 +308,23 @@ def knowing(sampler, name: str, tiny: Tiny | None = None):
 
 
 @torch.inference_mode()
+def pixart_call():
+    """A model, and a whole request of two prompts to it, as a family would make it.
+
+    The model predicts a variance, too, which nobody needs.
+    """
+    arguments = {
+        "encoder_hidden_states": normal(2 * B, 7, 8, seed=2),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "return_dict": False,
+    }
+    tiny = build("pixart")
+    call = Call(
+        "pixart", [arguments], tiny.latents, scheduler_for("pixart"), {"scale": 3.0}, 2, torch.float64
+    )  # fmt: skip
+    return tiny.model, call
+
+
 def sample_plainly(request: Request) -> Tensor:
     """The loop of any diffusers pipeline."""
     scheduler, x = copy.deepcopy(request.scheduler), request.latents

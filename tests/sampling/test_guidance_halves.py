@@ -10,27 +10,12 @@ import torch
 
 from lightning_diffpipe.planning.sampling_sequence import halves_bytes
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.links import TensorShape, start_all_gather
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from tests.sampling.models import STEPS, B, build, normal, scheduler_for
-
-
-def pixart_call():
-    """Its model predicts a variance, too, which nobody needs."""
-    arguments = {
-        "encoder_hidden_states": normal(2 * B, 7, 8, seed=2),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        "return_dict": False,
-    }
-    tiny = build("pixart")
-    call = Call(
-        "pixart", [arguments], tiny.latents, scheduler_for("pixart"), {"scale": 3.0}, 2, torch.float64
-    )  # fmt: skip
-    return tiny.model, call
+from tests.sampling.models import STEPS, pixart_call
 
 
 def sample_in_halves(model, call, num_ranks, make, per_rank=1):

@@ -11,11 +11,11 @@ from torch import nn
 
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.sampling.layout import Part
 from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.stages import Stages, resident_parameters
+from lightning_diffpipe.sampling.tokens import Part
 from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords, InkOnly
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 

@@ -10,8 +10,7 @@ import torch
 from lightning_diffpipe.sampling.mesh import SamplingMesh, World
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker
 from lightning_diffpipe.sampling.report import lpips_distance
-from tests.sampling.models import STEPS
-from tests.sampling.test_guidance_halves import pixart_call
+from tests.sampling.models import STEPS, pixart_call
 
 
 def test_lpips_is_given_pictures_between_minus_one_and_one(monkeypatch):

@@ -1,0 +1,31 @@
+"""`diffpipe` as a user calls it, in this process or as one of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_diffpipe import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(capsys, monkeypatch, *arguments):
+    """Calls the command in this process; returns its exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run(*arguments, cwd, timeout_s=240):
+    """Runs the command as a user does, as a process."""
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, timeout=timeout_s, capture_output=True, text=True
+    )
