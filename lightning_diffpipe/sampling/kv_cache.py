@@ -26,7 +26,8 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.layout import Block, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.layout import Block
+from lightning_diffpipe.sampling.tokens import Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing import Attend
 
 

@@ -32,20 +32,11 @@ from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import cut_arguments
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
-from lightning_diffpipe.sampling.layout import (
-    BETWEEN,
-    WHOLE,
-    Block,
-    Layout,
-    Part,
-    Place,
-    Selection,
-    TokenAxis,
-    shapes_of_call,
-)
+from lightning_diffpipe.sampling.layout import BETWEEN, Block, Layout, Place, shapes_of_call
 from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.message import as_received
 from lightning_diffpipe.sampling.stages import Stage
+from lightning_diffpipe.sampling.tokens import WHOLE, Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing import Attend, AttentionIntercepted
 
 Slices = list[Tensor]

@@ -29,7 +29,7 @@ from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.sampling_sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.costs import measured_costs
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.layout import Layout, Part, ranges_of
+from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
@@ -39,6 +39,7 @@ from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
 from lightning_diffpipe.sampling.stages import Stages, balanced_split
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.tokens import Part, ranges_of
 
 
 @dataclass(frozen=True)

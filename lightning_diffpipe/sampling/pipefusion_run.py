@@ -21,7 +21,6 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling_pipefusion import Turn
 from lightning_diffpipe.sampling.kv_cache import KvCache
-from lightning_diffpipe.sampling.layout import Part
 from lightning_diffpipe.sampling.links import (
     Incoming,
     Links,
@@ -35,6 +34,7 @@ from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.statistics import Stopwatch
+from lightning_diffpipe.sampling.tokens import Part
 
 if TYPE_CHECKING:
     from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting

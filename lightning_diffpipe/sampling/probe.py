@@ -36,10 +36,11 @@ from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import BlockTracer
 from lightning_diffpipe.sampling.glue import find_glue
 from lightning_diffpipe.sampling.kept import find_kept
-from lightning_diffpipe.sampling.layout import Block, Layout, TokenAxis, shapes_of, text_token
+from lightning_diffpipe.sampling.layout import Block, Layout, shapes_of
 from lightning_diffpipe.sampling.leaks import mixing_operator
 from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tokens import TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing import (
     MIXED,
     AttentionHandler,

@@ -31,9 +31,10 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import share
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, KvCache
-from lightning_diffpipe.sampling.layout import Layout, Part, Selection
+from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+from lightning_diffpipe.sampling.tokens import Part, Selection
 from lightning_diffpipe.sampling.tracing import Attend
 
 Mode = Literal["ulysses", "ring"]
