@@ -22,44 +22,21 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_diffpipe.callbacks.throughput import num_samples
+from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.timeline import Timeline
 from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.gathering import gather_spans
-from lightning_diffpipe.viewing.ascii import render, side_by_side
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-from lightning_diffpipe.viewing.gap import explain_gap
-from lightning_diffpipe.viewing.measured import (
-    Occupation,
-    measured_timeline,
-    occupation,
-    without_posts,
-)
+from lightning_diffpipe.viewing.closing import Sample, closing_report, typical
+from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
 from lightning_diffpipe.viewing.plot import plot
-from lightning_diffpipe.viewing.units import percent, seconds
 
 _EARLY_STEPS = (3, 10)
 _PICTURE_S = 2.0  # what the first picture is expected to take, matplotlib's import included
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One step, looked at closely.
-
-    Attributes:
-        timeline: What the ranks of the first pipeline did.
-        after_s: From the end of the pipeline to the end of the step, on the first rank.
-        loading_s: Before the step, until its batch was at hand.
-    """
-
-    timeline: Timeline
-    after_s: float
-    loading_s: float
 
 
 @dataclass
@@ -174,7 +151,7 @@ class PipelineMonitor(L.Callback):
         self._num_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
-            self._interval.samples += num_samples(batch) * _num_pipelines(trainer)
+            self._interval.samples += num_samples(batch) * num_pipelines(trainer)
             self._interval.seconds += ended_s - clock.began_s + clock.loading_s
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
@@ -281,30 +258,17 @@ class PipelineMonitor(L.Callback):
 
     # ----------------------------------------------------------------------- pictures and report
 
-    def typical(self) -> Sample:
-        """The sampled step of median length; the first ones, which warm up, only if there is no other."""
-        settled = list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
-        by_length = sorted(settled, key=lambda sample: sample.timeline.iteration_s)
-        return by_length[len(by_length) // 2]
+    def settled(self) -> list[Sample]:
+        """The sampled steps; the first ones, which warm up, only if there is no other."""
+        return list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
 
     def report(self, plan: PipelinePlan) -> str:
-        """The closing report of one pipeline: the difference in words, both timelines, all ranks.
+        """The closing report of one pipeline, see `closing_report`.
 
         Args:
             plan: What was planned.
         """
-        settled = list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
-        measured = self.typical().timeline
-        gap = explain_gap(
-            plan,
-            measured,
-            statistics.median(sample.after_s for sample in settled),
-            statistics.median(sample.loading_s for sample in settled),
-        )
-        lines = [str(gap), "", _table_of_ranks(occupation(measured))]
-        if plan.costs is not None:
-            lines += ["", _drawn(plan.timeline, without_posts(measured))]
-        return "\n".join(lines)
+        return closing_report(plan, self.settled())
 
     def _keep_plan(self, pipeline: Pipeline) -> None:
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
@@ -341,7 +305,7 @@ class PipelineMonitor(L.Callback):
         """Writes the picture and the trace of a typical step, and gives them to loggers that take them."""
         assert self._written_to is not None
         self._written_to.mkdir(parents=True, exist_ok=True)
-        measured = self.typical().timeline
+        measured = typical(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         picture, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
         plot({**planned, "measured": without_posts(measured)}, picture)
@@ -356,36 +320,3 @@ class PipelineMonitor(L.Callback):
 
 def _pipeline(trainer: L.Trainer) -> Pipeline | None:
     return getattr(trainer.strategy, "pipeline", None)
-
-
-def _num_pipelines(trainer: L.Trainer) -> int:
-    """Batches that are trained side by side."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
-
-
-def _drawn(planned: Timeline, measured: Timeline) -> str:
-    """Both timelines on one scale of time, unless one would be a dot beside the other."""
-    if planned.iteration_s < 3 * measured.iteration_s < 9 * planned.iteration_s:
-        return side_by_side(planned, measured)
-    pictures = {"planned": render(planned), "measured, on another scale": render(measured)}
-    return "\n".join(f"{name}\n{picture}" for name, picture in pictures.items())
-
-
-def _table_of_ranks(spent: Occupation) -> str:
-    rows = zip(
-        spent.busy_s, spent.idle_s, spent.in_front_s, spent.filled_s, spent.leftover_s, strict=True
-    )
-    lines = []
-    for rank, (busy_s, idle_s, front_s, filled_s, leftover_s) in enumerate(rows):
-        frozen = [
-            f"{seconds(value)} {where}"
-            for value, where in (
-                (front_s, "in front"), (filled_s, "in bubbles"), (leftover_s, "left over")
-            )
-            if value
-        ]  # fmt: skip
-        text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
-        share = percent(idle_s / spent.iteration_s) if spent.iteration_s else "0%"
-        lines.append(f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}")
-    return "\n".join(lines)

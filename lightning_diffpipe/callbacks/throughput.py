@@ -16,6 +16,12 @@ def num_samples(batch: Any) -> int:
     return len(batch) if isinstance(batch, Tensor) or not batch else len(batch[0])
 
 
+def num_pipelines(trainer: L.Trainer) -> int:
+    """Returns the number of batches that are trained side by side."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas", 1))
+
+
 class Throughput(L.Callback):
     """Logs `samples_per_s` every few batches.
 
@@ -51,8 +57,7 @@ class Throughput(L.Callback):
         if (batch_idx + 1) % self.every_n_steps:
             return
         elapsed_s = time.perf_counter() - self._start_s
-        kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        rate = self._samples * kwargs.get("num_replicas", 1) / elapsed_s
+        rate = self._samples * num_pipelines(trainer) / elapsed_s
         self._samples = 0
         for logger in trainer.loggers:
             logger.log_metrics({"samples_per_s": rate}, step=trainer.global_step)
