@@ -118,6 +118,17 @@ def test_every_room_is_known():
     assert not unknown, f"new rooms {sorted(unknown)}: say in this test who may import whom"
 
 
+def test_tests_do_not_import_each_other():
+    """What several of them need has a file of its own."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = (node.module or "").split(".")[-1]
+                assert not module.startswith("test_"), (
+                    f"{path.name} imports from {module}.py; move what both need to a file without tests"
+                )
+
+
 def table() -> str:
     """The import table of the architecture document."""
     rows = ["| package | may import | third party |", "|---|---|---|"]
