@@ -69,8 +69,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
-        verify: Before training, compare loss and gradients of one batch with a run of the whole module,
-            on the host of every rank; needs memory for both.
+        verify: Before training, compare loss and gradients of one batch with a run of the whole module
+            on every rank; needs memory for both.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Example:
