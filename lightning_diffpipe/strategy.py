@@ -17,6 +17,7 @@ schedule that leaves them in place trains nothing, without any error.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Generator
@@ -55,6 +56,8 @@ from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.transfer import SeededTransfer
 from lightning_diffpipe.viewing.report import report
+
+_log = logging.getLogger(__name__)
 
 Auto = Literal["auto"]
 _GRACE_S = 5.0
@@ -489,6 +492,10 @@ class DiffPipeStrategy(CheckpointHooks):
         nobody else would ever end them, as a lost peer closes no connection.
         """
         self._failed = True
+        if (
+            self._backend == "nccl"
+        ):  # its watchdog may end the process before Python prints the error
+            _log.error("rank %d stops: %r", self.global_rank, exception)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             deadline_s = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline_s and any(

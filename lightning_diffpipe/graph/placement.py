@@ -81,6 +81,13 @@ def _follow(root: nn.Module, device: torch.device) -> None:
             module._apply(lambda tensor: tensor.to(device))
 
 
+def leave_on_host(root: nn.Module) -> None:
+    """Lets placeholders pretend to live on the host, so that the module can be moved there."""
+    for parameter in root.parameters():
+        if is_placeholder(parameter):
+            _free(parameter, torch.device("cpu"))
+
+
 def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Gives placeholders their values, and thereby memory, back.
 

@@ -175,6 +175,18 @@ class Mesh:
         """Destroys every group made here; the default group is not ours and stays."""
         for group in self._owned:
             dist.destroy_process_group(group)
+        self._forget()
+
+    def abort(self) -> None:
+        """Gives up what is under way, where that would keep the device waiting; all groups are gone then.
+
+        A message of NCCL that never comes holds the stream, and every copy from the device with it.
+        """
+        if self.backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
+            self._forget()
+
+    def _forget(self) -> None:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
