@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from lightning_diffpipe import find_plan, pipeline
-from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.errors import GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
@@ -22,6 +22,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.preparation import _given_plan
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.verification import WholeRun, compare
 
 
 def graph_of(module):
@@ -104,3 +105,23 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     with pytest.raises(StopIteration):
         pipeline.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
     assert places == [torch.device("meta"), "run"]
+
+
+def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
+    """History: in bf16-mixed only the rounding of float32 weights was allowed."""
+    layer = nn.Linear(2, 1)
+    gradients = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
+
+    def run_step(batch, batch_index, reduce_gradients):
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, 1.02)
+        return SimpleNamespace(loss=torch.tensor(1.0))
+
+    def check(*dtypes):
+        whole = WholeRun(1.0, gradients, frozenset(dtypes))
+        engine = SimpleNamespace(run_step=run_step, num_pipelines=1)
+        compare(layer, engine, None, dict(layer.named_parameters()), whole)
+
+    check(torch.float32, torch.bfloat16, torch.int64)
+    with pytest.raises(GraphError, match=r"the gradient of weight by 2.0e-02 .* below 1e-03"):
+        check(torch.float32, torch.int64)
