@@ -22,7 +22,12 @@ from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
+from lightning_diffpipe.graph.placement import (
+    is_placeholder,
+    leave_on_host,
+    place_parameters,
+    restore_parameters,
+)
 from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import (
@@ -35,6 +40,7 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.profiling.state import placed
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
@@ -172,6 +178,8 @@ class Pipeline:
         self.engine.close()
         self._interception.uninstall()
         if not connected:
+            self.mesh.abort()
+            leave_on_host(self.module)
             return
         placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
         restore_parameters(self.module, {name: whole[name] for name in placeholders})
@@ -221,10 +229,12 @@ def assemble(
     owners = owners_of(module, pieces, residents, schedule.placement)
     interception = Interception(module).install()
     whole = None
+    here = _on_device(batch, process.device) if verify else None
     if verify:  # The last moment at which the module is whole.
-        whole = run_whole(
-            module, step, graph, interception, batch, plan.num_microbatches, seed, mesh.pipeline
-        )
+        with placed(module, process.device):  # where random numbers and types are those of training
+            whole = run_whole(
+                module, step, graph, interception, here, plan.num_microbatches, seed, mesh.pipeline
+            )
     place_parameters(module, resident, process.device)
     interception.refuse(whereabouts(pieces, schedule.placement))
 
@@ -237,7 +247,7 @@ def assemble(
     reducer = GradientReducer(mesh, trained, holders)
     engine = Engine(layout, reducer, check_finite, picture=waiting)
     if whole is not None:
-        compare(module, engine, _on_device(batch, process.device), trained, whole)
+        compare(module, engine, here, trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     return Pipeline(
         module, plan, graph, mesh, engine, resident, owners, trained, seed, interception, relay

@@ -21,6 +21,7 @@ Sources:
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -280,11 +281,15 @@ class Predictor:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Where to compute; among several processes the GPU of this one, which becomes the current one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        device = torch.device("cuda", torch.cuda.current_device() or own)
+        torch.cuda.set_device(device)
+    return device
 
 
 def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:

@@ -6,6 +6,7 @@ Lightning's default process group, which the pipeline itself never uses.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipeline import Process
 
+_log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 
 
@@ -135,6 +137,10 @@ class ProcessHooks(ParallelStrategy):
         They get a few seconds to say what went wrong on their side. On NCCL nobody else would ever end
         them, as a lost peer closes no connection.
         """
+        if (
+            self._backend == "nccl"
+        ):  # its watchdog may end the process before Python prints the error
+            _log.error("rank %d stops: %r", self.global_rank, exception)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             deadline_s = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline_s and any(

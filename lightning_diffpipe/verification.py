@@ -19,7 +19,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph, TensorSpec
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.runtime.engine import Engine
@@ -35,10 +35,17 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 
 @dataclass
 class WholeRun:
-    """Loss and gradients of one batch, computed without cutting anything."""
+    """Loss and gradients of one batch, computed without cutting anything.
+
+    Attributes:
+        loss: Mean over the samples.
+        gradients: By name.
+        dtypes: Those in which layers computed, which autocast chooses.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
+    dtypes: frozenset[torch.dtype]
 
 
 def run_whole(
@@ -64,10 +71,12 @@ def run_whole(
         pipeline: Index of this rank's pipeline, which draws its own random numbers.
     """
     sizes = microbatch_sizes(num_samples(batch), num_microbatches)
-    loss = 0.0
+    loss, dtypes = 0.0, {parameter.dtype for parameter in module.parameters()}
     with untouched(module):
         for index, (size, part) in enumerate(zip(sizes, split(batch, sizes), strict=True)):
             known = reprobe(module, step, part, graph)
+            outputs = (leaf for layer in known.layers for leaf in layer.outputs)
+            dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
             view = StageView(module, known, uncut(known), interception, verify=True)
             run = view.forward(
                 lambda part=part: step(module, part),
@@ -79,7 +88,7 @@ def run_whole(
             run.backward(loss_scale=size / sum(sizes))
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad(set_to_none=True)
-    return WholeRun(loss, gradients)
+    return WholeRun(loss, gradients, frozenset(dtypes))
 
 
 def compare(
@@ -109,8 +118,7 @@ def compare(
             worst, name = error, key
     for parameter in trained.values():
         parameter.grad = None
-    dtypes = {parameter.dtype for parameter in trained.values()} or {torch.float32}
-    tolerance = max(_TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
+    tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in whole.dtypes)
     loss_error = abs(float(result.loss) - whole.loss) / max(abs(whole.loss), 1e-12)
     if not (worst <= tolerance and loss_error <= tolerance):
         raise GraphError(

@@ -21,7 +21,7 @@ ALLOWED = {
     "graph": {"planning", "errors"},
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
     "runtime": {"clock", "files", "graph", "planning", "errors"},
-    "sampling": {"runtime", "graph", "planning", "errors"},
+    "sampling": {"runtime", "graph", "planning", "clock", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
        "example_batch", "verification", "demo", "transfer", "checkpointing", "processes",

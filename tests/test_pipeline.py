@@ -1,20 +1,28 @@
-"""A plan is followed only by the model it was made for."""
+"""A plan is followed only by the model it was made for; how a pipeline begins and ends."""
 
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import find_plan
-from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe import find_plan, pipeline
+from lightning_diffpipe.errors import GraphError, PlanError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import cut_positions
+from lightning_diffpipe.pipeline import Pipeline, cut_positions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.preparation import _given_plan
 from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.verification import WholeRun, compare
 
 
 def graph_of(module):
@@ -47,3 +55,73 @@ def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
         UserWarning, match=r"for 8 samples .* first batch of this run has 3: its times"
     ):
         assert _given_plan(PLAN, world_size=2, batch_size=3) is PLAN
+
+
+def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
+    """History: moving the module to the host waited for the device, and that for a rank that had stopped."""
+    done, root = [], nn.Sequential(nn.Linear(4, 4))
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda: done.append("abort"))
+    monkeypatch.setattr(pipeline, "leave_on_host", lambda module: done.append("leave_on_host"))
+    for backend in ("nccl", "gloo"):
+        layout = Layout(1, Placement(((0,),)))
+        ended = SimpleNamespace(
+            engine=SimpleNamespace(close=lambda: done.append("close")),
+            _interception=Interception(root).install(),
+            mesh=Mesh(layout, 0, torch.device("cpu"), backend, 1.0),
+            module=root,
+        )
+        Pipeline.dismantle(ended, {}, connected=False)
+    assert done == ["close", "abort", "leave_on_host", "close", "leave_on_host"]
+
+
+def test_placeholders_take_no_memory_when_a_module_is_left():
+    root = nn.Sequential(nn.Linear(4, 4))
+    place_parameters(root, set(), "cpu")
+    leave_on_host(root)
+    assert is_placeholder(root[0].weight)
+    assert root.cpu()[0].weight.untyped_storage().nbytes() == 4
+
+
+def test_a_module_is_verified_where_it_is_trained(monkeypatch):
+    """History: the whole module ran on the host, with other random numbers and types than a GPU's."""
+    places = []
+
+    @contextmanager
+    def placed(module, device):
+        places.append(device)
+        yield
+        places.append("back")
+
+    def run_whole(*arguments):
+        places.append("run")
+        raise StopIteration
+
+    monkeypatch.setattr(pipeline, "placed", placed)
+    monkeypatch.setattr(pipeline, "run_whole", run_whole)
+    mesh = SimpleNamespace(local_rank=0, pipeline=0, layout=Layout(2, PLAN.schedule.placement))
+    monkeypatch.setattr(pipeline, "_connect", lambda *arguments: (mesh, {}))
+    process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
+    batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
+    with pytest.raises(StopIteration):
+        pipeline.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
+    assert places == [torch.device("meta"), "run"]
+
+
+def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
+    """History: in bf16-mixed only the rounding of float32 weights was allowed."""
+    layer = nn.Linear(2, 1)
+    gradients = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
+
+    def run_step(batch, batch_index, reduce_gradients):
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, 1.02)
+        return SimpleNamespace(loss=torch.tensor(1.0))
+
+    def check(*dtypes):
+        whole = WholeRun(1.0, gradients, frozenset(dtypes))
+        engine = SimpleNamespace(run_step=run_step, num_pipelines=1)
+        compare(layer, engine, None, dict(layer.named_parameters()), whole)
+
+    check(torch.float32, torch.bfloat16, torch.int64)
+    with pytest.raises(GraphError, match=r"the gradient of weight by 2.0e-02 .* below 1e-03"):
+        check(torch.float32, torch.int64)

@@ -32,7 +32,7 @@ def true_stride(tensor: Tensor) -> tuple[int, ...]:
 def place_parameters(
     root: nn.Module, resident: Collection[str], device: torch.device | str
 ) -> tuple[str, ...]:
-    """Frees all parameters but the resident ones, and moves those, and all buffers, to the device.
+    """Frees all parameters but the resident ones, and moves those, buffers and metrics to the device.
 
     Args:
         root: The module; changed in place. May be called again with other resident names as long as
@@ -67,7 +67,25 @@ def place_parameters(
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch.device(device):
                 module._buffers[key] = buffer.to(device)
+    _follow(root, torch.device(device))
     return tuple(foreign)
+
+
+def _follow(root: nn.Module, device: torch.device) -> None:
+    """Brings along what `.to()` moves besides, where all parameters and buffers are there already."""
+    for module in root.modules():
+        if "_device" in module.__dict__:  # what `LightningModule.device` answers
+            module.__dict__["_device"] = device
+        # Metrics have states that are no buffers. Recurrent layers would lay their weights out anew.
+        if type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase):
+            module._apply(lambda tensor: tensor.to(device))
+
+
+def leave_on_host(root: nn.Module) -> None:
+    """Lets placeholders pretend to live on the host, so that the module can be moved there."""
+    for parameter in root.parameters():
+        if is_placeholder(parameter):
+            _free(parameter, torch.device("cpu"))
 
 
 def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:

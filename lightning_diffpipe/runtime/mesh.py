@@ -130,13 +130,13 @@ class Mesh:
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
             control = self._new_group(ranks, "gloo")
-            device_group = control if self.backend == "gloo" else self._new_group(ranks)
+            device_group = control if self.backend == "gloo" else self._summing_group(ranks)
             if self.rank in ranks:
                 self.control, self.pipeline_group = control, device_group
             for edge in sorted(set(edges)):
-                pair = tuple(ranks[local] for local in edge)
-                group = self._message_group(pair, device_group)
-                if self.rank in pair:
+                source, target = (ranks[local] for local in edge)
+                group = self._message_group(source, target, device_group)
+                if self.rank in (source, target):
                     self.messages[edge] = group
         for local in range(layout.ranks_per_pipeline):
             peers = [layout.pipeline_ranks(p)[local] for p in range(layout.num_pipelines)]
@@ -167,7 +167,7 @@ class Mesh:
         """Makes one group for each set of world ranks that hold the same parameters."""
         for ranks in sorted(set(holders)):
             if ranks not in self._reduction and len(ranks) > 1:
-                group = self._new_group(ranks)
+                group = self._summing_group(ranks)
                 if self.rank in ranks:
                     self._reduction[ranks] = group
 
@@ -175,18 +175,42 @@ class Mesh:
         """Destroys every group made here; the default group is not ours and stays."""
         for group in self._owned:
             dist.destroy_process_group(group)
+        self._forget()
+
+    def abort(self) -> None:
+        """Gives up what is under way, where that would keep the device waiting; all groups are gone then.
+
+        A message of NCCL that never comes holds the stream, and every copy from the device with it.
+        """
+        if self.backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
+            self._forget()
+
+    def _forget(self) -> None:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
         self.control = self.pipeline_group = self.data_parallel = None
 
     def _message_group(
-        self, pair: tuple[int, ...], pipeline_group: dist.ProcessGroup
+        self, source: int, target: int, pipeline_group: dist.ProcessGroup
     ) -> dist.ProcessGroup:
         # gloo matches messages by tag, so one group serves all edges. NCCL knows no tags and keeps
         # one queue per communicator: each direction of each edge gets its own, so that activations
         # and gradients can never wait for each other.
-        return pipeline_group if self.backend == "gloo" else self._new_group(pair)
+        if self.backend == "gloo":
+            return pipeline_group
+        group = self._new_group((source, target))
+        open_edge(group, source, target, self.device)
+        return group
+
+    def _summing_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """A group whose communicator exists, so that some of its ranks may exchange messages in it."""
+        ranks = tuple(ranks)
+        group = self._new_group(ranks)
+        if self.rank in ranks and self.backend != "gloo":
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
 
     def _new_group(self, ranks: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
         ranks = list(ranks)
@@ -198,3 +222,23 @@ class Mesh:
         if self.rank in ranks:
             self._owned.append(group)
         return group
+
+
+def open_edge(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
+    """Passes one byte along a directed edge, so that its communicator exists.
+
+    On NCCL the first message makes it, and the call returns when the other end has made its own. In a
+    step one rank may stand in its first receive while the other stands in another one. Called for
+    all edges in one order by every rank, it cannot hang.
+
+    Args:
+        group: The group of the edge; not used on other ranks.
+        source: World rank that sends.
+        target: World rank that receives.
+        device: Where messages live.
+    """
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    if dist.get_rank() == source:
+        dist.send(byte, target, group=group)
+    elif dist.get_rank() == target:
+        dist.recv(byte, source, group=group)

@@ -117,15 +117,18 @@ class ResultSharing:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         names = [name for name, _ in entries]
         sums = torch.zeros(2, 1 + len(names), dtype=dtype, device=device)
+        counts = [0] * (1 + len(names))
         for work in self._works:
             if work.loss is None:
                 continue
             values = {name: value for name, value, _ in _calls(work)}
-            present = [0, *(1 + i for i, name in enumerate(names) if name in values)]
-            column = [work.loss, *(values[names[i - 1]] for i in present[1:])]
+            column = [work.loss, *(values.get(name, 0.0) for name in names)]
             stacked = torch.stack([_scalar(value, device, dtype) for value in column])
-            sums[0, present] += stacked * work.num_samples
-            sums[1, present] += work.num_samples
+            sums[0].add_(stacked, alpha=work.num_samples)
+            present = [True, *(name in values for name in names)]
+            counts = [n + work.num_samples * p for n, p in zip(counts, present, strict=True)]
+        for index, count in enumerate(counts):
+            sums[1, index].fill_(count)
         return sums
 
 
@@ -148,10 +151,11 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number on the device; nobody waits for what the device does, as `torch.tensor` would."""
     if isinstance(value, (int, float)):
-        return torch.tensor(float(value), device=device, dtype=dtype)
+        return torch.full((), float(value), device=device, dtype=dtype)
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().to(device, dtype).reshape(())
+        return value.detach().to(device, dtype, non_blocking=True).reshape(())
     raise ConfigurationError(
         f"self.log was given a {type(value).__name__}; a pipeline can carry numbers and tensors of one "
         "element to all ranks. Log metric.compute() instead of a metric object"

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Iterator
 
-import numpy as np
-import torch
+from lightning_diffpipe.graph import rng
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -34,14 +32,7 @@ def microbatch_seed(seed: int, pipeline: int, batch_index: int, microbatch: int)
 
 @contextlib.contextmanager
 def isolated_random_numbers(seed: int) -> Iterator[None]:
-    """Seeds torch (CPU), `random` and numpy inside, and puts their states back afterwards."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
+    """Seeds torch (CPU and this rank's GPU), `random` and numpy inside, and puts their states back afterwards."""
+    with rng.preserved(host=True):
+        rng.seed_all(seed, host=True)
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

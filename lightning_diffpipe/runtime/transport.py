@@ -241,7 +241,10 @@ class P2PTransport:
         """Waits for one operation; a timeout or a lost peer becomes a `PipelineTimeoutError`."""
         started_s = time.monotonic()
         try:
-            work.wait(self._timeout)
+            if self._blocks_host:
+                work.wait(self._timeout)
+            else:  # with a timeout NCCL would block the host; its groups have one of their own
+                work.wait()
         except RuntimeError as error:
             waited_s = time.monotonic() - started_s
             peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"

@@ -17,6 +17,7 @@ peer, so that what is counted is what is sent.
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.runtime.mesh import open_edge
 from lightning_diffpipe.sampling.statistics import Traffic
 
 MessageKind = Literal[
@@ -232,13 +234,13 @@ class ProcessLinks:
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
         for ranks in groups_of_ranks:
             control = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-            edges = [(a, b) for a in range(len(ranks)) for b in range(len(ranks)) if a != b]
-            groups = {
-                (a, b): control
-                if backend == "gloo"
-                else dist.new_group([ranks[a], ranks[b]], backend=backend, timeout=timeout)
-                for a, b in edges
-            }
+            groups = {}
+            for a, b in itertools.permutations(range(len(ranks)), 2):
+                groups[a, b] = control
+                if backend != "gloo":
+                    pair = [ranks[a], ranks[b]]
+                    groups[a, b] = dist.new_group(pair, backend=backend, timeout=timeout)
+                    open_edge(groups[a, b], *pair, device)
             if dist.get_rank() in ranks:
                 mine = cls(ranks, device, backend, timeout_s, groups, control)
         assert mine is not None, "this rank is in no group"
@@ -308,7 +310,10 @@ class ProcessLinks:
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:
         started_s = time.monotonic()
         try:
-            work.wait(datetime.timedelta(seconds=self.timeout_s))
+            if self._backend == "gloo":
+                work.wait(datetime.timedelta(seconds=self.timeout_s))
+            else:  # with a timeout NCCL would block the host; its groups have one of their own
+                work.wait()
         except RuntimeError as error:
             raise self._lost(what, source, time.monotonic() - started_s) from error
 

@@ -8,14 +8,13 @@ The same operations in the same order as diffusers' pipelines, so its latents eq
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 
 class OneProcess:
@@ -33,7 +32,7 @@ class OneProcess:
         """Runs one request; see `Sampler.sample`."""
         self.statistics = SamplingStatistics()
         scheduler, latents = copy.deepcopy(request.scheduler), request.latents
-        started_s = last_s = time.perf_counter()
+        watch = Stopwatch(self.statistics, 0, latents.device)
         for index, timestep in enumerate(request.timesteps):
             inputs = latents
             if request.scale_input:
@@ -41,10 +40,8 @@ class OneProcess:
             prediction = request.guided(request.denoise(inputs, timestep), inputs)
             stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
             latents = stepped.prev_sample
-            now_s = time.perf_counter()
-            self.statistics.step_s.append(now_s - last_s)
-            last_s = now_s
+            watch.step_done()
             if on_step is not None:
                 on_step(index)
-        self.statistics.total_s = last_s - started_s
+        watch.stop()
         return latents

@@ -249,12 +249,13 @@ class PipeFusion:
             self.statistics = SamplingStatistics(
                 freshness=Freshness() if self.record_freshness else None
             )
-            watch = Stopwatch(self.statistics, self.links.rank)
+            watch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
             run = PipeFusionRun(self, request, setting, watch)
             try:
-                return run.run(on_step)
-            finally:
+                latents = run.run(on_step)
                 watch.stop()
+                return latents
+            finally:
                 self.statistics.num_synchronous = run.plan.num_synchronous
                 self.statistics.plan = run.plan
                 self.statistics.traffic = self.links.traffic.since(before[0]).plus(

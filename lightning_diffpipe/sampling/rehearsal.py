@@ -76,7 +76,8 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         LayoutError: They differ by more than rounding; on all ranks.
     """
     still = _showing(request, 1)
-    shared = sampler.run(still, layout, Stopwatch(SamplingStatistics(), sampler.links.rank))
+    watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
+    shared = sampler.run(still, layout, watch)
 
     def error_of_sharing() -> float:
         try:
@@ -148,7 +149,7 @@ def _prediction(
     plan = replace(setting.plan, num_steps=num_steps, warmup_steps=1, automatic=False)
     if num_steps == 1:
         plan = replace(plan, warmup_microbatches=1)
-    watch = Stopwatch(SamplingStatistics(), sampler.links.rank)
+    watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
     run = PipeFusionRun(sampler, _showing(request, num_steps), replace(setting, plan=plan), watch)
     return run.run(None)
 

@@ -93,11 +93,12 @@ class SequenceParallel:
             self._rehearse_once(request, layout)
             before = self.links.traffic.copy()
             self.statistics = SamplingStatistics()
-            watch = Stopwatch(self.statistics, self.links.rank)
+            watch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
             try:
-                return self.run(request, layout, watch, on_step)
-            finally:
+                latents = self.run(request, layout, watch, on_step)
                 watch.stop()
+                return latents
+            finally:
                 self.statistics.traffic = self.links.traffic.since(before)
 
     def _rehearse_once(self, request: Request, layout: Layout) -> None:

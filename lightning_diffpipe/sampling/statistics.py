@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
+from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span
@@ -81,14 +85,17 @@ class Stopwatch:
     Args:
         statistics: Where to.
         rank: Whose spans they are.
+        device: Where the model runs; steps are timed there, as a host hands a GPU its work long before.
 
     Attributes:
         statistics: The same.
     """
 
-    def __init__(self, statistics: SamplingStatistics, rank: int) -> None:
+    def __init__(self, statistics: SamplingStatistics, rank: int, device: torch.device) -> None:
         self.statistics, self._rank = statistics, rank
-        self._origin_s = self._step_start_s = time.perf_counter()
+        self._origin_s = time.perf_counter()
+        self._clock = clock_for(device)
+        self._ends = [self._clock.stamp()]
         self._instruction: Instruction | None = None
         self._start_s = 0.0
 
@@ -113,12 +120,13 @@ class Stopwatch:
 
     def step_done(self) -> None:
         """A denoising step ends here."""
-        now = time.perf_counter()
-        self.statistics.step_s.append(now - self._step_start_s)
-        self._step_start_s = now
+        self._ends.append(self._clock.stamp())
 
     def stop(self) -> None:
-        """The request ends here."""
+        """The request ends here; waits for the device."""
+        self._clock.settle()
+        seconds = self._clock.seconds
+        self.statistics.step_s = [seconds(*ends) for ends in itertools.pairwise(self._ends)]
         self.statistics.total_s = time.perf_counter() - self._origin_s
 
     def _note(self) -> None:

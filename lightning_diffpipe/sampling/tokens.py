@@ -72,6 +72,7 @@ class Selection:
         runs = [] if self.index is None else _runs(self.index.tolist())
         object.__setattr__(self, "_runs", runs)
         object.__setattr__(self, "_length", sum(stop - start for start, stop in runs))
+        object.__setattr__(self, "_there", self.index)
 
     def __len__(self) -> int:
         return self.size if self.index is None else self._length  # type: ignore[attr-defined,no-any-return]
@@ -85,7 +86,7 @@ class Selection:
             start, stop = runs[0]
             piece = x.narrow(axis, start, stop - start)
             return piece.clone(memory_format=torch.contiguous_format)
-        return x.index_select(axis, self.index.to(x.device))
+        return x.index_select(axis, self._index_on(x.device))
 
     def put(self, x: Tensor, axis: int, values: Tensor) -> None:
         """Writes values to these positions."""
@@ -94,12 +95,21 @@ class Selection:
             return
         runs: list[tuple[int, int]] = self._runs  # type: ignore[attr-defined]
         if len(runs) > 16:
-            x.index_copy_(axis, self.index.to(x.device), values)
+            x.index_copy_(axis, self._index_on(x.device), values)
             return
         at = 0
         for start, stop in runs:
             x.narrow(axis, start, stop - start).copy_(values.narrow(axis, at, stop - start))
             at += stop - start
+
+    def _index_on(self, device: torch.device) -> Tensor:
+        """The index on a device; copied there once, as the host waits for a copy."""
+        assert self.index is not None
+        there: Tensor = self._there  # type: ignore[attr-defined]
+        if there.device != device:
+            there = self.index.to(device)
+            object.__setattr__(self, "_there", there)
+        return there
 
 
 def _runs(index: list[int]) -> list[tuple[int, int]]:

@@ -166,6 +166,28 @@ def test_the_thread_of_a_run_inherits_autocast_but_no_gradients():
     assert Looks.seen == [(True, False, False), (False, False, False)]
 
 
+def test_the_default_dtype_of_a_run_is_its_own():
+    """History: with bf16-true, losses were logged in bfloat16 while a frozen run was paused."""
+    root, batch, ends = Encoded(), rows(), []
+    graph, positions = folded(root)
+
+    def in_bfloat16():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return step(root, batch)
+        finally:
+            ends.append(torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        run = view.start(in_bfloat16, seed=1)
+        run.advance(2)
+        assert torch.get_default_dtype() == torch.float32
+        run.finish()
+    assert ends == [torch.bfloat16]
+
+
 def test_an_error_in_a_paused_run_reaches_the_owner_with_the_layer():
     class Breaks(Encoder):
         broken = False

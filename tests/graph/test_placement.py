@@ -2,8 +2,10 @@
 
 import copy
 
+import lightning as L
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
@@ -27,6 +29,22 @@ def test_foreign_parameters_keep_identity_and_shape_but_no_memory():
             4 if name in gone else 4 * parameter.numel()
         )
     assert root.blocks[4].linear.weight.isnan().all()
+
+
+class Lit(L.LightningModule):
+    """Has what `.to()` moves besides parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+        self.register_buffer("table", torch.zeros(3))
+
+
+def test_modules_know_where_they_are():
+    """History: on a GPU `self.device` was the host, and so was every tensor made there."""
+    root, there = Lit(), torch.device("meta")  # the only other device a CPU has
+    place_parameters(root, set(), there)
+    assert root.device == root.table.device == root.mean.mean_value.device == there
 
 
 def test_optimizers_step_over_placeholders():

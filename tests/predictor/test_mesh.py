@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_diffpipe import predictor
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.sampling_candidates import (
@@ -334,3 +335,21 @@ def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
         assert math.isfinite(choice.seconds)
     chosen = choose_sampling(profile, Link(), num_ranks, num_steps)
     assert chosen.seconds <= 1.1 * min(choice.seconds for choice in found) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("wish", "current", "expected"),
+    [(None, 0, 2), ("cuda", 0, 2), ("cuda", 1, 1), ("cuda:0", 1, 0), ("cpu", 1, None)],
+)
+def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, monkeypatch):
+    """History: under torchrun all ranks took the first GPU, which NCCL refuses."""
+    chosen = []
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    for name, answer in [
+        ("is_available", lambda: True), ("device_count", lambda: 4),
+        ("current_device", lambda: current), ("set_device", chosen.append),
+    ]:  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, answer)
+    device = predictor._device(wish)
+    assert device.index == expected
+    assert chosen == ([device] if wish in (None, "cuda") else [])

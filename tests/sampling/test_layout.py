@@ -15,7 +15,7 @@ from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.stages import Stages, resident_parameters
-from lightning_diffpipe.sampling.tokens import Part
+from lightning_diffpipe.sampling.tokens import Part, Selection
 from lightning_diffpipe.sampling.tracing import MIXED, UNREACHED, CodeWords, InkOnly
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
@@ -260,3 +260,13 @@ def test_a_denoiser_without_blocks():
     request = Request(model, lambda x, t: model(x), scheduler, scheduler.timesteps, latents)
     with pytest.raises(LayoutError, match="scaled_dot_product_attention"):
         probe(request)
+
+
+def test_positions_are_copied_to_a_device_once():
+    """History: every block of every patch waited until the GPU had done all work before it."""
+    there, some = torch.empty(6, 2, device="meta"), Selection(6, torch.tensor([0, 2, 5]))
+    assert some.take(there, 0).shape == (3, 2)
+    first = some._index_on(there.device)
+    assert first.is_meta
+    assert some._index_on(there.device) is first
+    assert torch.equal(some.take(torch.arange(6), 0), torch.tensor([0, 2, 5]))

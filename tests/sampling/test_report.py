@@ -10,6 +10,7 @@ import torch
 from lightning_diffpipe.sampling.mesh import SamplingMesh, World
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker
 from lightning_diffpipe.sampling.report import lpips_distance
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from tests.sampling.models import STEPS, pixart_call
 
 
@@ -45,3 +46,21 @@ def test_a_rank_without_a_prompt_reports_nothing_of_the_request_before():
     worker.place.share_of = lambda num_samples: [(0, 0)]
     worker.sample(call, lambda step: None)
     assert worker.report().statistics.step_s == []
+
+
+def test_steps_take_the_time_of_the_device(monkeypatch):
+    """History: on a GPU the seconds of a step were those in which the host asked for it."""
+    stamps, done = iter([0.0, 2.0, 5.0]), []
+    clock = SimpleNamespace(
+        stamp=lambda: next(stamps),
+        settle=lambda: done.append("settle"),
+        seconds=lambda start, stop: done.append("read") or stop - start,
+    )
+    monkeypatch.setattr("lightning_diffpipe.sampling.statistics.clock_for", lambda device: clock)
+    statistics = SamplingStatistics()
+    watch = Stopwatch(statistics, 0, torch.device("cuda"))
+    watch.step_done()
+    watch.step_done()
+    watch.stop()
+    assert statistics.step_s == [2.0, 3.0]
+    assert done == ["settle", "read", "read"]

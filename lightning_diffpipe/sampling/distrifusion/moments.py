@@ -81,7 +81,8 @@ class Moments:
         Args:
             shares: What each band is of it.
         """
-        share = self.mean.new_tensor(shares)[:, None, None]
+        # Filled on the device; a list would be copied there, for which the host waits.
+        share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
         mean = (share * self.mean).sum(0)
         return Moments((share * (self.variance + (self.mean - mean) ** 2)).sum(0), mean)
 

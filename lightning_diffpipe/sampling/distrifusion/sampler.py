@@ -98,7 +98,7 @@ class DistriFusion:
         """
         freshness = Freshness() if self.record_freshness else None
         self.statistics = SamplingStatistics(freshness=freshness)
-        stopwatch = Stopwatch(self.statistics, self.links.rank)
+        stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
         self._tracks.start_request(stopwatch, freshness)
         before = self.links.traffic.copy()
         with intercepted(self.model) as interception:

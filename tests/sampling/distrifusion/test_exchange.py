@@ -17,7 +17,9 @@ from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 
 def exchange_of(links, calls_per_message=2):
-    return Exchange(links, calls_per_message, Stopwatch(SamplingStatistics(), links.rank))
+    return Exchange(
+        links, calls_per_message, Stopwatch(SamplingStatistics(), links.rank, links.device)
+    )
 
 
 def swap(exchange, links, call, value, kind="statistics", **options):

@@ -1,0 +1,30 @@
+"""Training and sampling where communicators and order are those of NCCL; see `tests/nccl_like.py`."""
+
+import pytest
+
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.nccl_like import pretend_nccl
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def fit_like_nccl(rank, settings, world_size):
+    pretend_nccl()
+    return fit(rank, settings, world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (2, {"num_stages": 4, "schedule": "interleaved"}),
+        pytest.param(3, {"num_stages": 2, "num_replicas": (1, 2)}, marks=pytest.mark.slow),
+    ],
+)
+def test_training_needs_no_tags_and_no_order_of_first_messages(world_size, strategy):
+    """History: each rank's first call was a receive, and on NCCL none returned before the peer's send."""
+    settings = Settings(trainer={"max_steps": 2, "max_epochs": -1}, data={"batch_size": 4})
+    expected = reference(settings, 2)
+    settings.strategy = {"num_microbatches": 2, "process_group_backend": "nccl", **strategy}
+    outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, 1e-10)

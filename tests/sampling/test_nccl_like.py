@@ -1,0 +1,48 @@
+"""Samplers whose messages have no tags and whose communicators are NCCL's; see `tests/nccl_like.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.links import ProcessLinks
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from tests.nccl_like import pretend_nccl
+from tests.ranks import run_ranks
+from tests.sampling.distrifusion import models as banded
+from tests.sampling.models import build, request_for, sample_plainly
+
+pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
+PATCHES = {"num_patches": 4, "warmup_steps": "auto", "settled": 0.5}
+BANDS = {"warmup_steps": 1, "group_norm": "corrected"}
+
+
+def sample_all(rank):
+    pretend_nccl()
+    links = ProcessLinks.connect([[0, 1]], CPU, "nccl", timeout_s=20)
+    tiny = build("sd3")
+    pipefusion = PipeFusion(tiny.model, links, axis=tiny.axis, **PATCHES)
+    drawn = [pipefusion.sample(request_for("sd3", tiny=tiny))]
+    request = banded.request_for("sd", num_steps=3)
+    drawn.append(DistriFusion(request.model, links, **BANDS).sample(request))
+    for mode in ("ulysses", "ring"):
+        tiny = build("sd3")
+        sampler = SequenceParallel(tiny.model, links, mode=mode)
+        drawn.append(sampler.sample(request_for("sd3", tiny=tiny)))
+    return drawn
+
+
+def test_samplers_need_no_tags_and_no_order_of_first_messages():
+    """History: both ranks of a pair first received, and on NCCL neither call returned."""
+    tiny = build("sd3")
+    serial = sample_plainly(request_for("sd3"))
+    patches = PipeFusion(tiny.model, axis=tiny.axis, **PATCHES).sample(
+        request_for("sd3", tiny=tiny)
+    )
+    bands, _ = emulate(banded.request_for("sd", num_steps=3), 2, **BANDS)
+    for drawn in run_ranks(sample_all, 2):
+        for latents, expected in zip(drawn, [patches, bands, serial, serial], strict=True):
+            torch.testing.assert_close(latents, expected, rtol=1e-10, atol=1e-10)
