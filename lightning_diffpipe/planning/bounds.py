@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,7 +66,6 @@ class Bounds:
     _synced: dict[tuple[int, Link], tuple[float, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _needs: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def frozen_s(self) -> float:
@@ -109,12 +107,7 @@ class Bounds:
     def _work_s(self, replicas: int) -> tuple[float, ...]:
         """Running sums over layers of the busiest replica's work."""
         if replicas not in self._works:
-            total = [0.0] * (self.model.num_layers() + 1)
-            for size, count in Counter(self.sizes[::replicas]).items():
-                sums = self.model.sums(0, size)
-                for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
-                    total[i] += count * (f + b)
-            self._works[replicas] = tuple(total)
+            self._works[replicas] = self.model.work_s(0, self.sizes[::replicas])
         return self._works[replicas]
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
@@ -123,7 +116,7 @@ class Bounds:
         group = replicas * self.num_pipelines
         sync_s = 0.0
         if group > 1:
-            num_bytes = self.model.gradient_bytes(LayerRun(0, first, stop))
+            num_bytes = self._gradient_bytes[stop] - self._gradient_bytes[first]
             sync_s = min(link.all_reduce_s(num_bytes, group) for link in self._reduce_links)
         tail_s = max(self._end_s[first] + back_s * (not self.splits_backward), sync_s)
         return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
@@ -218,18 +211,9 @@ class Bounds:
         return BATCHES_AHEAD * min(made) * self.model.encoding_bytes_per_sample + working
 
     @cached_property
-    def _resident_and_activation_bytes(self) -> tuple[tuple[float, float], ...]:
-        """Running sums over layers; activations of one sample."""
-        runs = (LayerRun(0, 0, stop) for stop in range(self.model.num_layers() + 1))
-        return tuple(
-            (self.model.resident_bytes(run), self.model.activation_bytes(run, 1)) for run in runs
-        )
-
-    @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
         """Running sums over layers."""
-        stops = range(self.model.num_layers() + 1)
-        return tuple(self.model.gradient_bytes(LayerRun(0, 0, stop)) for stop in stops)
+        return self.model.gradient_sums(0)
 
     @cached_property
     def _reduce_links(self) -> tuple[Link, ...]:
@@ -296,11 +280,7 @@ class Bounds:
     def _furthest_in_memory(self, first: int, r: int, later_ranks: int) -> int:
         limit = self.model.cluster.memory_bytes
         assert limit is not None
-        alive = self._alive(r, later_ranks)
-        if alive not in self._needs:
-            samples, rows = alive * self.sizes[0], self._resident_and_activation_bytes
-            self._needs[alive] = tuple(resident + samples * each for resident, each in rows)
-        needs = self._needs[alive]
+        needs = self.model.need_bytes(0, self._alive(r, later_ranks) * self.sizes[0])
         left = limit - self.model.frozen_bytes + needs[first]
         return bisect_right(needs, left * (1 + _SLACK)) - 1
 

@@ -7,6 +7,7 @@ asks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -57,6 +58,12 @@ class CostModel:
     _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _works: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _needs: dict[tuple[int, float], tuple[float, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _read_bytes: dict[LayerRun, int] = field(default_factory=dict, repr=False, compare=False)
     _frozen: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -75,6 +82,28 @@ class CostModel:
                 _running(_weight_gradient_s(layer, samples) for layer in layers),
             )
         return self._times[key]
+
+    def work_s(self, backbone: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
+        """Running sums of forwards and backwards of all layers, for microbatches of these sizes together."""
+        key = (backbone, sizes)
+        if key not in self._works:
+            total = [0.0] * (self.num_layers(backbone) + 1)
+            for size, count in Counter(sizes).items():
+                sums = self.sums(backbone, size)
+                for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
+                    total[i] += count * (f + b)
+            self._works[key] = tuple(total)
+        return self._works[key]
+
+    def need_bytes(self, backbone: int, samples: float) -> tuple[float, ...]:
+        """Running sums of what all layers keep, with activations of that many samples."""
+        key = (backbone, samples)
+        if key not in self._needs:
+            runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
+            self._needs[key] = tuple(
+                self.resident_bytes(run) + samples * self.activation_bytes(run, 1) for run in runs
+            )
+        return self._needs[key]
 
     def forward_s(self, run: LayerRun, samples: float) -> float:
         """Forward of a microbatch of that many samples."""
@@ -107,7 +136,12 @@ class CostModel:
 
     def gradient_bytes(self, run: LayerRun) -> int:
         """Bytes of the gradients, as they are summed over replicas."""
-        return self._sum_bytes(run, "gradient_bytes", lambda layer: layer.gradient_bytes)
+        sums = self.gradient_sums(run.backbone)
+        return sums[run.stop] - sums[run.first]
+
+    def gradient_sums(self, backbone: int) -> tuple[int, ...]:
+        """Running sums of the bytes of gradients of all layers."""
+        return self._byte_sums(backbone, "gradient_bytes", lambda layer: layer.gradient_bytes)
 
     def activation_bytes(self, run: LayerRun, samples: float) -> float:
         """Bytes kept between forward and backward of a microbatch."""
@@ -190,12 +224,18 @@ class CostModel:
         return self._frozen[key]
 
     def _sum_bytes(self, run: LayerRun, key: str, of: Callable[[LayerProfile], int]) -> int:
-        cached = self._bytes.get((run.backbone, key))
+        sums = self._byte_sums(run.backbone, key, of)
+        return sums[run.stop] - sums[run.first]
+
+    def _byte_sums(
+        self, backbone: int, key: str, of: Callable[[LayerProfile], int]
+    ) -> tuple[int, ...]:
+        cached = self._bytes.get((backbone, key))
         if cached is None:
-            layers = self.profile.backbones[run.backbone].layers
+            layers = self.profile.backbones[backbone].layers
             cached = tuple(accumulate((of(layer) for layer in layers), initial=0))
-            self._bytes[run.backbone, key] = cached
-        return cached[run.stop] - cached[run.first]
+            self._bytes[backbone, key] = cached
+        return cached
 
 
 def _running(times: Iterable[float]) -> tuple[float, ...]:

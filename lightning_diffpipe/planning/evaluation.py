@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -20,12 +20,12 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.makespan import Outline, makespan, outline_of
+from lightning_diffpipe.planning.makespan import Outline, exchanged_s, makespan, outline_of
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
     frozen_loads,
     peak_memory_bytes,
-    peak_samples,
+    peak_samples_of,
     rank_bytes,
 )
 from lightning_diffpipe.planning.options import PlanOptions
@@ -34,8 +34,8 @@ from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLi
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
-from lightning_diffpipe.planning.schedule import Schedule
-from lightning_diffpipe.planning.schedules import INTERLEAVED, schedule_of
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedules import INTERLEAVED, PROGRAMS, schedule_of
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
@@ -66,21 +66,46 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What proposals share that differ only in where they cut."""
+class Pipeline:
+    """What proposals share that differ only in where they cut, and in when their frozen work is done."""
 
-    schedule: Schedule
+    schedule_name: str
+    placement: Placement
     sizes: tuple[int, ...]
     links: PipelineLinks
-    parts: tuple[EncodePart, ...]
-    peaks: tuple[dict[int, float], ...]
-    loads: tuple[FrozenLoad, ...]
-    need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
+    _peaks: dict[int, dict[int, float]] = field(default_factory=dict, repr=False, compare=False)
+
+    def schedule(self) -> Schedule:
+        """Without frozen work; made anew, as many large ones would slow down everything else."""
+        return schedule_of(self.schedule_name, self.placement, len(self.sizes))
+
+    def peak(self, rank: int) -> dict[int, float]:
+        """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
+        if rank not in self._peaks:
+            stages = self.placement.stages_of(rank)
+            program = PROGRAMS[self.schedule_name](self.placement, len(self.sizes), rank)
+            self._peaks[rank] = peak_samples_of(program, stages, self.sizes)
+        return self._peaks[rank]
+
+    @property
+    def peaks(self) -> tuple[dict[int, float], ...]:
+        """Of all ranks."""
+        return tuple(map(self.peak, range(self.placement.num_ranks)))
 
     @cached_property
     def outline(self) -> Outline:
         """What decides how long it takes; only made if something is simulated."""
-        return outline_of(self.schedule, self.sizes)
+        return outline_of(self.schedule(), self.sizes)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What proposals share that differ only in where they cut."""
+
+    pipeline: Pipeline
+    parts: tuple[EncodePart, ...]
+    loads: tuple[FrozenLoad, ...]
+    need_bytes: dict[tuple[int, tuple[Cut, ...]], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,8 +114,14 @@ class Evaluator:
 
     model: CostModel
     options: PlanOptions
+    _pipelines: dict[tuple[Shape, tuple[int, ...]], Pipeline] = field(default_factory=dict)
     _frames: dict[tuple[Shape, tuple[int, ...]], Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
+
+    def unfilled(self) -> Evaluator:
+        """The same without filling; what has been found of pipelines without their frozen work is shared."""
+        options = replace(self.options, filling="none")
+        return Evaluator(self.model, options, self._pipelines)
 
     @property
     def fills(self) -> bool:
@@ -128,23 +159,21 @@ class Evaluator:
         shape = proposal.shape
         key = (shape, proposal.replicas)
         if key not in self._frames:
-            placement, parts = shape.placement(proposal.replicas), self.parts(shape)
-            group = self.group_size(shape)
-            loads = frozen_loads(placement, shape.sizes, parts, group, self.fills)
-            parts = () if self.fills else parts
-            schedule = schedule_of(shape.schedule, placement, len(shape.sizes))
-            schedule = prefix_frozen(schedule, parts)
-            links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
-            peaks = peak_samples(schedule, shape.sizes)
-            self._frames[key] = Frame(schedule, shape.sizes, links, parts, peaks, loads)
+            if key not in self._pipelines:
+                placement = shape.placement(proposal.replicas)
+                links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
+                self._pipelines[key] = Pipeline(shape.schedule, placement, shape.sizes, links)
+            pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
+            loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
+            self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
         return self._frames[key]
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
         """What the simulator needs."""
         frame = self.frame(proposal)
-        sizes = proposal.shape.sizes
+        sizes, links = proposal.shape.sizes, frame.pipeline.links
         group = self.group_size(proposal.shape)
-        return pipeline_costs(self.model, frame.links, proposal.runs, sizes, frame.parts, group)
+        return pipeline_costs(self.model, links, proposal.runs, sizes, frame.parts, group)
 
     def step_s(self, proposal: Proposal) -> float:
         """The simulated time of a step; with filling, an estimate by which proposals are compared.
@@ -154,8 +183,9 @@ class Evaluator:
         the safest: costs are never known exactly. So a little of the unfilled step is added.
         """
         if proposal not in self._steps:
-            costs = self.costs(proposal)
-            step_s = makespan(self.frame(proposal).outline, costs)
+            costs, frame = self.costs(proposal), self.frame(proposal)
+            start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
+            step_s = makespan(frame.pipeline.outline, costs, start_s)
             if self.fills:
                 step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
             self._steps[proposal] = step_s
@@ -163,7 +193,7 @@ class Evaluator:
 
     def _all_done_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
         """When all ranks are done if none ever waits, each with its own work and its share of samples."""
-        placement, num_ranks = self.frame(proposal).schedule.placement, proposal.shape.num_ranks
+        placement, num_ranks = self.frame(proposal).pipeline.placement, proposal.shape.num_ranks
         busy_s = [0.0] * num_ranks
         for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
             for microbatch, (forward_s, backward_s) in enumerate(zip(*times, strict=True)):
@@ -177,27 +207,32 @@ class Evaluator:
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
         frame = self.frame(proposal)
-        return peak_memory_bytes(self.model, frame.peaks, proposal.runs, frame.loads)
+        return peak_memory_bytes(self.model, frame.pipeline.peaks, proposal.runs, frame.loads)
 
     def fits(self, proposal: Proposal) -> bool:
         """Whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
-        limit = self.model.cluster.memory_bytes
+        return next(self.too_full(proposal), None) is None
+
+    def too_full(self, proposal: Proposal) -> Iterator[int]:
+        """The ranks that have not enough memory."""
+        limit, cuts = self.model.cluster.memory_bytes, proposal.cuts
         if limit is None:
-            return True
-        frame, runs = self.frame(proposal), proposal.runs
-        for rank, peak in enumerate(frame.peaks):
-            key = (rank, tuple(runs[stage] for stage in peak))
-            if key not in frame.need_bytes:
+            return
+        frame = self.frame(proposal)
+        for rank in range(proposal.shape.num_ranks):
+            peak = frame.pipeline.peak(rank)
+            key = (rank, tuple([cuts[stage] for stage in peak]))
+            need = frame.need_bytes.get(key)
+            if need is None:
                 load = frame.loads[rank] if frame.loads else None
-                frame.need_bytes[key] = rank_bytes(self.model, peak, runs, load)
-            if frame.need_bytes[key] > limit:
-                return False
-        return True
+                need = rank_bytes(self.model, peak, proposal.runs, load)
+                frame.need_bytes[key] = need
+            if need > limit:
+                yield rank
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
         """Writes a proposal down as a plan, filled if that is asked for and helps."""
-        plain = replace(self, options=replace(self.options, filling="none"), _frames={}, _steps={})
-        unfilled = plain.unfilled_plan(proposal)
+        unfilled = self.unfilled().unfilled_plan(proposal)
         plans = [unfilled]
         if self.fills:
             wanted = self.options.filling
@@ -209,7 +244,8 @@ class Evaluator:
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
         """Frozen work in front of the pipeline."""
-        schedule, costs = self.frame(proposal).schedule, self.costs(proposal)
+        frame, costs = self.frame(proposal), self.costs(proposal)
+        schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = simulate(lower(schedule), costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         planned = Planned(
@@ -234,11 +270,11 @@ class Evaluator:
 
     def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""
-        frame, costs = self.frame(proposal), self.costs(proposal)
-        timeline = simulate(lower(frame.schedule), costs)
+        schedule, costs = self.frame(proposal).pipeline.schedule(), self.costs(proposal)
+        timeline = simulate(lower(schedule), costs)
         filled = fill(
             policy,
-            frame.schedule,
+            schedule,
             timeline,
             self.model.profile.encoders,
             self.share_steps(proposal.shape),
@@ -268,7 +304,7 @@ class Evaluator:
 
     def _peak_bytes_filled(self, proposal: Proposal, filled: Filled) -> tuple[int, ...]:
         """Memory of every rank with the shares of the frozen work that filling gave it."""
-        frame, sizes = self.frame(proposal), proposal.shape.sizes
+        pipeline, sizes = self.frame(proposal).pipeline, proposal.shape.sizes
         starts = (0, *accumulate(sizes))
         parts = {
             EncodePart(0, piece.rank, m, 0, size)
@@ -277,8 +313,8 @@ class Evaluator:
             if piece.start < starts[m] + size and starts[m] < piece.stop
         }
         group = self.group_size(proposal.shape)
-        loads = frozen_loads(frame.schedule.placement, sizes, tuple(parts), group, True)
-        return peak_memory_bytes(self.model, frame.peaks, proposal.runs, loads)
+        loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True)
+        return peak_memory_bytes(self.model, pipeline.peaks, proposal.runs, loads)
 
     def _rate(self, iteration_s: float) -> float:
         return self.options.global_batch_size / iteration_s if iteration_s else 0.0
@@ -313,7 +349,7 @@ class Evaluator:
 
     def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
         """The ranks of every stage, where they are not those after the ranks of the stage before."""
-        placement = self.frame(proposal).schedule.placement
+        placement = self.frame(proposal).pipeline.placement
         if proposal.shape.schedule == INTERLEAVED:
             return placement.stage_ranks
         return ((),) * placement.num_stages

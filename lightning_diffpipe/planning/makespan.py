@@ -15,6 +15,7 @@ from operator import eq
 from typing import TypeVar
 
 from lightning_diffpipe.planning.execution import group_of
+from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Compute,
     Encode,
@@ -63,14 +64,28 @@ class Outline:
     num_edges: int
 
 
-def makespan(outline: Outline, costs: Costs) -> float:
+def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
+    """When all ranks have the encodings of a batch that is encoded in front of the pipeline.
+
+    Args:
+        parts: Who encodes what, in the order of the programs.
+        costs: How long that takes, and the exchange.
+    """
+    clock = dict.fromkeys((part.rank for part in parts), 0.0)
+    for part in parts:
+        clock[part.rank] += costs.compute_s(Encode(part.index))
+    return max(clock.values()) + costs.exchange_s()
+
+
+def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
     """When the last rank is done: the inner loop of the search.
 
     Args:
         outline: What happens in which order.
         costs: How long things take; equally long for microbatches of equal size.
+        start_s: When all ranks begin.
     """
-    clock = [0.0] * outline.num_ranks
+    clock = [start_s] * outline.num_ranks
     link_free = [0.0] * outline.num_edges
     arrival = [0.0] * outline.num_sent
     work_s = [costs.compute_s(work) for work in outline.works]

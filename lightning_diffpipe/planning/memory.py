@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
@@ -11,23 +11,12 @@ from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Fo
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 
 
-def peak_alive(
-    program: Program, size_of: Callable[[int, int], float] = lambda stage, microbatch: 1
-) -> float:
-    """The most that a rank keeps at a time between forwards and their backwards.
-
-    Args:
-        program: The program of the rank.
-        size_of: Size of what `(stage, microbatch)` keeps; 1 counts microbatches.
-    """
-    alive = peak = 0.0
-    for instruction in program:
-        match instruction:
-            case Forward(stage, microbatch):
-                alive += size_of(stage, microbatch)
-                peak = max(peak, alive)
-            case Backward(stage, microbatch) | BackwardWeight(stage, microbatch):
-                alive -= size_of(stage, microbatch)
+def peak_alive(program: Program) -> int:
+    """The most microbatches that a rank keeps at a time between forwards and their backwards."""
+    alive = peak = 0
+    for _, _, change in _kept_and_freed(program):
+        alive += change
+        peak = max(peak, alive)
     return peak
 
 
@@ -38,18 +27,34 @@ def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, fl
         schedule: The programs.
         sizes: Samples of each microbatch.
     """
+    stages_of = schedule.placement.stages_of
     return tuple(
-        {
-            stage: peak_alive(program, _samples_of(stage, sizes))
-            for stage in schedule.placement.stages_of(rank)
-        }
+        peak_samples_of(program, stages_of(rank), sizes)
         for rank, program in enumerate(schedule.programs)
     )
 
 
-def _samples_of(own: int, sizes: Sequence[int]) -> Callable[[int, int], float]:
-    """Samples of a microbatch on one stage, nothing on the others."""
-    return lambda stage, microbatch: sizes[microbatch] if stage == own else 0
+def peak_samples_of(
+    program: Program, stages: Sequence[int], sizes: Sequence[int]
+) -> dict[int, float]:
+    """... of one rank, by its stages."""
+    alive = dict.fromkeys(stages, 0.0)
+    peak = dict(alive)
+    for stage, microbatch, change in _kept_and_freed(program):
+        alive[stage] += change * sizes[microbatch]
+        if alive[stage] > peak[stage]:
+            peak[stage] = alive[stage]
+    return peak
+
+
+def _kept_and_freed(program: Program) -> Iterator[tuple[int, int, int]]:
+    """In order: a stage, a microbatch, and 1 if its activations are kept from here on, -1 if they are freed."""
+    for instruction in program:
+        match instruction:
+            case Forward(stage, microbatch):
+                yield stage, microbatch, 1
+            case Backward(stage, microbatch) | BackwardWeight(stage, microbatch):
+                yield stage, microbatch, -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.baselines import baseline_cuts
@@ -100,11 +100,12 @@ def find_plan(
     until_s = time.perf_counter() + within_s
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    plans = _fastest(Search(model, options, best_s=loose_s, until_s=until_s))
+    search = Search(Evaluator(model, options), best_s=loose_s, until_s=until_s)
+    plans = _fastest(search)
     if options.filling == "auto" and profile.encoders:
         found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
-        unfilled = replace(options, filling="none")
-        plans += _fastest(Search(model, unfilled, best_s=min(found_s, below_s), until_s=until_s))
+        unfilled = search.evaluator.unfilled()
+        plans += _fastest(Search(unfilled, best_s=min(found_s, below_s), until_s=until_s))
     plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
@@ -137,8 +138,6 @@ class Search:
     """What has been found so far.
 
     Attributes:
-        model: The cost model.
-        options: Wishes and limits.
         evaluator: Simulates proposals.
         best: The fastest proposal that fits into memory.
         best_s: Its step; until there is one, the step that it has to beat.
@@ -146,16 +145,21 @@ class Search:
         until_s: When to stop, by `time.perf_counter()`.
     """
 
-    model: CostModel
-    options: PlanOptions
-    evaluator: Evaluator = field(init=False)
+    evaluator: Evaluator
     best: Proposal | None = None
     best_s: float = math.inf
     history: list[Proposal] = field(default_factory=list)
     until_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        self.evaluator = Evaluator(self.model, self.options)
+    @property
+    def model(self) -> CostModel:
+        """The cost model."""
+        return self.evaluator.model
+
+    @property
+    def options(self) -> PlanOptions:
+        """Wishes and limits."""
+        return self.evaluator.options
 
     @property
     def is_over(self) -> bool:
@@ -231,7 +235,7 @@ class Search:
     def _try_best_bounds(self, shape: Shape) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
         starts, bounds = [], self.bounds(shape)
-        for bound_s, cuts in sorted(self._starts(shape)):
+        for bound_s, cuts in sorted(self._starts(shape, bounds)):
             if bound_s >= self.best_s * (1 - WORTHWHILE):
                 break
             start = Proposal(shape, cuts)
@@ -239,7 +243,7 @@ class Search:
                 starts.append((self._try(start), cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
-                self._climb(shape, cuts)
+                self._climb(shape, cuts, bounds)
 
     def _leads_on(self, bounds: Bounds, bound_s: float, start: Proposal) -> bool:
         """Whether a start, or cuts that it leads to, may be the best; takes less time than simulating it.
@@ -253,12 +257,17 @@ class Search:
             return False
         if self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s:
             return False
+        # A move of layers changes two stages: it does not help where more ranks than theirs are too full.
+        most_helped = 2 * max(start.replicas)
+        too_full = list(islice(self.evaluator.too_full(start), most_helped + 1))
+        if not too_full or len(too_full) > most_helped:
+            return not too_full
         nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts))
-        return self.evaluator.fits(start) or any(map(self.evaluator.fits, nearby))
+        return any(map(self.evaluator.fits, nearby))
 
-    def _starts(self, shape: Shape) -> Iterator[tuple[float, tuple[Cut, ...]]]:
+    def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
-        bounds, limit_s = self.bounds(shape), self.best_s * (1 - WORTHWHILE)
+        limit_s = self.best_s * (1 - WORTHWHILE)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)
@@ -302,9 +311,9 @@ class Search:
             self.history.append(proposal)
         return step_s
 
-    def _climb(self, shape: Shape, cuts: tuple[Cut, ...]) -> None:
+    def _climb(self, shape: Shape, cuts: tuple[Cut, ...], bounds: Bounds) -> None:
         """Moves layers between neighbouring stages for as long as that makes the step shorter."""
-        current_s, bounds = self.evaluator.step_s(Proposal(shape, cuts)), self.bounds(shape)
+        current_s = self.evaluator.step_s(Proposal(shape, cuts))
         improved = True
         while improved and not self.is_over:
             improved = False
@@ -360,7 +369,7 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
     changed = PlanOptions.from_dict({**options.to_dict(), **changes})
     until_s = time.perf_counter() + REMEDY_S
     try:
-        plans = _fastest(Search(model, changed, until_s=until_s))
+        plans = _fastest(Search(Evaluator(model, changed), until_s=until_s))
     except DiffPipeError:
         return ""
     if not plans:
@@ -372,7 +381,7 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
 def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:
     """For every shape, what its most even cut needs."""
     roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
-    search = Search(roomy, options)
+    search = Search(Evaluator(roomy, options))
     for shape in shapes(roomy, options):
         weights = search.resident_bytes(shape)
         firsts = even_cuts(weights, shape.num_stages)

@@ -249,7 +249,8 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
     num_layers, num_ranks = rng.randint(8, 12), rng.randint(2, 4)
     profile = random_profile(rng, num_layers, frozen=filling != "none" or rng.random() < 0.5)
     options = PlanOptions(12, schedule=schedule, filling=filling)
-    search = Search(CostModel(profile, random_cluster(rng, num_ranks)), options)
+    model = CostModel(profile, random_cluster(rng, num_ranks))
+    search = Search(Evaluator(model, options))
     for shape in shapes(search.model, options):
         bounds = search.bounds(shape)
         for replicas in replicas_of(options, shape):

@@ -5,13 +5,18 @@ options and plans use; `INTERLEAVED` is the one with several. `schedule_of` make
 """
 
 from collections.abc import Callable
+from functools import partial
 
+from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules.gpipe import gpipe
-from lightning_diffpipe.planning.schedules.interleaved import interleaved
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
-from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
+from lightning_diffpipe.planning.schedules.gpipe import gpipe, gpipe_program
+from lightning_diffpipe.planning.schedules.interleaved import interleaved, interleaved_program
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b, one_f_one_b_program
+from lightning_diffpipe.planning.schedules.self_conditioning import (
+    self_conditioning,
+    self_conditioning_program,
+)
+from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble, zero_bubble_program
 
 
 def deep_one_f_one_b(stages: int | Placement, num_microbatches: int) -> Schedule:
@@ -30,6 +35,16 @@ SCHEDULES: dict[str, Callable[[int | Placement, int], Schedule]] = {
 INTERLEAVED = "interleaved"
 
 SCHEDULE_NAMES = (*SCHEDULES, INTERLEAVED)
+
+PROGRAMS: dict[str, Callable[[Placement, int, int], Program]] = {
+    "1f1b": one_f_one_b_program,
+    "1f1b_deep": partial(one_f_one_b_program, deep_warmup=True),
+    "gpipe": gpipe_program,
+    "zero_bubble": zero_bubble_program,
+    "self_conditioning": self_conditioning_program,
+    INTERLEAVED: interleaved_program,
+}
+"""The program of one rank alone: given where stages run, how many microbatches there are, and the rank."""
 
 AUTO_SCHEDULES = ("1f1b", "1f1b_deep", "gpipe", INTERLEAVED)
 """Those that do the same work in another order. The others change it: they split backwards, which not

@@ -24,11 +24,13 @@ def gpipe(stages: int | Placement, num_microbatches: int) -> Schedule:
         num_microbatches: Microbatches of the batch.
     """
     placement = as_placement(stages)
-
-    def program(rank: int) -> Program:
-        (stage,) = placement.stages_of(rank)
-        own = placement.microbatches_of(stage, rank, num_microbatches)
-        return (*(Forward(stage, m) for m in own), *(Backward(stage, m) for m in own))
-
-    programs = tuple(program(rank) for rank in range(placement.num_ranks))
+    ranks = range(placement.num_ranks)
+    programs = tuple(gpipe_program(placement, num_microbatches, rank) for rank in ranks)
     return Schedule(placement, num_microbatches, programs)
+
+
+def gpipe_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
+    """The program of one rank."""
+    (stage,) = placement.stages_of(rank)
+    own = placement.microbatches_of(stage, rank, num_microbatches)
+    return (*(Forward(stage, m) for m in own), *(Backward(stage, m) for m in own))

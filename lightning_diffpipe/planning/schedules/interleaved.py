@@ -14,8 +14,10 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.instruction import Backward, Forward, Instruction, Program
+from lightning_diffpipe.planning.instruction import Backward, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 
 
@@ -36,38 +38,33 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> 
             f"got {num_microbatches}"
         )
     placement = Placement.round_robin(num_ranks * stages_per_rank, num_ranks)
-    programs = tuple(
-        _program(rank, num_ranks, stages_per_rank, num_microbatches) for rank in range(num_ranks)
-    )
+    ranks = range(num_ranks)
+    programs = tuple(interleaved_program(placement, num_microbatches, rank) for rank in ranks)
     return Schedule(placement, num_microbatches, programs)
 
 
-def _program(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Program:
-    total = num_microbatches * stages_per_rank
+def interleaved_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
+    """The program of one rank."""
+    stages, num_ranks = placement.stages_of(rank), placement.num_ranks
     # Two more for each rank below: one on the way down, one on the way back; and all other stages.
-    num_warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
-    if stages_per_rank == 1:
+    num_warmup = 2 * (num_ranks - rank - 1) + (len(stages) - 1) * num_ranks
+    if len(stages) == 1:
         num_warmup = num_ranks - rank - 1
-    num_warmup = min(num_warmup, total)
+    num_warmup = min(num_warmup, num_microbatches * len(stages))
 
-    def nth(k: int) -> tuple[int, int]:
-        """The k-th work item of a rank: (how many of its stages come before, microbatch)."""
-        group, within = divmod(k, num_ranks * stages_per_rank)
-        return within // num_ranks, group * num_ranks + within % num_ranks
+    def in_groups(stages: Sequence[int]) -> list[tuple[int, int]]:
+        """Stages and microbatches: a group passes all stages of the rank before the next one comes."""
+        firsts = range(0, num_microbatches, num_ranks)
+        return [(s, m) for first in firsts for s in stages for m in range(first, first + num_ranks)]
 
-    def forward(k: int) -> Forward:
-        turn, microbatch = nth(k)
-        return Forward(turn * num_ranks + rank, microbatch)
+    forwards = [Forward(stage, m) for stage, m in in_groups(stages)]
+    backwards = [Backward(stage, m) for stage, m in in_groups(stages[::-1])]
 
-    def backward(k: int) -> Backward:
-        turn, microbatch = nth(k)
-        return Backward((stages_per_rank - 1 - turn) * num_ranks + rank, microbatch)
-
-    warmup: list[Instruction] = [forward(k) for k in range(num_warmup)]
+    warmup = forwards[:num_warmup]
     steady = [
         instruction
-        for k in range(total - num_warmup)
-        for instruction in (forward(num_warmup + k), backward(k))
+        for ahead_and_behind in zip(forwards[num_warmup:], backwards, strict=False)
+        for instruction in ahead_and_behind
     ]
-    cooldown = [backward(k) for k in range(total - num_warmup, total)]
+    cooldown = backwards[len(backwards) - num_warmup :]
     return (*warmup, *steady, *cooldown)

@@ -35,16 +35,19 @@ def one_f_one_b(
     """
     placement = as_placement(stages)
     programs = tuple(
-        _program(placement, rank, num_microbatches, 2 if deep_warmup else 1)
+        one_f_one_b_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
         for rank in range(placement.num_ranks)
     )
     return Schedule(placement, num_microbatches, programs)
 
 
-def _program(placement: Placement, rank: int, num_microbatches: int, depth: int) -> Program:
+def one_f_one_b_program(
+    placement: Placement, num_microbatches: int, rank: int, *, deep_warmup: bool = False
+) -> Program:
+    """The program of one rank."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
-    num_warmup = min(warmup_forwards(placement, stage, depth), len(own))
+    num_warmup = min(warmup_forwards(placement, stage, 2 if deep_warmup else 1), len(own))
     num_steady = len(own) - num_warmup
 
     warmup = [Forward(stage, m) for m in own[:num_warmup]]

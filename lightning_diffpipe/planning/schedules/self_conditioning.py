@@ -18,24 +18,29 @@ Source:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.instruction import ForwardNoGrad, Program
+from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_program
 
 
 def self_conditioning(
     stages: int | Placement, num_microbatches: int, *, deep_warmup: bool = False
 ) -> Schedule:
     """All forwards without gradients, then 1F1B; arguments as for `one_f_one_b`."""
-    trained = one_f_one_b(stages, num_microbatches, deep_warmup=deep_warmup)
-    placement = trained.placement
+    placement = as_placement(stages)
+    programs = tuple(
+        self_conditioning_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
+        for rank in range(placement.num_ranks)
+    )
+    return Schedule(placement, num_microbatches, programs, feedback_lag=0)
 
-    def wave(rank: int) -> tuple[ForwardNoGrad, ...]:
-        (stage,) = placement.stages_of(rank)
-        own = placement.microbatches_of(stage, rank, num_microbatches)
-        return tuple(ForwardNoGrad(stage, m) for m in own)
 
-    programs = tuple((*wave(rank), *program) for rank, program in enumerate(trained.programs))
-    return replace(trained, programs=programs, feedback_lag=0)
+def self_conditioning_program(
+    placement: Placement, num_microbatches: int, rank: int, *, deep_warmup: bool = False
+) -> Program:
+    """The program of one rank."""
+    (stage,) = placement.stages_of(rank)
+    own = placement.microbatches_of(stage, rank, num_microbatches)
+    wave = [ForwardNoGrad(stage, m) for m in own]
+    trained = one_f_one_b_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
+    return (*wave, *trained)

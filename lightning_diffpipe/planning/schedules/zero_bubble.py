@@ -37,13 +37,13 @@ def zero_bubble(stages: int | Placement, num_microbatches: int) -> Schedule:
         num_microbatches: Microbatches of the batch.
     """
     placement = as_placement(stages)
-    programs = tuple(
-        _program(placement, rank, num_microbatches) for rank in range(placement.num_ranks)
-    )
+    ranks = range(placement.num_ranks)
+    programs = tuple(zero_bubble_program(placement, num_microbatches, rank) for rank in ranks)
     return Schedule(placement, num_microbatches, programs)
 
 
-def _program(placement: Placement, rank: int, num_microbatches: int) -> Program:
+def zero_bubble_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
+    """The program of one rank."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
     num_warmup = min(warmup_forwards(placement, stage), len(own))
