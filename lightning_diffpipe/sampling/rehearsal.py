@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REMEDY = "sample it in one process or with num_patches=1"
+_REMEDY_OF_SHARING = "sample it with method=single"
 _log = logging.getLogger(__name__)
 
 
@@ -54,9 +55,9 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
     whole = _prediction(sampler, request, setting, 1)
     if not whole.isfinite().all():
         return  # nothing to compare with; final latents that are not finite are refused with a reason of their own
-    with _failing_in(len(setting.patches)):
-        patches = _prediction(sampler, request, setting, 2)
     where = f"in {len(setting.patches)} patches"
+    with failing(where, _REMEDY):
+        patches = _prediction(sampler, request, setting, 2)
     _refuse_if_other(
         where, _relative_error(patches, whole), tolerance_in(sampler, request), _REMEDY
     )
@@ -73,10 +74,11 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         layout: Of the request.
 
     Raises:
-        LayoutError: They differ by more than rounding; on all ranks.
+        LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
     """
-    still = _showing(request, 1)
-    shared = sampler.run(still, layout, Stopwatch(SamplingStatistics(), sampler.links.rank))
+    still, where = _showing(request, 1), f"with tokens shared by {sampler.links.num_ranks} ranks"
+    with failing(where, _REMEDY_OF_SHARING):
+        shared = sampler.run(still, layout, Stopwatch(SamplingStatistics(), sampler.links.rank))
 
     def error_of_sharing() -> float:
         try:
@@ -89,8 +91,7 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         return _relative_error(shared, whole) if whole.isfinite().all() else 0.0
 
     error: float = sampler.links.broadcast_object(error_of_sharing)
-    where = f"with tokens shared by {sampler.links.num_ranks} ranks"
-    _refuse_if_other(where, error, tolerance_in(sampler, request), "sample it with method=single")
+    _refuse_if_other(where, error, tolerance_in(sampler, request), _REMEDY_OF_SHARING)
 
 
 def _relative_error(found: Tensor, whole: Tensor) -> float:
@@ -107,16 +108,24 @@ def _refuse_if_other(where: str, error: float, tolerance: float, remedy: str) ->
 
 
 @contextlib.contextmanager
-def _failing_in(num_patches: int) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on all tokens, but not on some."""
+def failing(where: str, remedy: str = _REMEDY) -> Iterator[None]:
+    """Gives a reason for errors of a model that runs on all tokens, but not on some.
+
+    Args:
+        where: How tokens are divided.
+        remedy: What to do about it.
+
+    Raises:
+        LayoutError: The model failed.
+    """
     try:
         yield
     except DiffPipeError:
         raise
     except Exception as error:
         raise LayoutError(
-            f"in {num_patches} patches this model fails ({type(error).__name__}: {error}), most likely because "
-            f"a block expects all tokens; {_REMEDY}"
+            f"{where} this model fails, most likely because a block expects all tokens: "
+            f"{type(error).__name__}: {error}; {remedy}"
         ) from error
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_diffpipe.sampling.mesh import SamplingMesh, World
+from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker
 from lightning_diffpipe.sampling.report import lpips_distance
+from lightning_diffpipe.sampling.world import World
 from tests.sampling.models import STEPS
 from tests.sampling.test_guidance_halves import pixart_call
 

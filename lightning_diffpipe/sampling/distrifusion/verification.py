@@ -113,9 +113,9 @@ def failing_on(bands: Bands) -> Iterator[None]:
         raise
     except Exception as error:
         raise GraphError(
-            f"on a band of {bands.size} of {bands.num_rows} rows this model fails ({type(error).__name__}: "
-            f"{error}), most likely because it makes positions for all rows by itself; sample it with "
-            "PipeFusion, sequence parallelism or one process"
+            f"on a band of {bands.size} of {bands.num_rows} rows this model fails, most likely because it makes "
+            f"positions for all rows by itself: {type(error).__name__}: {error}; sample it with PipeFusion, "
+            "sequence parallelism or one process"
         ) from error
 
 
