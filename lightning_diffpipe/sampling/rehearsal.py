@@ -28,6 +28,7 @@ from lightning_diffpipe.errors import DiffPipeError, LayoutError
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.schedulers import InputScaler
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
@@ -59,7 +60,10 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
     with failing(where, _REMEDY):
         patches = _prediction(sampler, request, setting, 2)
     _refuse_if_other(
-        where, _relative_error(patches, whole), tolerance_in(sampler, request), _REMEDY
+        where,
+        _relative_error(patches, whole),
+        tolerance_of(sampler.model, request.latents),
+        _REMEDY,
     )
 
 
@@ -91,7 +95,7 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         return _relative_error(shared, whole) if whole.isfinite().all() else 0.0
 
     error: float = sampler.links.broadcast_object(error_of_sharing)
-    _refuse_if_other(where, error, tolerance_in(sampler, request), _REMEDY_OF_SHARING)
+    _refuse_if_other(where, error, tolerance_of(sampler.model, request.latents), _REMEDY_OF_SHARING)
 
 
 def _relative_error(found: Tensor, whole: Tensor) -> float:
@@ -127,27 +131,6 @@ def failing(where: str, remedy: str = _REMEDY) -> Iterator[None]:
             f"{where} this model fails, most likely because a block expects all tokens: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
-
-
-def tolerance_in(sampler: PipeFusion | SequenceParallel, request: Request) -> float:
-    """The relative error that rounding may cause in a model's prediction."""
-    return tolerance_of(request.latents, *sampler.model.parameters())
-
-
-def tolerance_of(latents: Tensor, *weights: Tensor) -> float:
-    """The relative error that rounding may cause in a prediction, which guidance enlarges.
-
-    The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
-
-    Example:
-        >>> dtypes = (torch.float64, torch.float32, torch.bfloat16)
-        >>> [f"{tolerance_of(torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
-        ['1e-06', '1e-03', '1e-01']
-    """
-    eps = max(torch.finfo(x.dtype).eps for x in (latents, *weights) if x.is_floating_point())
-    if latents.is_cuda and latents.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        eps = max(eps, 2.0**-11)
-    return min(max(1e-6, 1e4 * eps), 0.1)
 
 
 def _prediction(

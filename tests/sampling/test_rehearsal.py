@@ -11,7 +11,7 @@ from torch import nn
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling import pipefusion, sequence_parallel
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.rehearsal import tolerance_of
+from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -67,8 +67,9 @@ def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
             assert torch.equal(first, super().sample(request))
             return first
 
-    sample_together("sd3", build("sd3"), 2, Twice)
+    _, samplers = sample_together("sd3", build("sd3"), 2, Twice)
     assert len(rehearsals) == 2, "one on each rank"
+    assert [len(sampler._rehearsed) for sampler in samplers] == [1, 0], "rank 0 knows"
 
 
 def test_they_would_give_another_picture():
@@ -94,9 +95,10 @@ def test_an_overflow_is_not_taken_for_another_result():
 
 
 def test_the_coarsest_type_says_what_rounding_is():
-    latents = torch.zeros(1)
-    assert tolerance_of(latents, torch.zeros(1, dtype=torch.bfloat16)) == 0.1
-    assert tolerance_of(latents, latents, torch.zeros(1, dtype=torch.int8)) < 2e-3
+    latents, model = torch.zeros(1), nn.Linear(1, 1)
+    model.register_parameter("whole", nn.Parameter(torch.zeros(1).char(), requires_grad=False))
+    assert tolerance_of(model, latents) < 2e-3
+    assert tolerance_of(model.bfloat16(), latents) == 0.1
 
 
 @pytest.mark.parametrize(
