@@ -9,7 +9,8 @@ each with its own blocks, so no rank needs all weights.
     synchronous step | all tokens |                                        -> prediction
     two steps        | all tokens | patch 0 | patch 1 | patch 2 | ...      -> prediction, the same but for rounding
 
-Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides.
+Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides. If predictions
+differ, NaN is sent through the model once more, to name the operator that mixes tokens, if one does (`leaks.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import DiffPipeError, LayoutError
+from lightning_diffpipe.sampling.leaks import mixing_operator
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
+from lightning_diffpipe.sampling.probe import finite_placeholders
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.schedulers import InputScaler
@@ -59,12 +62,8 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
     where = f"in {len(setting.patches)} patches"
     with failing(where, _REMEDY):
         patches = _prediction(sampler, request, setting, 2)
-    _refuse_if_other(
-        where,
-        _relative_error(patches, whole),
-        tolerance_of(sampler.model, request.latents),
-        _REMEDY,
-    )
+    error = _relative_error(patches, whole)
+    _refuse_if_other(sampler, request, setting.layout, where, error, _REMEDY)
 
 
 def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout) -> None:
@@ -95,20 +94,39 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         return _relative_error(shared, whole) if whole.isfinite().all() else 0.0
 
     error: float = sampler.links.broadcast_object(error_of_sharing)
-    _refuse_if_other(where, error, tolerance_of(sampler.model, request.latents), _REMEDY_OF_SHARING)
+    _refuse_if_other(sampler, request, layout, where, error, _REMEDY_OF_SHARING)
 
 
 def _relative_error(found: Tensor, whole: Tensor) -> float:
     return float((found - whole).double().norm() / whole.double().norm().clamp_min(1e-30))
 
 
-def _refuse_if_other(where: str, error: float, tolerance: float, remedy: str) -> None:
-    if not error <= tolerance:
-        raise LayoutError(
-            f"{where} this model computes something else than on all tokens: "
-            f"relative error {error:.1e}, allowed are {tolerance:.0e}, most likely because a block makes positions "
-            f"for its tokens by itself; {remedy}, or pass verify=False if you accept this"
-        )
+def _refuse_if_other(
+    sampler: PipeFusion | SequenceParallel,
+    request: Request,
+    layout: Layout,
+    where: str,
+    error: float,
+    remedy: str,
+) -> None:
+    tolerance = tolerance_of(sampler.model, request.latents)
+    if error <= tolerance:
+        return
+
+    def mixing() -> str | None:
+        with contextlib.suppress(Exception), finite_placeholders(sampler.model):
+            model, latents, t = sampler.model, request.latents, request.timesteps[0]
+            return mixing_operator(model, request.denoise, latents, layout.axis, t)
+        return None  # a model that cannot be looked at is refused all the same
+
+    operator = sampler.links.broadcast_object(mixing)
+    cause = f"the first operator that mixes tokens is {operator}"
+    if operator is None:
+        cause = "no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
+    raise LayoutError(
+        f"{where} this model computes something else than on all tokens: relative error {error:.1e}, allowed "
+        f"are {tolerance:.0e}; {cause}; {remedy}, or pass verify=False if you accept this"
+    )
 
 
 @contextlib.contextmanager
