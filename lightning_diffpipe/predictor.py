@@ -31,16 +31,16 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, SamplingError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, SamplingError
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, source_of_module
-from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.auto import choose, free_memory
+from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
-from lightning_diffpipe.sampling.mesh import World, fit_mesh, join_world
+from lightning_diffpipe.sampling.mesh import fit_mesh
 from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
+from lightning_diffpipe.sampling.world import World, join_world
 
 OnStep = Callable[[int, int], None]
 
@@ -79,6 +79,7 @@ class Predictor:
         """Of the last request; on rank 0."""
         self._world = world
         self._worker: Worker | None = None
+        self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._announced = False
 
@@ -107,7 +108,8 @@ class Predictor:
             path: A diffusers folder, a hub id that is on this machine, or a training checkpoint (`.ckpt`).
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
                 `"naive"` and `"synchronous"`; see docs/sampling.md. `"auto"` chooses at the first request, for
-                that one and all later ones, among what fits the arguments that are given besides.
+                that one and all later ones, among what fits the arguments that are given besides, and again if the
+                model cannot be sampled as chosen.
             num_patches: Patches of PipeFusion; None takes as many as stages.
             warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change;
                 None takes what suits the method: 1 for PipeFusion, 4 for DistriFusion, 0 for naive patches. The
@@ -119,7 +121,7 @@ class Predictor:
             sequence: Ranks among which tokens are divided inside attention; under PipeFusion, those of a stage.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
-            timeout_s: Longest wait for a message, in seconds.
+            timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
             further: Options of the method, such as `group_norm` of DistriFusion.
@@ -232,43 +234,73 @@ class Predictor:
         return self._sample(self._world.requests.broadcast_object(call.packed))
 
     def _sample(self, packed: Call) -> Tensor:
-        call = packed.unpacked(self.device)
-        worker = self._worker_for(call)
-        num_steps = len(call.scheduler.timesteps)
-
-        def on_step(index: int) -> None:
-            if self._on_step is not None:
-                self._on_step(index + 1, num_steps)
-
-        # Ranks without a prompt of their own learn here that the others refuse the request.
-        latents = self._world.agree(lambda: worker.sample(call, on_step))
+        worker, latents = self._sampled(packed)
         # Before decoding, so that no rank waits for rank 0 if that fails.
         reports = self._world.gather(worker.report())
         self.report = merge(reports) if self._world.rank == 0 else None
-        _refuse_unless_finite(reports, call)
+        _refuse_unless_finite(reports, packed)
         return latents
 
-    def _worker_for(self, call: Call) -> Worker:
+    def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
+        """Final latents, with the method that is asked for, or the first one chosen that is not refused."""
+        while True:
+            worker = self._worker_for(packed)
+            # With generators as they were, whatever was measured or tried before.
+            call = packed.unpacked(self.device)
+            try:
+                # Ranks without a prompt of their own learn here that the others refuse the request.
+                mine = self._world.agree(
+                    lambda worker=worker, call=call: worker.sample(call, self._step_of(call)),
+                    worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts,
+                )
+                return worker, worker.gather(call, mine)
+            except (ConfigurationError, GraphError) as error:
+                if self._chooser is None:
+                    self._worker = None if worker.is_abandoned else worker
+                    raise
+                self._chooser.refuse(worker.options, error)
+                worker.abandon()
+                self._worker = None
+
+    def _step_of(self, call: Call) -> Callable[[int], None]:
+        num_steps, progress = len(call.scheduler.timesteps), self._world.progress
+
+        def on_step(index: int) -> None:
+            if progress is not None:
+                progress.step()
+            if self._on_step is not None:
+                self._on_step(index + 1, num_steps)
+
+        return on_step
+
+    def _worker_for(self, packed: Call) -> Worker:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
-            link: Link | None = None
-            left: list[int | None] = []
-            if self.options.method == "auto":
-                link = self._world.measured_link()
-                left = self._world.gather(free_memory(self.device))
-            chosen = self._world.requests.broadcast_object(lambda: self._choose(call, link, left))
+            if self.options.method == "auto" and self._chooser is None:
+                self._chooser = self._new_chooser()
+            chosen = self._world.requests.broadcast_object(lambda: self._decided(packed))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 
-    def _choose(self, call: Call, link: Link | None, left: Sequence[int | None]) -> MethodOptions:
+    def _new_chooser(self) -> Chooser:
+        link = self._world.measured_link()
+        left = self._world.gather(free_memory(self.device))
+        return Chooser(
+            self.source.denoiser,
+            link,
+            self._world.num_ranks,
+            min((each for each in left if each is not None), default=None),
+            self.options,
+        )
+
+    def _decided(self, packed: Call) -> MethodOptions:
+        if self._chooser is not None:
+            return self._chooser.choose(packed.unpacked(self.device))
         options = self.options
-        if options.method not in (*METHODS, "auto"):
+        if options.method not in METHODS:
             raise ConfigurationError(
                 f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
             )
-        if link is not None:
-            least = min((each for each in left if each is not None), default=None)
-            return choose(call, self.source.denoiser, link, self._world.num_ranks, least, options)
         mesh = fit_mesh(
             self._world.num_ranks,
             options.method,
@@ -303,6 +335,10 @@ def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
             f"method=single, the fault is not the model's but that of method={reports[0].options.method}: "
             "please report it"
         )
+
+
+def _wait_for_timeouts() -> None:
+    """What NCCL has posted cannot be taken back, so that peers wait for as long as they may."""
 
 
 def _raise(error: Exception) -> Any:

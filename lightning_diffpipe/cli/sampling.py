@@ -147,7 +147,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     from PIL import Image
 
     from lightning_diffpipe.predictor import Predictor
-    from lightning_diffpipe.sampling.report import difference, lpips_distance, psnr
+    from lightning_diffpipe.sampling.report import difference, lpips_distances, psnr
 
     alone = Predictor.from_pretrained(
         values["path"], "single", alone=True, **_common(values, rank=0)
@@ -161,7 +161,6 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))
     page.save(folder / "difference.png")
     decibels = [psnr(a, b) for a, b in pairs]
-    distances = [lpips_distance(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step"
     told = _how_far(decibels)
     print(f"{'one process':13} {told} the pictures of one process, which takes {seconds}")
@@ -169,11 +168,11 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
     }
-    if None not in distances:
-        found["lpips"] = distances
-        print(f"{'LPIPS':13} {sum(distances) / len(distances):.4f}")
-    else:
-        print(f"{'LPIPS':13} not measured: the lpips package or its weights are not installed")
+    try:
+        found["lpips"] = lpips_distances(pairs)
+        print(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
+    except ConfigurationError as error:
+        print(f"{'LPIPS':13} not measured: {error}")
     print(f"{folder / 'difference.png'}  this, one process, their difference times 8")
     return found
 

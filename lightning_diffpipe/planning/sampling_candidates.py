@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
-from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.planning.sampling_wish import SamplingWish, mesh_of
 
 MIN_STEPS = 8
 """With fewer denoising steps, only exact methods are considered."""
@@ -155,8 +155,7 @@ class SamplingChoice:
     @property
     def mesh(self) -> str:
         """The axes that have several ranks, as text."""
-        used = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
-        return " x ".join(used) or "one rank"
+        return mesh_of(self.axes)
 
 
 @dataclass(frozen=True)

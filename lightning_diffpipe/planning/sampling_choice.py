@@ -2,7 +2,8 @@
 
 Stale activations need steps that differ little, so few-step models get an exact method. An exact method is also
 taken where it costs at most a tenth more. What needs more memory than a rank has is left out, and so is what is not
-as wished. What the methods cost is in `sampling_candidates.py` and `sampling_memory.py`.
+as wished, or was chosen before and did not work. What the methods cost is in `sampling_candidates.py` and
+`sampling_memory.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def choose_sampling(
         num_steps: Denoising steps.
         memory_bytes: What every rank has left for the denoiser; None means that it is no limit. If nothing
             fits, what needs least is taken.
-        wish: What is given and not chosen.
+        wish: What is given and not chosen, and what was refused.
 
     Raises:
         ConfigurationError: Nothing is as wished; the message lists what there is.
@@ -72,6 +73,7 @@ def choose_sampling(
         reason += _ruled_out(needs, memory_bytes)
     if profile.num_blocks and (wish.num_patches or 0) > profile.num_units:
         reason += f"; no pipefusion: num_patches={wish.num_patches}, but there are {profile.num_units} rows"
+    reason += "".join(f"; {refusal}" for refusal in wish.refused)
     return replace(chosen, reason=reason)
 
 

@@ -8,6 +8,35 @@ from dataclasses import dataclass
 _AXES = ("data", "guidance", "parallel", "sequence")
 
 
+def mesh_of(axes: Mapping[str, int]) -> str:
+    """The axes that have several ranks, as text.
+
+    Example:
+        >>> mesh_of({"data": 2, "guidance": 1, "parallel": 4, "sequence": 1})
+        'data=2 x parallel=4'
+    """
+    return " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "one rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A choice that turned out not to work.
+
+    Attributes:
+        method: Its name.
+        reason: Why, in a clause.
+        axes: Sizes of the axes of the mesh that does not work; None if the method does not, on any mesh.
+    """
+
+    method: str
+    reason: str
+    axes: Mapping[str, int] | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.axes is None else f" on {mesh_of(self.axes)}"
+        return f"no {self.method}{where}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingWish:
     """Values that are given and not chosen; None leaves one to the choice.
@@ -23,6 +52,7 @@ class SamplingWish:
         sequence: Of the sequence axis.
         sequence_mode: How ranks that share tokens attend, "ulysses" or "ring".
         methods: Those that may be taken.
+        refused: What was chosen before, and did not work.
     """
 
     num_patches: int | None = None
@@ -33,6 +63,7 @@ class SamplingWish:
     sequence: int | None = None
     sequence_mode: str | None = None
     methods: tuple[str, ...] | None = None
+    refused: tuple[Refusal, ...] = ()
 
     def admits(self, method: str, axes: Mapping[str, int]) -> bool:
         """Whether a method on a mesh is as asked.
@@ -47,7 +78,12 @@ class SamplingWish:
             True
             >>> SamplingWish(data=2, guidance=2).admits("pipefusion", mesh)
             False
+            >>> mixes_tokens = Refusal("pipefusion", "tokens are mixed")
+            >>> SamplingWish(refused=(mixes_tokens,)).admits("pipefusion", mesh)
+            False
         """
+        if any(r.method == method and r.axes in (None, axes) for r in self.refused):
+            return False
         if self.methods is not None and method not in self.methods:
             return False
         return all(axes[name] == size for name, size in self._sizes().items())

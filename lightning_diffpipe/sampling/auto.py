@@ -3,6 +3,7 @@
 On rank 0, with the first request: one step is timed, whole and in two patches, attention and convolutions in it
 are counted, and the model is probed for whether patches can flow through it. Weights are not needed for any of
 that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
+Where a rehearsal then refuses what was chosen, the choice is made again among the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
@@ -31,7 +32,7 @@ from lightning_diffpipe.planning.sampling_candidates import (
     SamplingChoice,
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
@@ -39,6 +40,7 @@ from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_attention import divides_text
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
@@ -53,44 +55,85 @@ _SAMPLERS: dict[str, type] = {
 }
 
 
-def choose(
-    call: Call,
-    model: Any,
-    link: Link,
-    num_ranks: int,
-    memory_bytes: int | None,
-    options: MethodOptions,
-) -> MethodOptions:
-    """Measures a request on this rank and chooses how to run it.
+class Chooser:
+    """Chooses how to run requests, on rank 0; others only hear of it.
 
     Args:
-        call: The request.
         model: The denoiser, perhaps a skeleton.
         link: Between any two ranks.
         num_ranks: Ranks there are.
         memory_bytes: What every rank has left; None means that it is no limit.
         options: Wishes, which are kept.
-
-    Returns:
-        The options with everything that is decided.
-
-    Raises:
-        ConfigurationError: Nothing is as wished.
     """
-    wish = wish_of(options)
-    request = call.request(model)
-    profile = profile_request(request, call.num_samples, call.branches)
-    choice = choose_sampling(profile, link, num_ranks, request.num_steps, memory_bytes, wish)
-    automatic = options.warmup_steps == "auto" and choice.warmup_steps is not None
-    return replace(
-        options,
-        method=choice.method,
-        mesh=mesh_of(choice),
-        num_patches=choice.num_patches,
-        warmup_steps="auto" if automatic else choice.warmup_steps,
-        reason=choice.reason,
-        further={**options_of(choice), **options.further},
-    )
+
+    def __init__(
+        self,
+        model: Any,
+        link: Link,
+        num_ranks: int,
+        memory_bytes: int | None,
+        options: MethodOptions,
+    ) -> None:
+        self._model, self._link = model, link
+        self._num_ranks, self._memory_bytes, self._options = num_ranks, memory_bytes, options
+        self._measured: tuple[DenoiserProfile, int] | None = None  # with the number of steps
+        self._refused: list[tuple[Refusal, DiffPipeError]] = []
+
+    def choose(self, call: Call) -> MethodOptions:
+        """The fastest way that has not been refused, as measured with the first request.
+
+        Args:
+            call: The request; nothing in it is changed but the state of its generators.
+
+        Returns:
+            The options with everything that is decided.
+
+        Raises:
+            ConfigurationError: Nothing is as wished.
+            DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
+        """
+        refused = tuple(refusal for refusal, _ in self._refused)
+        wish = replace(wish_of(self._options), refused=refused)
+        if self._measured is None:
+            request = call.request(self._model)
+            profile = profile_request(request, call.num_samples, call.branches)
+            self._measured = profile, request.num_steps
+        profile, num_steps = self._measured
+        try:
+            choice = choose_sampling(
+                profile, self._link, self._num_ranks, num_steps, self._memory_bytes, wish
+            )
+        except ConfigurationError:
+            if not self._refused:
+                raise
+            last = self._refused[-1][1]
+            self._refused.clear()
+            raise last from None
+        return self._decided(choice)
+
+    def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
+        """Takes something out of the choice: a method that the model cannot be sampled with, or else its mesh.
+
+        Args:
+            options: What was chosen.
+            error: Why it does not work.
+        """
+        mixes = isinstance(error, GraphError)
+        axes = None if mixes or options.mesh is None else asdict(options.mesh)
+        self._refused.append((Refusal(options.method, _short(error), axes), error))
+
+    def _decided(self, choice: SamplingChoice) -> MethodOptions:
+        options = self._options
+        automatic = options.warmup_steps == "auto" and choice.warmup_steps is not None
+        return replace(
+            options,
+            method=choice.method,
+            mesh=mesh_of(choice),
+            num_patches=choice.num_patches,
+            warmup_steps="auto" if automatic else choice.warmup_steps,
+            reason=choice.reason,
+            further={**options_of(choice), **options.further},
+        )
 
 
 def wish_of(options: MethodOptions) -> SamplingWish:
@@ -165,15 +208,16 @@ def profile_request(
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0, verify=False)
     if layout is not None:
         patched.know(request, layout)
-    microbatches = 1
+    microbatches, glue_s, call_s, refusal = 1, 0.0, 0.0, ""
     try:
         setting = patched.prepare(request)
-        layout, refusal = setting.layout, ""
-        microbatches = setting.plan.warmup_microbatches
+        with failing("in 2 patches"):
+            patch_s = _patch_s(request, patched, step_s)
+        layout, microbatches = setting.layout, setting.plan.warmup_microbatches
+        glue_s = min(_glue_s(request, layout), step_s)
+        call_s = patch_s - glue_s
     except DiffPipeError as error:
         layout, refusal = None, _short(error)
-    glue_s = 0.0 if layout is None else min(_glue_s(request, layout), step_s)
-    call_s = 0.0 if layout is None else _patch_s(request, patched, step_s) - glue_s
     return DenoiserProfile(
         step_s=step_s,
         glue_s=glue_s,

@@ -247,11 +247,20 @@ class ProcessLinks:
         return mine
 
     def disconnect(self) -> None:
-        """Destroys the groups."""
+        """Destroys the groups, once every send has left."""
         self.finish()
-        for group in {id(g): g for g in (*self._groups.values(), self.control)}.values():
-            dist.destroy_process_group(group)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Destroys the groups as they are. Over gloo, peers that wait for this position are told at once."""
+        if not self._groups:
+            return
+        groups = {id(g): g for g in (*self._groups.values(), self.control)}
+        self._held.clear()
         self._groups.clear()
+        del self.control  # a connection breaks when nobody holds its group
+        while groups:
+            dist.destroy_process_group(groups.popitem()[1])
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the buffer is kept alive until it has left."""

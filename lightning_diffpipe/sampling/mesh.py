@@ -17,22 +17,16 @@ Neighbours along an inner axis are near each other, since inner axes send more.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
-from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.links import (
     Alone,
     Links,
@@ -159,120 +153,6 @@ def fit_mesh(
     return mesh
 
 
-@dataclass(frozen=True)
-class World:
-    """All ranks.
-
-    Attributes:
-        links: Between all of them, over gloo: what is rare travels on the host.
-        requests: The same for what may take long on one rank: loading, encoding prompts, choosing a
-            method, drawing more prompts than another, and whatever the caller does between two requests.
-        backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
-    """
-
-    links: Links
-    requests: Links
-    backend: str
-
-    @classmethod
-    def alone(cls, device: torch.device) -> World:
-        """A world of this process only."""
-        return cls(Alone(device), Alone(device), "gloo")
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.links.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return self.links.num_ranks
-
-    def gather(self, value: Any) -> list[Any]:
-        """Plain data of all ranks, on all ranks."""
-        return _gathered(self.requests, value)
-
-    def agree(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on this rank, if it works on all; else the first error, on all ranks."""
-        value, error = None, None
-        try:
-            value = make()
-        except PipelineTimeoutError:
-            raise  # a rank is missing
-        except DiffPipeError as raised:
-            error = raised
-        try:
-            errors = _gathered(self.requests, error)
-        except PipelineTimeoutError:
-            if error is None:
-                raise
-            raise error from None
-        for raised_there in errors:
-            if raised_there is not None:
-                raise error or raised_there
-        return value
-
-    def measured_link(self) -> Link:
-        """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
-
-        Between hosts if there are several, since every mesh of all ranks has messages that go there.
-        """
-        if not isinstance(self.links, ProcessLinks):
-            return Link()
-        if self.backend == "nccl":
-            group = dist.new_group(backend="nccl")
-            with torch.cuda.device(self.links.device):  # where NCCL sends plain data from
-                cluster = measure_cluster(group, self.links.device, budget_s=0.5)
-            dist.destroy_process_group(group)
-        else:
-            cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
-        return cluster.p2p_between_hosts or cluster.p2p
-
-    def disconnect(self) -> None:
-        """Destroys the groups made for these links; the default group stays."""
-        for links in (self.links, self.requests):
-            if isinstance(links, ProcessLinks):
-                links.disconnect()
-
-
-def _gathered(links: Links, value: Any) -> list[Any]:
-    if not isinstance(links, ProcessLinks):
-        return [value]
-    values = [None] * links.num_ranks
-    try:
-        dist.all_gather_object(values, value, group=links.control)
-    except RuntimeError as error:
-        raise PipelineTimeoutError(
-            f"rank {links.rank} lost a peer, which stopped; its own error says why"
-        ) from error
-    return values
-
-
-def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
-    """Joins the default process group, making it from the environment if a launcher has set that.
-
-    Collective.
-    """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return World.alone(device)
-    ranks = list(range(dist.get_world_size()))
-    patience_s = max(timeout_s, default_pg_timeout.total_seconds())
-    links, requests = (
-        ProcessLinks.connect([ranks], device, "gloo", seconds)
-        for seconds in (timeout_s, patience_s)
-    )
-    backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
-    return World(links, requests, backend)
-
-
-def _one_gpu_each() -> bool:
-    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return dist.is_nccl_available() and torch.cuda.device_count() >= on_this_host
-
-
 class Place:
     """This rank's place in a mesh, with its links along the axes.
 
@@ -327,6 +207,14 @@ class Place:
 
     def disconnect(self) -> None:
         """Destroys the groups made for this place."""
-        for links in (self.links, self.sequence_links, self.branches):
-            if isinstance(links, ProcessLinks):
-                links.disconnect()
+        for links in self._processes():
+            links.disconnect()
+
+    def abandon(self) -> None:
+        """The same at once, with messages under way."""
+        for links in self._processes():
+            links.abandon()
+
+    def _processes(self) -> list[ProcessLinks]:
+        every = (self.links, self.sequence_links, self.branches)
+        return [links for links in every if isinstance(links, ProcessLinks)]

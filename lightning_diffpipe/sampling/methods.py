@@ -25,12 +25,13 @@ from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.skeleton import load_weights
 from lightning_diffpipe.sampling.families.source import Source
 from lightning_diffpipe.sampling.links import Links, TensorShape
-from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, World
+from lightning_diffpipe.sampling.mesh import Place, SamplingMesh
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.report import RankReport
 from lightning_diffpipe.sampling.request import Request, Sampler
 from lightning_diffpipe.sampling.stages import resident_parameters
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
+from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
 """Synchronous steps where none are asked for; 1 for other methods."""
@@ -136,7 +137,12 @@ class Worker:
         world: All ranks.
         device: Where this rank computes.
         timeout_s: Longest wait for a message.
+
+    Attributes:
+        is_abandoned: Whether links were broken, so that another worker is needed.
     """
+
+    is_abandoned = False
 
     def __init__(
         self,
@@ -166,13 +172,12 @@ class Worker:
             on_step: Called after each denoising step of this rank.
 
         Returns:
-            On rank 0 the final latents of all samples; elsewhere those of this rank's share.
+            The final latents of this rank's share of the samples.
         """
         self._num_steps = len(call.scheduler.timesteps)
         self._statistics = SamplingStatistics()
         self._before = self._around()
-        shares = self.place.share_of(call.num_samples)
-        start, stop = shares[self.place.data]
+        start, stop = self.place.share_of(call.num_samples)[self.place.data]
         mine = call if self.place.mesh.data == 1 else call.samples(start, stop)
         latents = mine.latents
         if stop > start:
@@ -180,7 +185,7 @@ class Worker:
                 latents = self._sample_share(mine, on_step)
             self._statistics = self._sampler.statistics
         self._is_finite = bool(latents.isfinite().all())
-        return self._gathered(call, latents, shares)
+        return latents
 
     def _sample_share(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
         exchange = None
@@ -203,23 +208,32 @@ class Worker:
         """
         if self._weights is None:
             return {}
+        absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
         if self.options.method != "pipefusion" or self.place.links.num_ranks == 1:
-            load_weights(self._model, self._weights)
+            load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
         found = self._sampler.prepare(request)
         rank = self.place.links.rank
         names = resident_parameters(self._model, found.layout, found.stages, rank)
-        absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
         if names & absent:
             load_weights(self._model, self._weights, names & absent)
         return {"setting": found}
 
-    def _gathered(self, call: Call, latents: Tensor, shares: list[tuple[int, int]]) -> Tensor:
-        """Brings the latents of all positions of the data axis to rank 0."""
+    def gather(self, call: Call, latents: Tensor) -> Tensor:
+        """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.
+
+        Args:
+            call: What was sampled.
+            latents: Of this rank's share.
+
+        Returns:
+            On rank 0 the final latents of all samples; elsewhere what was given.
+        """
         mesh, links = self.place.mesh, self.world.requests
         if mesh.data == 1:
             return latents
+        shares = self.place.share_of(call.num_samples)
         leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
         if self.world.rank != 0:
             if leads and len(latents):
@@ -256,3 +270,8 @@ class Worker:
     def close(self) -> None:
         """Ends this rank's groups; collective."""
         self.place.disconnect()
+
+    def abandon(self) -> None:
+        """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
+        self.is_abandoned = True
+        self.place.abandon()

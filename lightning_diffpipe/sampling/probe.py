@@ -72,7 +72,7 @@ def probe(request: Request, axis: int | None = None) -> Layout:
     Raises:
         LayoutError: The model mixes tokens outside attention, or hides its attention.
     """
-    with torch.inference_mode(), _finite_placeholders(request.model):
+    with torch.inference_mode(), finite_placeholders(request.model):
         return _Probe(request, axis).run()
 
 
@@ -186,14 +186,11 @@ class _Probe:
             return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
 
     def _mixes(self, what: str) -> LayoutError:
-        num_rows = self._latents.shape[self._axis]
-        # A power of two, so that no token is cut.
-        rows = torch.arange(num_rows) < 1 << (max(num_rows // 2, 1).bit_length() - 1)
-        latents = marked(self._latents, self._axis, rows)
-        operator = mixing_operator(self._model, self._denoise, latents, self._t)
+        operator = mixing_operator(self._model, self._denoise, self._latents, self._axis, self._t)
         return LayoutError(
             f"the model mixes rows of the latents outside scaled_dot_product_attention: {what}; the "
-            f"first operator that does is {operator}. Sample it with DistriFusion, or in one process"
+            f"first operator that does is {operator or 'one that could not be found'}. Sample it with "
+            "DistriFusion, or in one process"
         )
 
     # --- 3: axes of arguments and results -----------------------------------------------------------
@@ -374,7 +371,7 @@ def _block_candidates(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def _finite_placeholders(model: nn.Module) -> Iterator[None]:
+def finite_placeholders(model: nn.Module) -> Iterator[None]:
     """Gives placeholders, which are NaN, a small number for some time."""
     scalars = [
         p.data.as_strided((), ())

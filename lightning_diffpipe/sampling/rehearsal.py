@@ -9,7 +9,8 @@ each with its own blocks, so no rank needs all weights.
     synchronous step | all tokens |                                        -> prediction
     two steps        | all tokens | patch 0 | patch 1 | patch 2 | ...      -> prediction, the same but for rounding
 
-Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides.
+Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides. If predictions
+differ, NaN is sent through the model once more, to name the operator that mixes tokens, if one does (`leaks.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import DiffPipeError, LayoutError
+from lightning_diffpipe.sampling.leaks import mixing_operator
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
+from lightning_diffpipe.sampling.probe import finite_placeholders
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.schedulers import InputScaler
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REMEDY = "sample it in one process or with num_patches=1"
+_REMEDY_OF_SHARING = "sample it with method=single"
 _log = logging.getLogger(__name__)
 
 
@@ -54,12 +59,11 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
     whole = _prediction(sampler, request, setting, 1)
     if not whole.isfinite().all():
         return  # nothing to compare with; final latents that are not finite are refused with a reason of their own
-    with _failing_in(len(setting.patches)):
-        patches = _prediction(sampler, request, setting, 2)
     where = f"in {len(setting.patches)} patches"
-    _refuse_if_other(
-        where, _relative_error(patches, whole), tolerance_in(sampler, request), _REMEDY
-    )
+    with failing(where, _REMEDY):
+        patches = _prediction(sampler, request, setting, 2)
+    error = _relative_error(patches, whole)
+    _refuse_if_other(sampler, request, setting.layout, where, error, _REMEDY)
 
 
 def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout) -> None:
@@ -73,11 +77,12 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         layout: Of the request.
 
     Raises:
-        LayoutError: They differ by more than rounding; on all ranks.
+        LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
     """
-    still = _showing(request, 1)
+    still, where = _showing(request, 1), f"with tokens shared by {sampler.links.num_ranks} ranks"
     watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
-    shared = sampler.run(still, layout, watch)
+    with failing(where, _REMEDY_OF_SHARING):
+        shared = sampler.run(still, layout, watch)
 
     def error_of_sharing() -> float:
         try:
@@ -90,56 +95,61 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
         return _relative_error(shared, whole) if whole.isfinite().all() else 0.0
 
     error: float = sampler.links.broadcast_object(error_of_sharing)
-    where = f"with tokens shared by {sampler.links.num_ranks} ranks"
-    _refuse_if_other(where, error, tolerance_in(sampler, request), "sample it with method=single")
+    _refuse_if_other(sampler, request, layout, where, error, _REMEDY_OF_SHARING)
 
 
 def _relative_error(found: Tensor, whole: Tensor) -> float:
     return float((found - whole).double().norm() / whole.double().norm().clamp_min(1e-30))
 
 
-def _refuse_if_other(where: str, error: float, tolerance: float, remedy: str) -> None:
-    if not error <= tolerance:
-        raise LayoutError(
-            f"{where} this model computes something else than on all tokens: "
-            f"relative error {error:.1e}, allowed are {tolerance:.0e}, most likely because a block makes positions "
-            f"for its tokens by itself; {remedy}, or pass verify=False if you accept this"
-        )
+def _refuse_if_other(
+    sampler: PipeFusion | SequenceParallel,
+    request: Request,
+    layout: Layout,
+    where: str,
+    error: float,
+    remedy: str,
+) -> None:
+    tolerance = tolerance_of(sampler.model, request.latents)
+    if error <= tolerance:
+        return
+
+    def mixing() -> str | None:
+        with contextlib.suppress(Exception), finite_placeholders(sampler.model):
+            model, latents, t = sampler.model, request.latents, request.timesteps[0]
+            return mixing_operator(model, request.denoise, latents, layout.axis, t)
+        return None  # a model that cannot be looked at is refused all the same
+
+    operator = sampler.links.broadcast_object(mixing)
+    cause = f"the first operator that mixes tokens is {operator}"
+    if operator is None:
+        cause = "no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
+    raise LayoutError(
+        f"{where} this model computes something else than on all tokens: relative error {error:.1e}, allowed "
+        f"are {tolerance:.0e}; {cause}; {remedy}, or pass verify=False if you accept this"
+    )
 
 
 @contextlib.contextmanager
-def _failing_in(num_patches: int) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on all tokens, but not on some."""
+def failing(where: str, remedy: str = _REMEDY) -> Iterator[None]:
+    """Gives a reason for errors of a model that runs on all tokens, but not on some.
+
+    Args:
+        where: How tokens are divided.
+        remedy: What to do about it.
+
+    Raises:
+        LayoutError: The model failed.
+    """
     try:
         yield
     except DiffPipeError:
         raise
     except Exception as error:
         raise LayoutError(
-            f"in {num_patches} patches this model fails ({type(error).__name__}: {error}), most likely because "
-            f"a block expects all tokens; {_REMEDY}"
+            f"{where} this model fails, most likely because a block expects all tokens: "
+            f"{type(error).__name__}: {error}; {remedy}"
         ) from error
-
-
-def tolerance_in(sampler: PipeFusion | SequenceParallel, request: Request) -> float:
-    """The relative error that rounding may cause in a model's prediction."""
-    return tolerance_of(request.latents, *sampler.model.parameters())
-
-
-def tolerance_of(latents: Tensor, *weights: Tensor) -> float:
-    """The relative error that rounding may cause in a prediction, which guidance enlarges.
-
-    The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
-
-    Example:
-        >>> dtypes = (torch.float64, torch.float32, torch.bfloat16)
-        >>> [f"{tolerance_of(torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
-        ['1e-06', '1e-03', '1e-01']
-    """
-    eps = max(torch.finfo(x.dtype).eps for x in (latents, *weights) if x.is_floating_point())
-    if latents.is_cuda and latents.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        eps = max(eps, 2.0**-11)
-    return min(max(1e-6, 1e4 * eps), 0.1)
 
 
 def _prediction(

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
@@ -224,15 +227,34 @@ def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
     return enlarged
 
 
-def lpips_distance(picture: Any, reference: Any) -> float | None:
-    """LPIPS (AlexNet) of two pictures, or None where the `lpips` package or its weights are not there."""
+def lpips_distances(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+    """LPIPS (AlexNet) of pictures and their references. Nothing is downloaded.
+
+    Args:
+        pairs: Pictures of 8 bits, two and two of the same size.
+
+    Raises:
+        ConfigurationError: The `lpips` package or its weights are not there, or the pictures are too small.
+    """
     try:
-        measure = import_module("lpips").LPIPS(net="alex", verbose=False)
-    except Exception:  # not installed, or its weights would have to be downloaded
-        return None
-    with torch.inference_mode():
-        a, b = (
-            torch.from_numpy(np.array(x)).permute(2, 0, 1)[None].float() / 127.5 - 1
-            for x in (picture, reference)
-        )
-        return float(measure(a, b))
+        lpips, weights = import_module("lpips"), import_module("torchvision.models").AlexNet_Weights
+    except Exception as error:  # the package and torchvision may fail in many a way
+        raise ConfigurationError(
+            f"lpips cannot be imported ({error}); pip install lpips"
+        ) from error
+    url = weights.IMAGENET1K_V1.url
+    path = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
+    if not path.exists():
+        raise ConfigurationError(f"its weights are not there; download {url} to {path}")
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")  # of names that lpips gives torchvision
+        measure = lpips.LPIPS(net="alex", verbose=False)
+        try:
+            return [float(measure(*map(_between_minus_one_and_one, pair))) for pair in pairs]
+        except RuntimeError as error:
+            size = "x".join(map(str, np.shape(pairs[0][0])[1::-1]))
+            raise ConfigurationError(f"it fails on pictures of {size} pixels: {error}") from error
+
+
+def _between_minus_one_and_one(picture: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1

@@ -27,7 +27,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling_sequence import attention_bytes, prediction_bytes
 from lightning_diffpipe.sampling.layout import Layout, Part
-from lightning_diffpipe.sampling.layouts import LayoutStore
+from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.links import Alone, Links, TensorShape, start_all_gather
 from lightning_diffpipe.sampling.patch import PartRunner, Slices
 from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
@@ -63,7 +63,9 @@ class SequenceParallel:
         self.statistics = SamplingStatistics()
         self.layout: Layout  # of the last request
         self._layouts = LayoutStore(axis)
-        self._rehearsed: list[Layout] = []  # on rank 0, which knows layouts again
+        self._rehearsed: list[
+            Layout
+        ] = []  # on rank 0, which finds layouts; as many as it knows again
 
     def prepare(self, request: Request) -> Layout:
         """Finds the layout; collective. Rank 0 probes, the others are told.
@@ -109,7 +111,8 @@ class SequenceParallel:
 
         if self.verify and self.links.num_ranks > 1 and self.links.broadcast_object(is_new):
             rehearse_sharing(self, request, layout)
-            self._rehearsed.append(layout)
+            if self.links.rank == 0:
+                self._rehearsed = [*self._rehearsed, layout][-MAX_LAYOUTS:]
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """What ranks do in the distributed tests of the Predictor."""
 
+import contextlib
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling import pipefusion
 from lightning_diffpipe.sampling.auto import profile_request
-from lightning_diffpipe.sampling.mesh import World
+from lightning_diffpipe.sampling.world import World
 
 
 def draw(rank, path, prompts, settings, options):
@@ -62,8 +63,9 @@ def requests_in_turn(rank, in_turn, fresh):
     return [draw_in_turn(rank, *job) for job in in_turn], draw_each(rank, fresh)
 
 
-def draw_as_chosen(rank, path, prompts, settings, options):
-    """With `method="auto"` on a slow network and a model that is worth dividing, twice; then by name."""
+@contextlib.contextmanager
+def worth_dividing():
+    """A slow network, and a model that takes long."""
 
     def profile(*arguments):
         return replace(profile_request(*arguments), step_s=1.0, glue_s=0.0, call_s=0.0)
@@ -71,6 +73,14 @@ def draw_as_chosen(rank, path, prompts, settings, options):
     with (
         mock.patch.object(World, "measured_link", return_value=Link(1e8, 0.05)),
         mock.patch("lightning_diffpipe.sampling.auto.profile_request", profile),
+    ):
+        yield
+
+
+def draw_as_chosen(rank, path, prompts, settings, options):
+    """With `method="auto"`, twice; then by name."""
+    with (
+        worth_dividing(),
         Predictor.from_pretrained(path, method="auto", **options) as predictor,
     ):
         pictures = predictor(prompts, **settings)
@@ -81,6 +91,41 @@ def draw_as_chosen(rank, path, prompts, settings, options):
     if rank == 0:
         return np.stack([np.asarray(picture) for picture in pictures]), chosen, later, by_name
     return None
+
+
+def counts_tokens(module, args, out):
+    """A block that numbers its tokens from 0, however many it is given."""
+    return out + torch.linspace(0, 1, out.shape[1])[:, None]
+
+
+def expects_all_tokens(module, args, out):
+    """A block that fails on fewer tokens than there are in a picture of 32 pixels."""
+    if out.shape[1] < 64:
+        raise RuntimeError(f"64 tokens expected, got {out.shape[1]}")
+
+
+def draw_in_spite(rank, path, prompts, settings, options, hook, block):
+    """With `method="auto"` and a model that is refused: twice, and what one process draws; then by name."""
+
+    def hooked(**options):
+        predictor = Predictor.from_pretrained(path, **options)
+        predictor.source.denoiser.transformer_blocks[block].ff.register_forward_hook(hook)
+        return predictor
+
+    with worth_dividing(), hooked(method="auto", **options) as predictor:
+        found = [predictor(prompts, **settings) for _ in range(2)]
+        chosen = predictor.report
+    started_s = time.monotonic()
+    with hooked(method="pipefusion", num_patches=2) as predictor:
+        try:
+            predictor(prompts, **settings)
+        except DiffPipeError as error:
+            said = f"{type(error).__name__}: {error}"
+    told = said, time.monotonic() - started_s
+    if rank:
+        return told
+    alone = hooked(method="single", alone=True)(prompts, **settings)
+    return [as_array(pictures) for pictures in (*found, alone)], chosen, told
 
 
 def draw_each(rank, jobs):
@@ -119,6 +164,20 @@ def killed(rank, path, prompts, settings, options, victim, told):
     def on_step(done, steps):
         if rank == victim and done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
+    (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+
+
+def hung(rank, path, prompts, settings, options, victim, told):
+    """One rank sleeps in mid-sample until the others have written what their errors say into the folder `told`."""
+
+    def on_step(done, steps):
+        if rank == victim and done == 2:
+            while len(list(told.iterdir())) < int(os.environ["WORLD_SIZE"]) - 1:
+                time.sleep(0.1)
+            os._exit(1)
 
     started_s = time.monotonic()
     said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)

@@ -19,12 +19,13 @@ from lightning_diffpipe.planning.sampling_candidates import (
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_memory import memory_of_rank
-from lightning_diffpipe.planning.sampling_wish import SamplingWish
-from lightning_diffpipe.sampling import mesh
+from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
+from lightning_diffpipe.sampling import world
 from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of
 from lightning_diffpipe.sampling.links import ProcessLinks
-from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, World, fit_mesh, fitting_meshes
+from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 from lightning_diffpipe.sampling.methods import MethodOptions
+from lightning_diffpipe.sampling.world import World
 
 sizes = st.integers(1, 4)
 
@@ -220,10 +221,10 @@ def test_links_are_measured_where_messages_of_denoisers_travel(backend, monkeypa
 
     links = object.__new__(ProcessLinks)
     links.control, links.device = "gloo", torch.device("cuda")
-    monkeypatch.setattr(mesh, "measure_cluster", measure_cluster)
-    monkeypatch.setattr(mesh.dist, "new_group", lambda backend: backend)
-    monkeypatch.setattr(mesh.torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(mesh.dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(world, "measure_cluster", measure_cluster)
+    monkeypatch.setattr(world.dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(world.torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(world.dist, "destroy_process_group", lambda group: None)
     assert World(links, links, backend).measured_link() == SLOW  # several hosts
     assert measured == [(backend, "cuda" if backend == "nccl" else "cpu")]
 
@@ -289,6 +290,18 @@ def test_more_patches_than_rows_leave_pipefusion_out_and_are_told():
     chosen = choose_sampling(LARGE, SLOW, 8, 28, wish=SamplingWish(num_patches=65))
     assert chosen.method != "pipefusion"
     assert "; no pipefusion: num_patches=65, but there are 64 rows" in chosen.reason
+
+
+def test_what_was_refused_is_not_chosen_again_and_told():
+    mixes = Refusal("pipefusion", "tokens are mixed")
+    chosen = choose_sampling(GUIDED, SLOW, 8, 28, wish=SamplingWish(refused=(mixes,)))
+    uneven = Refusal(chosen.method, "rows do not divide", chosen.axes)
+    then = choose_sampling(GUIDED, SLOW, 8, 28, wish=SamplingWish(refused=(mixes, uneven)))
+    assert "pipefusion" not in (chosen.method, then.method)
+    assert (chosen.method, chosen.mesh) != (then.method, then.mesh)
+    assert then.seconds >= chosen.seconds
+    told = f"; no pipefusion: tokens are mixed; no {chosen.method} on {chosen.mesh}: rows do not divide"
+    assert then.reason.endswith(told)
 
 
 def test_options_that_are_given_become_wishes():

@@ -1,5 +1,6 @@
 """The Predictor on several ranks: pictures, messages, weights, errors."""
 
+import re
 import shutil
 
 import diffusers
@@ -12,10 +13,14 @@ from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.predictor.scenarios import (
+    counts_tokens,
     draw,
     draw_as_chosen,
     draw_each,
+    draw_in_spite,
+    expects_all_tokens,
     failure_of_each,
+    hung,
     killed,
     latents_of_each,
     requests_in_turn,
@@ -250,6 +255,40 @@ def test_a_choice_in_patches_is_that_method_by_name_and_is_kept(job):
     assert later.reason == chosen.reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "block", "why", "methods"),
+    [
+        (
+            counts_tokens,
+            1,
+            "in 2 patches this model computes something else than on all tokens",
+            ["pipefusion", "sequence", "distrifusion", "synchronous"],
+        ),
+        (
+            expects_all_tokens,
+            0,
+            "in 2 patches this model fails, most likely because a block expects all tokens",
+            ["pipefusion", "distrifusion", "synchronous"],  # known when measured, but for the bands
+        ),
+    ],
+)
+def test_a_choice_that_is_refused_leaves_the_next_one(hook, block, why, methods, job):
+    """History: the user got the error. Of a model that fails in patches, only the rank does that has its block."""
+    path, prompts, settings, _ = job("pixart", 8)
+    arguments = (path, prompts, settings, {"data": 1, "guidance": 1, "num_patches": 2}, hook, block)
+    (pictures, report, told), other = run_ranks(draw_in_spite, 2, *arguments)
+    assert (pictures[0] == pictures[2]).all()
+    assert (pictures[1] == pictures[2]).all()
+    assert report.method == "single"
+    assert f"; no pipefusion: {why}" in report.reason
+    refused = re.findall("; no ([a-z]+):", report.reason)
+    assert sorted(refused) == sorted(methods), "each is tried once"
+    for said, seconds in (told, other):  # asked for by name, it is refused
+        assert why in said
+        assert seconds < 60, "half of timeout_s"
+
+
 def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     broken = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
@@ -314,3 +353,14 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
     assert all(float(each.split()[-1]) < 30 for each in told), told
     assert any(f"lost rank {victim}, which stopped" in each for each in told), told
+
+
+@pytest.mark.slow
+def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
+    """History: under data parallelism it was missed after half an hour."""
+    arguments = (*job("dit", 9, method="single", data=2, timeout_s=2.0), 1, tmp_path)
+    with pytest.raises(RankError, match="ranks failed"):
+        run_ranks(hung, 2, *arguments, timeout_s=60.0)
+    [said, seconds] = (tmp_path / "0").read_text().splitlines()
+    assert said.startswith("PipelineTimeoutError: rank 0 waited for rank 1: no denoising step for")
+    assert float(seconds) < 30

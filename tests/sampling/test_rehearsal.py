@@ -11,7 +11,7 @@ from torch import nn
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling import pipefusion, sequence_parallel
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.rehearsal import tolerance_of
+from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -38,10 +38,43 @@ def counting():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_numbers_made_of_shapes_are_refused(num_ranks):
     """On two ranks, each of which has nothing but its own blocks."""
-    with pytest.raises(LayoutError, match=r"in 2 patches .* relative error \d\.\de-\d\d"):
+    with pytest.raises(
+        LayoutError, match=r"in 2 patches .* relative error \d\.\de-\d\d.* no operator was found"
+    ):
         sample_together(
             "sd3", counting(), num_ranks, lambda m, links: PipeFusion(m, links, num_patches=2),
             free_foreign=num_ranks > 1,
+        )  # fmt: skip
+
+
+class TakesTheLargest(nn.Module):
+    """Turns the token that a gate likes best: others decide which, but no value of theirs comes with it.
+
+    The gate sees a constant, too, as gates do of the timestep, and must not be blamed.
+    """
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gate = inner, nn.Linear(32, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        out = self.inner(x)
+        liked = self.gate(torch.cat([out, torch.ones_like(out)], -1))
+        best = liked.topk(1, dim=1).indices
+        return out * (1 - 2 * torch.zeros_like(liked).scatter(1, best, 1.0))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_operator_that_mixes_tokens_is_named(num_ranks):
+    """Also where rank 0 has no weights of the block it is in."""
+    tiny = build("sd3")
+    model = copy.deepcopy(tiny.model)
+    model.transformer_blocks[3].ff = TakesTheLargest(model.transformer_blocks[3].ff)
+    name = r"topk in transformer_blocks\.3\.ff \(TakesTheLargest\)"
+    with pytest.raises(LayoutError, match=f"in 2 patches .* mixes tokens is {name}"):
+        sample_together(
+            "sd3", tiny._replace(model=model), num_ranks,
+            lambda m, links: PipeFusion(m, links, num_patches=2), free_foreign=num_ranks > 1,
         )  # fmt: skip
 
 
@@ -67,8 +100,9 @@ def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
             assert torch.equal(first, super().sample(request))
             return first
 
-    sample_together("sd3", build("sd3"), 2, Twice)
+    _, samplers = sample_together("sd3", build("sd3"), 2, Twice)
     assert len(rehearsals) == 2, "one on each rank"
+    assert [len(sampler._rehearsed) for sampler in samplers] == [1, 0], "rank 0 knows"
 
 
 def test_they_would_give_another_picture():
@@ -94,9 +128,10 @@ def test_an_overflow_is_not_taken_for_another_result():
 
 
 def test_the_coarsest_type_says_what_rounding_is():
-    latents = torch.zeros(1)
-    assert tolerance_of(latents, torch.zeros(1, dtype=torch.bfloat16)) == 0.1
-    assert tolerance_of(latents, latents, torch.zeros(1, dtype=torch.int8)) < 2e-3
+    latents, model = torch.zeros(1), nn.Linear(1, 1)
+    model.register_parameter("whole", nn.Parameter(torch.zeros(1).char(), requires_grad=False))
+    assert tolerance_of(model, latents) < 2e-3
+    assert tolerance_of(model.bfloat16(), latents) == 0.1
 
 
 @pytest.mark.parametrize(

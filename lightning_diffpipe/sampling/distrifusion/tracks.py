@@ -24,10 +24,10 @@ from lightning_diffpipe.sampling.distrifusion.verification import (
     profiled,
     refusal,
     relative_error,
-    tolerance_of,
 )
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import Links
+from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 Forward = Callable[..., Any]
@@ -145,7 +145,8 @@ class Tracks:
             with interception.running(None):
                 return forward(*args, **kwargs)
 
-        bands, tolerance = self._new_track(facts, latents).bands, tolerance_of(latents)
+        bands = self._new_track(facts, latents).bands
+        tolerance = tolerance_of(interception.root, latents, convolves_parts=True)
         wanted = plain()
         with failing_on(bands):
             result = on_bands()

@@ -150,6 +150,13 @@ def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
     assert relative(found.double(), wanted) < 2 * relative(plain.double(), wanted)
 
 
+def test_the_weights_say_what_rounding_is_too():
+    """History: a model in bfloat16 was refused for its rounding, since latents were in float32."""
+    tiny = build("sd")
+    call = tiny.denoise(_Casting(tiny.model.bfloat16(), torch.bfloat16))
+    assert last_prediction(tiny.model, [tiny.latents.float()], 2, call).isfinite().all()
+
+
 def test_an_overflow_is_not_taken_for_another_result():
     """History: a model that overflows was refused for an operator that does nothing wrong."""
     whole = torch.ones(4)

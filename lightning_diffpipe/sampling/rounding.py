@@ -1,0 +1,31 @@
+"""How much two ways to compute the same prediction may differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = False) -> float:
+    """The relative error that rounding may cause in a prediction, which guidance enlarges.
+
+    The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
+
+    Args:
+        model: Whose weights count.
+        latents: That it is given.
+        convolves_parts: Whether convolutions, too, are given other shapes, as with bands. Where they may round to
+            TF32, which they may unless torch is told otherwise, that counts; of products it always does.
+
+    Example:
+        >>> dtypes = (torch.float64, torch.float32, torch.bfloat16)
+        >>> [f"{tolerance_of(nn.Module(), torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
+        ['1e-06', '1e-03', '1e-01']
+    """
+    given = (latents, *model.parameters())
+    eps = max(torch.finfo(x.dtype).eps for x in given if x.is_floating_point())
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    tf32 |= convolves_parts and torch.backends.cudnn.allow_tf32
+    if latents.is_cuda and latents.dtype == torch.float32 and tf32:
+        eps = max(eps, 2.0**-11)
+    return min(max(1e-6, 1e4 * eps), 0.1)

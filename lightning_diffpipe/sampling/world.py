@@ -1,0 +1,213 @@
+"""All ranks of a predictor: what travels between any of them, and how they agree that something worked.
+
+rank 0 | make ... worked                      | waits ......... | raises LayoutError, too
+rank 1 | make ... LayoutError: told to all    | waits ......... | raises LayoutError
+rank 2 | make ... waits for rank 1, which breaks its links      | raises LayoutError, too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
+from lightning_diffpipe.sampling.progress import Progress
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks.
+
+    Attributes:
+        links: Between all of them, over gloo: what is rare travels on the host.
+        requests: The same for what may take long on one rank: loading, encoding prompts, choosing a
+            method, drawing more prompts than another, and whatever the caller does between two requests.
+        backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
+        progress: Of all ranks in what they do together; None if there is one.
+    """
+
+    links: Links
+    requests: Links
+    backend: str
+    progress: Progress | None = None
+
+    @classmethod
+    def alone(cls, device: torch.device) -> World:
+        """A world of this process only."""
+        return cls(Alone(device), Alone(device), "gloo")
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.links.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.links.num_ranks
+
+    def gather(self, value: Any) -> list[Any]:
+        """Plain data of all ranks, on all ranks."""
+        return _gathered(self.requests, value)
+
+    def agree(self, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None) -> Any:
+        """What `make` returns on this rank, if it works on all; else the same error on all ranks.
+
+        Args:
+            make: May note its steps in `progress`; from the first one on it is missed if it hangs.
+            give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
+                others do not come by themselves; then at last on all ranks.
+
+        Raises:
+            PipelineTimeoutError: A rank stopped, or makes no more steps.
+        """
+        if self.progress is None:
+            return make()
+        value, error = None, None
+        self.progress.start_turn()
+        try:
+            value = make()
+            self.progress.note("done")
+        except Exception as raised:
+            refuses = isinstance(raised, DiffPipeError)
+            if isinstance(
+                raised, PipelineTimeoutError
+            ):  # who lost a rank may have lost one that refuses
+                refuses = self.progress.has_refusal()
+            self.progress.note("refused" if refuses else "gone", str(raised) or repr(raised))
+            if not refuses:
+                raise
+            error = raised
+        errors = self._errors(self.progress, error, give_up)
+        failed = [rank for rank, each in enumerate(errors) if each is not None]
+        if failed:  # on all ranks the same, and what was lost because of another error only if there is none
+            rank = min(failed, key=lambda rank: isinstance(errors[rank], PipelineTimeoutError))
+            raise error if error is not None and rank == self.rank else errors[rank]
+        return value
+
+    def _errors(
+        self, progress: Progress, error: Exception | None, give_up: Callable[[], None]
+    ) -> list[Any]:
+        """Waits for all ranks; returns their errors."""
+        flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        has_given_up = False
+
+        def give_up_here() -> None:
+            nonlocal has_given_up
+            if error is not None and not has_given_up:
+                has_given_up = True
+                _forget_variables(error)
+                give_up()
+
+        try:
+            if isinstance(error, PipelineTimeoutError):
+                give_up_here()
+            with _losing_peers(self.requests):
+                flag, group = torch.tensor([error is not None], dtype=torch.uint8), self._group
+                work = dist.all_gather(flags, flag, group=group, async_op=True)
+                progress.watch(work.is_completed, give_up_here)
+                work.wait()
+            if not any(map(bool, flags)):
+                return []
+            outcomes = self.gather((error, has_given_up))
+        except PipelineTimeoutError:
+            if error is None:
+                raise
+            raise error from None
+        if any(gave_up for _, gave_up in outcomes):
+            give_up()
+        return [error for error, _ in outcomes]
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert isinstance(self.requests, ProcessLinks)
+        return self.requests.control
+
+    def measured_link(self) -> Link:
+        """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
+
+        Between hosts if there are several, since every mesh of all ranks has messages that go there.
+        """
+        if not isinstance(self.links, ProcessLinks):
+            return Link()
+        if self.backend == "nccl":
+            group = dist.new_group(backend="nccl")
+            with torch.cuda.device(self.links.device):  # where NCCL sends plain data from
+                cluster = measure_cluster(group, self.links.device, budget_s=0.5)
+            dist.destroy_process_group(group)
+        else:
+            cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
+        return cluster.p2p_between_hosts or cluster.p2p
+
+    def disconnect(self) -> None:
+        """Destroys the groups made for these links; the default group stays."""
+        for links in (self.links, self.requests):
+            if isinstance(links, ProcessLinks):
+                links.disconnect()
+
+
+def _gathered(links: Links, value: Any) -> list[Any]:
+    if not isinstance(links, ProcessLinks):
+        return [value]
+    values = [None] * links.num_ranks
+    with _losing_peers(links):
+        dist.all_gather_object(values, value, group=links.control)
+    return values
+
+
+@contextlib.contextmanager
+def _losing_peers(links: Links) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineTimeoutError(
+            f"rank {links.rank} lost a peer, which stopped; its own error says why"
+        ) from error
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Lets go of what functions behind an error hold: a posted receive keeps its connection open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
+    """Joins the default process group, making it from the environment if a launcher has set that.
+
+    Collective.
+    """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World.alone(device)
+    ranks = list(range(dist.get_world_size()))
+    patience_s = max(timeout_s, default_pg_timeout.total_seconds())
+    links, requests = (
+        ProcessLinks.connect([ranks], device, "gloo", seconds)
+        for seconds in (timeout_s, patience_s)
+    )
+    backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
+    store = dist.distributed_c10d._get_default_store()
+    board = f"diffpipe/{links.control.group_name}"  # no other predictor has it
+    progress = Progress(store, board, links.rank, links.num_ranks, timeout_s)
+    return World(links, requests, backend, progress)
+
+
+def _one_gpu_each() -> bool:
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return dist.is_nccl_available() and torch.cuda.device_count() >= on_this_host
