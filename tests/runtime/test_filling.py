@@ -185,6 +185,21 @@ def test_layers_and_waits_are_averaged():
     assert pace.expected_s("vae") == budgets.expected_s(WAIT) == pytest.approx(1.3)
 
 
+def test_what_lies_between_steps_is_timed_on_the_device(monkeypatch):
+    """History: a GPU's own work counted as time between steps, as the host had gone on long before."""
+    clock, settled = FakeClock(), []
+    earlier = Recording(1, clock)
+    clock.now_s = 107.0
+    earlier.add(Forward(1, 0), 100.0)
+    clock.now_s = 109.0
+    later = Recording(1, clock)
+    assert later.begins_after_s(earlier) == pytest.approx(2)
+    monkeypatch.setattr(clock, "is_past", lambda stamp: False)
+    monkeypatch.setattr(clock, "settle", lambda: settled.append(True))
+    assert later.begins_after_s(earlier) == pytest.approx(2)
+    assert settled == [True]
+
+
 def test_a_recording_tells_where_frozen_work_ran():
     clock = FakeClock()
     recording = Recording(1, clock)
