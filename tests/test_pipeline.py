@@ -61,6 +61,7 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
     """History: moving the module to the host waited for the device, and that for a rank that had stopped."""
     done, root = [], nn.Sequential(nn.Linear(4, 4))
     monkeypatch.setattr(c10d, "_abort_process_group", lambda: done.append("abort"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(pipeline, "leave_on_host", lambda module: done.append("leave_on_host"))
     for backend in ("nccl", "gloo"):
         layout = Layout(1, Placement(((0,),)))

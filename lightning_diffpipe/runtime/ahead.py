@@ -157,7 +157,7 @@ class BatchesAhead:
             return
         self._shares.observe(
             ended_s - past.ended_s,
-            past.recording.compute_s + recording.started_s - past.ended_s,
+            past.recording.compute_s + recording.begins_after_s(past.recording),
             self._clock_s(past.ran),
             past.num_groups,
             past.total_groups,

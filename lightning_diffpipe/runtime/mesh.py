@@ -178,11 +178,12 @@ class Mesh:
         self._forget()
 
     def abort(self) -> None:
-        """Gives up what is under way, where that would keep the device waiting; all groups are gone then.
+        """Gives up what is under way, where that would keep the device waiting.
 
-        A message of NCCL that never comes holds the stream, and every copy from the device with it.
+        A message of NCCL that never comes holds the stream, and every copy from the device with it. All groups
+        are gone then, the default one, too: one by one, aborting them could wait for each other.
         """
-        if self.backend == "nccl":
+        if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
             self._forget()
 

@@ -64,6 +64,15 @@ class Recording:
         """The stamp at which an instruction ended; `None` if it has not."""
         return next((e.stop for e in self._entries if e.instruction == instruction), None)
 
+    def begins_after_s(self, earlier: Recording) -> float:
+        """Seconds from the last instruction of an earlier step to the beginning of this one, on the device.
+
+        A host is done with a step of a GPU long before the GPU is.
+        """
+        if not self._clock.is_past(self._origin):
+            self._clock.settle()
+        return self._clock.seconds(earlier._entries[-1].stop, self._origin)
+
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What this rank did, in the order of starts, in seconds of the host's clock.

@@ -47,6 +47,22 @@ class FakeClock:
         self.now_s += seconds
 
 
+class FakeDeviceClock(FakeClock):
+    """Knows times of a GPU only when it has waited for it."""
+
+    settled_s = 0.0
+
+    def settle(self):
+        self.settled_s = self.now_s
+
+    def is_past(self, stamp):
+        return stamp <= self.settled_s
+
+    def seconds(self, start, stop):
+        assert self.is_past(stop)
+        return stop - start
+
+
 class FakeRun:
     """Four layers of one second each behind half a second of other code."""
 
@@ -82,9 +98,9 @@ class FakeFrozen:
         self.kept[index] = results
 
 
-def filled(mode, message_at_s, steps=1, last_at_s=None):
+def filled(mode, message_at_s, steps=1, last_at_s=None, clock_class=FakeClock):
     """Seconds until the wait is left, and until all is done, after some steps with the same wait."""
-    clock = FakeClock()
+    clock = clock_class()
     filler = Filler(FillingTimes(mode, clock))
     for step in range(steps):
         recording, frozen = Recording(0, clock), FakeFrozen(clock)
@@ -102,8 +118,10 @@ def filled(mode, message_at_s, steps=1, last_at_s=None):
     return inside_s, clock.now_s - start_s
 
 
-def test_opportunistic_filling_stops_when_the_message_is_there():
-    inside_s, _ = filled("opportunistic", message_at_s=2.0)
+@pytest.mark.parametrize("clock_class", [FakeClock, FakeDeviceClock])
+def test_opportunistic_filling_stops_when_the_message_is_there(clock_class):
+    """History: over gloo, a GPU was asked for a time it had not come by, which is an error."""
+    inside_s, _ = filled("opportunistic", message_at_s=2.0, clock_class=clock_class)
     assert inside_s == 2.5  # nothing is known yet of this wait: the layer under way ends late
 
 
@@ -183,6 +201,21 @@ def test_layers_and_waits_are_averaged():
     pace.settle()
     budgets.settle()
     assert pace.expected_s("vae") == budgets.expected_s(WAIT) == pytest.approx(1.3)
+
+
+def test_what_lies_between_steps_is_timed_on_the_device(monkeypatch):
+    """History: a GPU's own work counted as time between steps, as the host had gone on long before."""
+    clock, settled = FakeClock(), []
+    earlier = Recording(1, clock)
+    clock.now_s = 107.0
+    earlier.add(Forward(1, 0), 100.0)
+    clock.now_s = 109.0
+    later = Recording(1, clock)
+    assert later.begins_after_s(earlier) == pytest.approx(2)
+    monkeypatch.setattr(clock, "is_past", lambda stamp: False)
+    monkeypatch.setattr(clock, "settle", lambda: settled.append(True))
+    assert later.begins_after_s(earlier) == pytest.approx(2)
+    assert settled == [True]
 
 
 def test_a_recording_tells_where_frozen_work_ran():

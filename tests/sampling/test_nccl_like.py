@@ -16,7 +16,7 @@ from tests.sampling.models import build, request_for, sample_plainly
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
-PATCHES = {"num_patches": 4, "warmup_steps": "auto", "settled": 0.5}
+PATCHES = {"num_patches": 4, "warmup_steps": "auto", "settled": 0.5, "verify": False}
 BANDS = {"warmup_steps": 1, "group_norm": "corrected"}
 
 
@@ -30,7 +30,7 @@ def sample_all(rank):
     drawn.append(DistriFusion(request.model, links, **BANDS).sample(request))
     for mode in ("ulysses", "ring"):
         tiny = build("sd3")
-        sampler = SequenceParallel(tiny.model, links, mode=mode)
+        sampler = SequenceParallel(tiny.model, links, mode=mode, verify=False)
         drawn.append(sampler.sample(request_for("sd3", tiny=tiny)))
     return drawn
 
