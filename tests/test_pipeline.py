@@ -71,7 +71,7 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
             mesh=Mesh(layout, 0, torch.device("cpu"), backend, 1.0),
             module=root,
         )
-        Pipeline.dismantle(ended, {}, connected=False)
+        Pipeline.dismantle(ended, connected=False)
     assert done == ["close", "abort", "leave_on_host", "close", "leave_on_host"]
 
 
