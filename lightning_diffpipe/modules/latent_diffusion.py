@@ -167,12 +167,9 @@ class LatentDiffusion(PartsModule):
             return {"resolution": None, "aspect_ratio": None}
         scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
         height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
-        size = torch.tensor([height, width], device=noisy.device, dtype=torch.float32)
-        aspect = torch.tensor([height / width], device=noisy.device, dtype=torch.float32)
-        return {
-            "resolution": size.expand(len(noisy), 2),
-            "aspect_ratio": aspect.expand(len(noisy), 1),
-        }
+        size = torch.tensor([height, width, height / width], dtype=torch.float32)
+        size = size.to(noisy.device, non_blocking=True).expand(len(noisy), 3)
+        return {"resolution": size[:, :2], "aspect_ratio": size[:, 2:]}
 
     # ------------------------------------------------------------------ training
 

@@ -93,7 +93,7 @@ class Diffusion:
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """See `NoiseSchedule.corrupt`."""
-        table = self.alphas_cumprod.to(clean.device)
+        table = self.alphas_cumprod.to(clean.device, non_blocking=True)
         timesteps = torch.randint(
             len(table), (len(clean),), device=clean.device, generator=generator
         )

@@ -46,9 +46,10 @@ def tokenize(
             "it, so set it, for example to 77"
         )
     encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length)
+    # `device=` would let the host wait for a GPU, and thereby for messages, in every microbatch.
     return Tokens(
-        torch.tensor(encoded["input_ids"], device=device),
-        torch.tensor(encoded["attention_mask"], device=device),
+        torch.tensor(encoded["input_ids"]).to(device, non_blocking=True),
+        torch.tensor(encoded["attention_mask"]).to(device, non_blocking=True),
     )
 
 
