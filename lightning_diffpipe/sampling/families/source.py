@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.family import Family, family_of
 from lightning_diffpipe.sampling.families.interception import Sample, intercepted
@@ -67,9 +69,13 @@ class Settings:
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
-        if self.num_inference_steps is not None and self.num_inference_steps < 1:
+        for name in ("num_inference_steps", "height", "width"):
+            if getattr(self, name) is not None:
+                refuse_unless_whole(name, getattr(self, name), 1)
+        refuse_unless_whole("seed", self.seed)
+        if not isinstance(self.guidance_scale, Real | None):
             raise ConfigurationError(
-                f"num_inference_steps must be at least 1; got {self.num_inference_steps}"
+                f"guidance_scale must be a number; got {self.guidance_scale!r}"
             )
 
     def given(self) -> dict[str, Any]:
