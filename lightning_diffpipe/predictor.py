@@ -133,6 +133,12 @@ class Predictor:
             method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
         )
         where = _device(device)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(
+                f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+            )
+        if timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
         world = World.alone(where) if alone else join_world(where, timeout_s)
         source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
         return cls(source, options, world, where, timeout_s)
@@ -313,7 +319,15 @@ class Predictor:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            where = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigurationError(f"device={device!r}; choose cpu or cuda") from error
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"device={device!r}, but torch finds no GPU; take device='cpu'"
+            )
+        return where
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
