@@ -58,7 +58,10 @@ def open_source(
     if str(path).endswith(".ckpt"):
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = _folder(str(path))
-    index = json.loads((folder / "model_index.json").read_text())
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except ValueError as error:
+        raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") == "LatentDiffusion":
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
     return DiffusersFolder(folder, leads, device, dtype)

@@ -134,6 +134,12 @@ class Predictor:
             method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
         )
         where = _device(device)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(
+                f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+            )
+        if timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
         world = World.alone(where) if alone else join_world(where, timeout_s)
         source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
         return cls(source, options, world, where, timeout_s)
@@ -313,15 +319,24 @@ class Predictor:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Where to compute; among several processes the GPU of this one, which becomes the current one."""
+    """Where to compute; among several processes the GPU of this one, which becomes the current one.
+
+    Raises:
+        ConfigurationError: There is no such device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={device!r}; choose cpu or cuda") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
+    if where.type == "cuda" and where.index is None:
         own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        device = torch.device("cuda", torch.cuda.current_device() or own)
-        torch.cuda.set_device(device)
-    return device
+        where = torch.device("cuda", torch.cuda.current_device() or own)
+        torch.cuda.set_device(where)
+    return where
 
 
 def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:

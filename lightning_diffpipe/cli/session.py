@@ -77,7 +77,13 @@ def prepare(config: DictConfig) -> None:
     _be_quiet()
     _show_log()
     if config.num_threads is not None:
+        if not isinstance(config.num_threads, int) or config.num_threads < 1:
+            raise ConfigurationError(
+                f"num_threads must be a number of threads, or null; got {config.num_threads!r}"
+            )
         torch.set_num_threads(config.num_threads)
+    if not isinstance(config.seed, int | None):
+        raise ConfigurationError(f"seed must be a whole number; got {config.seed!r}")
     L.seed_everything(config.seed, workers=True, verbose=False)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.skeleton import load_weights
 from lightning_diffpipe.sampling.families.source import Source
@@ -69,14 +70,15 @@ class MethodOptions:
     reason: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_patches", 1), ("warmup_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < least:
-                raise ConfigurationError(f"{name} must be at least {least}; got {value}")
         if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
             )
+        if self.warmup_steps not in (None, "auto"):
+            refuse_unless_whole("warmup_steps", self.warmup_steps, 0)
+        for name in ("num_patches", "data", "guidance", "parallel", "sequence"):
+            if getattr(self, name) is not None:
+                refuse_unless_whole(name, getattr(self, name), 1)
 
     @property
     def synchronous_steps(self) -> int | str:

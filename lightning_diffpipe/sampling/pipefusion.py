@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.sampling_sequence import attention_bytes, attention_messages
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.costs import measured_costs
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.layout import Layout
@@ -153,6 +155,10 @@ class PipeFusion:
             raise ConfigurationError(
                 f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
             )
+        if warmup_microbatches is not None:
+            refuse_unless_whole("warmup_microbatches", warmup_microbatches, 1)
+        if not isinstance(settled, Real):
+            raise ConfigurationError(f"settled must be a number; got {settled!r}")
         refuse_mode(sequence_mode, "sequence_mode")
         self.model, self.links = model, links or Alone()
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode

@@ -133,10 +133,16 @@ BAD = [
     ("stable_diffusion", {}, {"output_type": "np"}, "output_type cannot be given"),
     ("stable_diffusion", {"method": "pipelinefusion"}, {}, "choose pipefusion, distrifusion, seq"),
     ("stable_diffusion", {"num_patches": 0}, {}, "num_patches must be at least 1; got 0"),
+    ("stable_diffusion", {"num_patches": "2"}, {}, "num_patches must be a whole number; got '2'"),
+    ("stable_diffusion", {"parallel": 0}, {}, "parallel must be at least 1; got 0"),
+    ("stable_diffusion", {}, {"num_inference_steps": 2.5}, "must be a whole number; got 2.5"),
+    ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
     ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
+    ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),
+    ("pixart", {"warmup_microbatches": 0}, {}, "warmup_microbatches must be at least 1; got 0"),
     ("pixart", {"method": "single"}, {"num_inference_steps": 1}, "take 2"),
 ]
 
@@ -164,6 +170,36 @@ def test_pipelines_whose_steps_differ_are_refused(entry, value, folder_of, tmp_p
         Predictor.from_pretrained(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transformer": ["diffusers", "NoSuchModel"]}, "diffusers.NoSuchModel, not a model of"),
+        ({"transformer": None}, "is a missing.part, not a model of"),
+        (None, "model_index.json is no JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_told(changes, message, folder_of, tmp_path):
+    index = json.loads((folder_of("pixart") / "model_index.json").read_text()) | (changes or {})
+    index = {name: value for name, value in index.items() if value is not None}
+    text = "{" if changes is None else json.dumps(index)
+    (tmp_path / "model_index.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
+        ({"dtype": "float32"}, "dtype='float32'; choose one of torch"),
+        ({"timeout_s": 0}, "timeout_s must be more than 0; got 0"),
+    ],
+)
+def test_devices_types_and_times_that_do_not_exist_are_refused(options, message, folder_of):
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(folder_of("pixart"), **options)
+
+
 def test_missing_weights_are_named(folder_of, tmp_path):
     path = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -175,6 +211,10 @@ def test_missing_weights_are_named(folder_of, tmp_path):
         Predictor.from_pretrained(path)
     file.unlink()
     with pytest.raises(CheckpointError, match="has neither diffusion_pytorch_model"):
+        Predictor.from_pretrained(path)
+    save_file({}, file)
+    (path / "transformer" / "config.json").unlink()
+    with pytest.raises(ConfigurationError, match="cannot read the config of the PixArt"):
         Predictor.from_pretrained(path)
 
 

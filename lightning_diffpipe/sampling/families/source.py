@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.family import Family, family_of
 from lightning_diffpipe.sampling.families.interception import Sample, intercepted
@@ -67,9 +69,13 @@ class Settings:
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
-        if self.num_inference_steps is not None and self.num_inference_steps < 1:
+        for name in ("num_inference_steps", "height", "width"):
+            if getattr(self, name) is not None:
+                refuse_unless_whole(name, getattr(self, name), 1)
+        refuse_unless_whole("seed", self.seed)
+        if not isinstance(self.guidance_scale, Real | None):
             raise ConfigurationError(
-                f"num_inference_steps must be at least 1; got {self.num_inference_steps}"
+                f"guidance_scale must be a number; got {self.guidance_scale!r}"
             )
 
     def given(self) -> dict[str, Any]:
@@ -80,7 +86,7 @@ class Settings:
 
     def generator(self) -> torch.Generator:
         """Draws the start noise, on the host, so that it is the same on every device."""
-        return torch.Generator().manual_seed(self.seed)
+        return torch.Generator().manual_seed(int(self.seed))
 
 
 class Source(Protocol):
@@ -115,18 +121,19 @@ class DiffusersFolder:
     """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype) -> None:
-        index = diffusers.DiffusionPipeline.load_config(str(path))
+        index = _config(diffusers.DiffusionPipeline, path)
         self.family = family_of(index["_class_name"])
         _refuse_entries(path, index, self.family)
         folder = path / self.family.denoiser
-        library, class_name = index[self.family.denoiser]
-        if library != "diffusers":
+        library, class_name = index.get(self.family.denoiser, ("missing", "part"))
+        if library != "diffusers" or not hasattr(diffusers, class_name):
             raise ConfigurationError(
-                f"{path}: the {self.family.denoiser} is a {library}.{class_name}, not a model of diffusers"
+                f"{path}: the {self.family.denoiser} is a {library}.{class_name}, not a model of diffusers "
+                f"{diffusers.__version__}"
             )
         cls = getattr(diffusers, class_name)
         weights = SafetensorsFolder(folder)
-        self.denoiser = skeleton(cls, cls.load_config(str(folder)), device, dtype)
+        self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
         check_weights(self.denoiser, weights)
         self.weights: Weights | None = weights
         self._pipeline = None
@@ -137,6 +144,15 @@ class DiffusersFolder:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         return draw_with(self._pipeline, self.family, settings, sample)
+
+
+def _config(cls: Any, folder: Path) -> Any:
+    try:
+        return cls.load_config(str(folder))
+    except (OSError, ValueError) as error:  # absent, or no JSON
+        raise ConfigurationError(
+            f"cannot read the config of the {cls.__name__} in {folder}: {error}"
+        ) from error
 
 
 def _refuse_entries(path: Path, index: Mapping[str, Any], family: Family) -> None:
