@@ -26,7 +26,7 @@ from functools import cached_property
 
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart, encode_parts
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.schedules.one_f_one_b import forwards_ahead
 
@@ -80,8 +80,7 @@ class Bounds:
     @cached_property
     def _parts(self) -> tuple[EncodePart, ...]:
         """The frozen work as ranks share it."""
-        splittable = self.group_size is not None
-        return encode_parts(self.sizes, self.num_ranks, splittable, self.group_size or 1)
+        return self.model.encode_parts(self.sizes, self.num_ranks, self.group_size)
 
     @cached_property
     def all_work_s(self) -> float:

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.frozen_parts import cheapest_group_size, group_size_of, grouped_s
+from lightning_diffpipe.planning.frozen_parts import (
+    EncodePart,
+    cheapest_group_size,
+    encode_parts,
+    group_size_of,
+    grouped_s,
+)
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
 
 
@@ -50,6 +56,9 @@ class CostModel:
     optimizer_bytes_factor: float = 2.0
     _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
     _encode_s: dict[tuple[float, int | None], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _parts: dict[tuple[tuple[int, ...], int, int | None], tuple[EncodePart, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _group_sizes: dict[tuple[tuple[int, ...], int], int] = field(
@@ -201,6 +210,16 @@ class CostModel:
                 else group_size_of(sizes, num_ranks)
             )
         return self._group_sizes[key]
+
+    def encode_parts(
+        self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None
+    ) -> tuple[EncodePart, ...]:
+        """Even shares of the frozen work; None as `group_size` if it cannot be split."""
+        key = sizes, num_ranks, group_size
+        if key not in self._parts:
+            splittable = group_size is not None
+            self._parts[key] = encode_parts(sizes, num_ranks, splittable, group_size or 1)
+        return self._parts[key]
 
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
         """All frozen encoders for that many samples, on one rank, a group at a time."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
@@ -15,12 +15,17 @@ from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares, 
 from lightning_diffpipe.planning.frozen_parts import (
     SHARES_PERIOD,
     EncodePart,
-    encode_parts,
     group_samples,
 )
 from lightning_diffpipe.planning.instruction import Compute
-from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.makespan import Outline, exchanged_s, makespan, outline_of
+from lightning_diffpipe.planning.lowering import prefix_frozen
+from lightning_diffpipe.planning.makespan import (
+    Outline,
+    exchanged_s,
+    makespan,
+    outline_of,
+    timeline_of,
+)
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
     frozen_loads,
@@ -36,7 +41,6 @@ from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import INTERLEAVED, PROGRAMS, schedule_of
-from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 FILLINGS_RUN = ("shares",)
@@ -132,9 +136,7 @@ class Evaluator:
         """The frozen parts in front of the pipeline."""
         if not self.model.profile.encoders:
             return ()
-        group = self.group_size(shape)
-        splittable = self.options.frozen_splittable
-        return encode_parts(shape.sizes, shape.num_ranks, splittable, group or 1)
+        return self.model.encode_parts(shape.sizes, shape.num_ranks, self.group_size(shape))
 
     def group_size(self, shape: Shape) -> int | None:
         """Samples on which frozen layers run at a time; None if they cannot be split."""
@@ -196,8 +198,9 @@ class Evaluator:
         placement, num_ranks = self.frame(proposal).pipeline.placement, proposal.shape.num_ranks
         busy_s = [0.0] * num_ranks
         for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
-            for microbatch, (forward_s, backward_s) in enumerate(zip(*times, strict=True)):
-                busy_s[placement.rank_of(stage, microbatch)] += forward_s + backward_s
+            in_turn = cycle(placement.stage_ranks[stage])
+            for rank, forward_s, backward_s in zip(in_turn, *times, strict=False):
+                busy_s[rank] += forward_s + backward_s
         num_steps = len(self.share_steps(proposal.shape))
         samples = sum(proposal.shape.sizes)
         group = self.group_size(proposal.shape)
@@ -246,7 +249,7 @@ class Evaluator:
         """Frozen work in front of the pipeline."""
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
-        timeline = simulate(lower(schedule), costs)
+        timeline = timeline_of(schedule, costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         planned = Planned(
             iteration_s=iteration_s,
@@ -271,7 +274,7 @@ class Evaluator:
     def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""
         schedule, costs = self.frame(proposal).pipeline.schedule(), self.costs(proposal)
-        timeline = simulate(lower(schedule), costs)
+        timeline = timeline_of(schedule, costs)
         filled = fill(
             policy,
             schedule,
@@ -281,7 +284,7 @@ class Evaluator:
             self.group_size(proposal.shape),
         )
         costs = replace(costs, encode_s=filled.piece_s)
-        timeline = simulate(lower(filled.schedule), costs)
+        timeline = timeline_of(filled.schedule, costs)
         planned = replace(
             unfilled.planned,
             iteration_s=timeline.iteration_s,

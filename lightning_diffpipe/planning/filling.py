@@ -120,15 +120,18 @@ def frozen_layers(
     )
 
 
-def gaps_of(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """The intervals `(start, stop)` in which one rank has nothing to do, until the last is done."""
-    gaps, now = [], 0.0
-    for span in timeline.spans_of(rank):
-        if span.start_s > now:
-            gaps.append((now, span.start_s))
-        now = max(now, span.stop_s)
-    if timeline.iteration_s > now:
-        gaps.append((now, timeline.iteration_s))
+def gaps_by_rank(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """The intervals `(start, stop)` in which a rank has nothing to do, until the last is done."""
+    gaps: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
+    now = [0.0] * timeline.num_ranks
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        if span.start_s > now[span.rank]:
+            gaps[span.rank].append((now[span.rank], span.start_s))
+        now[span.rank] = max(now[span.rank], span.stop_s)
+    end_s = timeline.iteration_s
+    for own, done_s in zip(gaps, now, strict=True):
+        if end_s > done_s:
+            own.append((done_s, end_s))
     return gaps
 
 

@@ -17,7 +17,7 @@ from lightning_diffpipe.planning.filling import (
     FrozenLayer,
     FrozenPiece,
     Placed,
-    gaps_of,
+    gaps_by_rank,
 )
 from lightning_diffpipe.planning.timeline import Timeline
 
@@ -33,13 +33,13 @@ def fill_by_shares(
         steps: Samples of each piece of the pipeline's next batch that a rank may take or leave.
     """
     placed: list[Placed] = []
-    idle = [timeline.idle_s(rank) for rank in range(timeline.num_ranks)]
+    idle, gaps = timeline.idle_by_rank_s(), gaps_by_rank(timeline)
     step_s = sum(layer.seconds(sum(steps)) for layer in layers) / len(steps)
     bounds = (0, *accumulate(steps))
     first = 0
     for rank, count in enumerate(shares(idle, step_s, len(steps))):
         start, stop = bounds[first], bounds[first + count]
-        placed += _fill_rank(timeline, rank, layers, start, stop - start, len(placed))
+        placed += _fill_rank(gaps[rank], rank, layers, start, stop - start, len(placed))
         first += count
     return tuple(placed)
 
@@ -97,7 +97,7 @@ def all_done_s(busy_s: Sequence[float], counts: Sequence[int], group_s: float) -
 
 
 def _fill_rank(
-    timeline: Timeline,
+    gaps: Sequence[tuple[float, float]],
     rank: int,
     layers: Sequence[FrozenLayer],
     first_sample: int,
@@ -107,7 +107,7 @@ def _fill_rank(
     """One rank's samples through all layers, gap after gap; what is left comes behind the pipeline."""
     todo = [(layer, first_sample, first_sample + samples) for layer in layers] if samples else []
     placed: list[Placed] = []
-    for gap_start, gap_stop in gaps_of(timeline, rank):
+    for gap_start, gap_stop in gaps:
         left = (gap_stop - gap_start) * (1 - MARGIN)
         while todo:
             layer, start, stop = todo[0]

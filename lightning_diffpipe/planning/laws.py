@@ -117,14 +117,13 @@ def _names(work: Counter[type[Staged]]) -> str:
 def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
     """Law 3 on one rank: made, then sent; posted, then awaited, then read."""
     seen: set[Instruction] = set()
-    for instruction in program:
+    for instruction, message in zip(program, schedule.inputs_of(program), strict=True):
         if instruction in seen and isinstance(instruction, (Send, Receive, Wait)):
             raise ScheduleError(f"rank {rank} has {instruction} twice")
         if isinstance(instruction, Wait):
             i = instruction
             if Receive(i.kind, i.stage, i.microbatch, i.from_rank) not in seen:
                 raise ScheduleError(f"rank {rank} waits with {instruction}, but posted no receive")
-        message = schedule.input_of(instruction)
         if message is not None and not message.is_local and message.wait() not in seen:
             raise ScheduleError(
                 f"rank {rank} runs {instruction} without {message.wait()} before it"
@@ -132,10 +131,9 @@ def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
         seen.add(instruction)
 
     made: set[Instruction] = set()
-    for instruction in program:
+    for instruction, message in zip(program, schedule.outputs_of(program), strict=True):
         if isinstance(instruction, Send) and instruction not in made:
             raise ScheduleError(f"rank {rank} sends {instruction} before it is made")
-        message = schedule.output_of(instruction)
         if message is not None and not message.is_local:
             made.add(message.send())
             if message.send() not in seen:
@@ -180,8 +178,7 @@ def messages_of_edge(schedule: Schedule) -> dict[tuple[int, int], list[Message]]
     """Maps every directed edge `(from_rank, to_rank)` to its messages in the order of making."""
     edges: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for program in schedule.programs:
-        for instruction in program:
-            message = schedule.output_of(instruction)
+        for message in schedule.outputs_of(program):
             if message is not None and not message.is_local:
                 edges[message.from_rank, message.to_rank].append(message)
     return dict(edges)

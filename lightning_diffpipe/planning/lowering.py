@@ -106,12 +106,12 @@ def _lower_program(
 
     started = False
     position = {message: k for messages in incoming.values() for k, message in enumerate(messages)}
-    for instruction in program:
+    reads, makes = schedule.inputs_of(program), schedule.outputs_of(program)
+    for instruction, needed, made in zip(program, reads, makes, strict=True):
         if not started and not isinstance(instruction, (Encode, ExchangeFrozen)):
             started = True
             for peer in sorted(incoming):
                 post(peer, 0)
-        needed = schedule.input_of(instruction)
         if needed is not None and not needed.is_local and needed in position:
             post(needed.from_rank, position[needed])
             out.append(needed.wait())
@@ -119,7 +119,6 @@ def _lower_program(
         elif needed is not None and not needed.is_local:
             out += [needed.receive(), needed.wait()]  # Nobody makes it: the simulator will say so.
         out.append(instruction)
-        made = schedule.output_of(instruction)
         if made is not None and not made.is_local:
             out.append(made.send())
     return out

@@ -3,7 +3,8 @@
 Where a schedule is cut decides what its instructions cost, not which of them waits for which. So an
 `Outline` is made once for all cuts: one row for each instruction that computes, in an order in which all
 can run, with the message it reads and the one it makes. No communication has to be written down for that.
-`makespan` goes once over these rows. It gives the `iteration_s` of `simulate`, to the last bit.
+`makespan` goes once over these rows. It gives the `iteration_s` of `simulate`, to the last bit; and
+`timeline_of` gives its spans, for the few proposals whose bubbles are filled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import lcm
 from operator import eq
 from typing import TypeVar
 
@@ -25,8 +27,10 @@ from lightning_diffpipe.planning.instruction import (
     Staged,
 )
 from lightning_diffpipe.planning.lowering import with_collectives
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
 from lightning_diffpipe.planning.schedule import Flow, Message, Schedule
 from lightning_diffpipe.planning.simulator import Costs, meeting_s
+from lightning_diffpipe.planning.timeline import Span, Timeline
 
 Row = tuple[int, int, int, int, int, int]
 """(rank, work, reads, makes, message, edge), each an index, or -1 where there is none.
@@ -77,13 +81,16 @@ def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
     return max(clock.values()) + costs.exchange_s()
 
 
-def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
+def makespan(
+    outline: Outline, costs: Costs, start_s: float = 0.0, starts_s: list[float] | None = None
+) -> float:
     """When the last rank is done: the inner loop of the search.
 
     Args:
         outline: What happens in which order.
         costs: How long things take; equally long for microbatches of equal size.
         start_s: When all ranks begin.
+        starts_s: If given, when each row begins is appended to it.
     """
     clock = [start_s] * outline.num_ranks
     link_free = [0.0] * outline.num_edges
@@ -93,11 +100,15 @@ def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
     holds_sender = costs.holds_sender
     for rank, work, reads, makes, message, edge in outline.rows:
         if work == _MEETS:
-            _meet(*outline.meetings[reads], clock, costs)
+            met_s = _meet(*outline.meetings[reads], clock, costs)
+            if starts_s is not None:
+                starts_s.append(met_s)
             continue
         now = clock[rank]
         if reads >= 0 and arrival[reads] > now:
             now = arrival[reads]
+        if starts_s is not None:
+            starts_s.append(now)
         now += work_s[work]
         if makes >= 0:
             start = link_free[edge] if link_free[edge] > now else now
@@ -108,11 +119,36 @@ def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
     return max(clock)
 
 
-def _meet(meeting: Instruction, group: Sequence[int], clock: list[float], costs: Costs) -> None:
-    """Moves the clocks of the ranks that meet to the end of the collective."""
+def _meet(meeting: Instruction, group: Sequence[int], clock: list[float], costs: Costs) -> float:
+    """Moves the clocks of the ranks that meet to the end of the collective; when does it begin?"""
     start = max(clock[peer] for peer in group)
     for peer in group:
         clock[peer] = start + meeting_s(meeting, peer, costs)
+    return start
+
+
+def timeline_of(schedule: Schedule, costs: PipelineCosts) -> Timeline:
+    """The spans of `simulate`, in its order, for a schedule that obeys the laws and ends; no transfers."""
+    outline = outline_of(schedule, costs.sizes)
+    starts_s: list[float] = []
+    makespan(outline, costs, starts_s=starts_s)
+    todo = [filter(_computes, program) for program in schedule.programs]
+    spans: list[Span] = []
+    for (rank, work, meeting, *_), start_s in zip(outline.rows, starts_s, strict=True):
+        if work == _MEETS:
+            instruction, group = outline.meetings[meeting]
+            for peer in group:
+                stop_s = start_s + meeting_s(instruction, peer, costs)
+                if stop_s > start_s:
+                    spans.append(Span(peer, instruction, start_s, stop_s))
+        else:
+            stop_s = start_s + costs.compute_s(outline.works[work])
+            spans.append(Span(rank, next(todo[rank]), start_s, stop_s))
+    return Timeline(tuple(spans), schedule.num_ranks)
+
+
+def _computes(instruction: Instruction) -> bool:
+    return isinstance(instruction, (Staged, Encode))
 
 
 def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
@@ -194,18 +230,27 @@ class _Numbers:
     def sent(self, flow: Flow) -> list[_Sent]:
         """By microbatch of its reader: what travels, where anything has to."""
         if flow not in self.flows:
-            first, count = self.num_sent, self.schedule.num_microbatches
-            self.flows[flow] = [self.sent_for(flow, m, first + m) for m in range(count)]
+            first, ranks = self.num_sent, self.schedule.placement.stage_ranks
+            period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
+            known: dict[tuple[int, int], tuple[int, int] | None] = {}
+            self.flows[flow] = [_NOTHING_SENT] * flow.lag
+            for microbatch in range(flow.lag, self.schedule.num_microbatches):
+                like = microbatch % period, self.first_like[microbatch]
+                if like not in known:
+                    known[like] = self.message_and_edge(flow, microbatch)
+                sent = known[like]
+                self.flows[flow].append((first + microbatch, *sent) if sent else _NOTHING_SENT)
         return self.flows[flow]
 
-    def sent_for(self, flow: Flow, microbatch: int, number: int) -> _Sent:
+    def message_and_edge(self, flow: Flow, microbatch: int) -> tuple[int, int] | None:
+        """Which message costs the same, and its edge; None if nothing has to travel."""
         message = self.schedule.message(flow, microbatch)
         if message is None or message.is_local:
-            return _NOTHING_SENT
+            return None
         edge = _number(self.edges, (message.from_rank, message.to_rank))
         like = flow.kind, flow.reader, self.first_like[microbatch]
         index, _ = self.messages.setdefault(like, (len(self.messages), message))
-        return number, index, edge
+        return index, edge
 
 
 _Key = TypeVar("_Key")

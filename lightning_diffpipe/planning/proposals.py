@@ -81,7 +81,7 @@ def _chained_shapes(
 ) -> Iterator[Shape]:
     """One stage on each rank, or on several."""
     counts = pipeline_counts(model, options)
-    free = options.num_stages == options.num_microbatches == "auto"
+    free = options.num_stages == options.num_microbatches == options.num_replicas == "auto"
     for num_pipelines in counts:
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
@@ -165,6 +165,12 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
     fitting = tuple(p for p in possible if num_ranks // p >= stages)
     if not fitting:
         check_partition(model.num_layers(), stages, num_ranks // possible[0])
+    if not any(_stage_counts(model, options, num_ranks // p) for p in fitting):
+        raise ConfigurationError(
+            f"num_replicas={options.num_replicas} alone needs pipelines of as many ranks or a multiple, for at "
+            f"most {model.num_layers()} stages (one a layer); possible are pipelines of "
+            f"{[num_ranks // p for p in fitting]} ranks"
+        )
     return fitting
 
 

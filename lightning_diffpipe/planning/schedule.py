@@ -12,7 +12,7 @@ split inside a stage, so that results stay exact for modules that mix samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_diffpipe.errors import ScheduleError
@@ -256,19 +256,42 @@ class Schedule:
         last = self.placement.backbone_of(first_stage)[-1]
         return Flow("feedback", last, first_stage, self.feedback_lag)
 
+    def inputs_of(self, program: Program) -> Iterator[Message | None]:
+        """What each instruction reads from another stage, if anything."""
+        return self._messages(program, self.read_by, lagged=False)
+
+    def outputs_of(self, program: Program) -> Iterator[Message | None]:
+        """What each instruction makes for another stage, if anything."""
+        return self._messages(program, self.made_by, lagged=True)
+
+    def _messages(
+        self,
+        program: Program,
+        flow_of: Callable[[type[Instruction], int], Flow | None],
+        lagged: bool,
+    ) -> Iterator[Message | None]:
+        """Messages by instruction; flows are looked up once for all microbatches of a stage."""
+        flows: dict[tuple[type[Instruction], int], Flow | None] = {}
+        for instruction in program:
+            if not isinstance(instruction, Staged):
+                yield None
+                continue
+            key = type(instruction), instruction.stage
+            if key not in flows:
+                flows[key] = flow_of(*key)
+            flow = flows[key]
+            if flow is None:
+                yield None
+            else:
+                yield self.message(flow, instruction.microbatch + flow.lag * lagged)
+
     def input_of(self, instruction: Instruction) -> Message | None:
         """What an instruction reads from another stage, if anything."""
-        if not isinstance(instruction, Staged):
-            return None
-        flow = self.read_by(type(instruction), instruction.stage)
-        return None if flow is None else self.message(flow, instruction.microbatch)
+        return next(self.inputs_of((instruction,)))
 
     def output_of(self, instruction: Instruction) -> Message | None:
         """What an instruction makes for another stage, if anything."""
-        if not isinstance(instruction, Staged):
-            return None
-        flow = self.made_by(type(instruction), instruction.stage)
-        return None if flow is None else self.message(flow, instruction.microbatch + flow.lag)
+        return next(self.outputs_of((instruction,)))
 
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""

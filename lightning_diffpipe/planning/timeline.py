@@ -81,9 +81,13 @@ class Timeline:
         """Seconds this rank works."""
         return sum(span.duration_s for span in self.spans if span.rank == rank)
 
-    def idle_s(self, rank: int) -> float:
-        """Seconds this rank has nothing to do before the last rank is done."""
-        return self.iteration_s - self.busy_s(rank)
+    def idle_by_rank_s(self) -> tuple[float, ...]:
+        """Seconds each rank has nothing to do before the last rank is done."""
+        busy_s = [0.0] * self.num_ranks
+        for span in self.spans:
+            busy_s[span.rank] += span.duration_s
+        end_s = self.iteration_s
+        return tuple(end_s - busy for busy in busy_s)
 
     @property
     def bubble_ratio(self) -> float:

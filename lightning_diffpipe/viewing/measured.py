@@ -105,7 +105,7 @@ def occupation(timeline: Timeline) -> Occupation:
         timeline.iteration_s,
         timeline.bubble_ratio,
         tuple(timeline.busy_s(rank) for rank in ranks),
-        tuple(timeline.idle_s(rank) for rank in ranks),
+        timeline.idle_by_rank_s(),
         before,
         within,
         after,

@@ -174,6 +174,12 @@ def test_bad_options(values, complaint):
             "take 4 ranks, which do not add up to the 4 ranks there are, in [2] pipelines",
         ),
         (
+            {"num_replicas": 3},
+            ConfigurationError,
+            "num_replicas=3 alone needs pipelines of as many ranks or a multiple, for at most 3 stages (one a "
+            "layer); possible are pipelines of [4, 2, 1] ranks",
+        ),
+        (
             {"data_parallel": 3},
             ConfigurationError,
             "data_parallel=3 must divide the 4 ranks and the",
@@ -188,6 +194,12 @@ def test_bad_options(values, complaint):
 def test_options_that_cannot_be_met(options, error, complaint):
     with pytest.raises(error, match=re.escape(complaint)):
         find_plan(equal_profile(3), Cluster(4), PlanOptions(8, **options))
+
+
+def test_replicas_alone_may_be_one_stage_on_all_ranks():
+    """History: it was left out as the same as one pipeline for each rank, which has no such replicas."""
+    plan = find_plan(equal_profile(3), Cluster(2), PlanOptions(8, num_replicas=2))
+    assert [stage.num_replicas for stage in plan.stages] == [2]
 
 
 def test_memory_that_cannot_fit_says_by_how_much_and_what_would_fit():

@@ -130,7 +130,7 @@ def test_what_filling_gains(shape, x, S, M, unfilled, ratio, speedup):
     timeline, _, after = filled_of("diffusionpipe", schedule, encoders, batch)
     frozen_s = sum(layer.seconds(batch / S) for layer in frozen_layers(encoders))
     unfilled_s = timeline.iteration_s + frozen_s
-    idle_s = sum(timeline.idle_s(rank) for rank in range(S))
+    idle_s = sum(timeline.idle_by_rank_s())
     assert 100 * idle_s / (unfilled_s * S) == pytest.approx(unfilled, abs=0.06)
     assert 100 * after.bubble_ratio == pytest.approx(ratio, abs=0.06)
     assert unfilled_s / after.iteration_s == pytest.approx(speedup, abs=0.001)

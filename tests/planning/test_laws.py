@@ -115,7 +115,7 @@ def test_bubbles_add_up_to_the_idle_time():
     for size, M in UNEQUAL:
         timeline = simulate(one_f_one_b(placement_of(size), M))
         bubbles = sum(bubble.duration_s * len(bubble.ranks) for bubble in timeline.bubbles)
-        assert bubbles == pytest.approx(sum(timeline.idle_s(r) for r in range(timeline.num_ranks)))
+        assert bubbles == pytest.approx(sum(timeline.idle_by_rank_s()))
         assert bubbles == pytest.approx(
             timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
         )

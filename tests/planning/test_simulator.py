@@ -9,7 +9,7 @@ import pytest
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.makespan import makespan, outline_of
+from lightning_diffpipe.planning.makespan import exchanged_s, makespan, outline_of, timeline_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
@@ -63,8 +63,11 @@ def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     links = PipelineLinks(cluster, placement, num_pipelines=rng.randint(1, 2))
     costs = pipeline_costs(CostModel(profile, cluster), links, runs, sizes, parts)
     schedule = prefix_frozen(schedule_of(name, placement, M), parts)
-    exact_s = simulate(lower(schedule), costs).iteration_s
-    assert makespan(outline_of(schedule, sizes), costs) == exact_s
+    exact = simulate(lower(schedule), costs)
+    assert makespan(outline_of(schedule, sizes), costs) == exact.iteration_s
+    assert timeline_of(schedule, costs).spans == exact.spans
+    alone, start_s = schedule_of(name, placement, M), exchanged_s(parts, costs) if parts else 0.0
+    assert makespan(outline_of(alone, sizes), costs, start_s) == exact.iteration_s
 
 
 def test_slow_links_need_a_deep_warmup():
