@@ -313,10 +313,9 @@ def _stage_to_json(stage: Stage) -> dict[str, object]:
 
 
 def _read(node: Node) -> PipelinePlan:
+    node.check_format(FORMAT)
     keys = ("format", "options", "stages", "programs", "planned")
     node.check_keys(keys, ("digest", "layers", "pieces", "costs", "changes"))
-    if node["format"].value != FORMAT:
-        raise node["format"].expected(f'"{FORMAT}"')
     options = _read_options(node["options"])
     stages = tuple(_read_stage(stage) for stage in node["stages"].elements())
     _check_stages(stages)

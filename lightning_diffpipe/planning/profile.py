@@ -353,9 +353,8 @@ def _flops_to_json(layer: LayerProfile | EncoderLayerProfile) -> dict[str, int]:
 
 
 def _read(node: Node) -> ModelProfile:
+    node.check_format(FORMAT)
     node.check_keys(("format", "name", "backbones"), ("encoders", "self_conditioning"))
-    if node["format"].value != FORMAT:
-        raise node["format"].expected(f'"{FORMAT}"')
     conditioning = SelfConditioning()
     if "self_conditioning" in node:
         given = node["self_conditioning"].check_keys(

@@ -43,10 +43,14 @@ class Node:
         except json.JSONDecodeError as cause:
             ends = not text[cause.pos :].strip() or cause.msg.startswith("Unterminated")
             hint = "the file seems to be cut short" if ends else "it was probably edited by hand"
-            raise error(
-                f"{source} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
-                f"{hint}"
-            ) from cause
+            where = f"line {cause.lineno}, column {cause.colno}"
+            what = cause.msg.removesuffix(" at")  # "Unterminated string starting at"
+            raise error(f"{source} is not JSON: {what} at {where}; {hint}") from cause
+
+    def check_format(self, wanted: str) -> None:
+        """Refuses a document of another kind, before its keys are called unknown."""
+        if isinstance(self.value, dict) and self.value.get("format", wanted) != wanted:
+            raise self["format"].expected(f'"{wanted}"')
 
     def expected(self, what: str) -> DiffPipeError:
         """The error for this value, which should have been `what`."""

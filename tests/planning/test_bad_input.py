@@ -196,6 +196,13 @@ def test_options_that_cannot_be_met(options, error, complaint):
         find_plan(equal_profile(3), Cluster(4), PlanOptions(8, **options))
 
 
+def test_a_profile_is_no_plan():
+    """History: it was said to have the unknown key 'name'."""
+    complaint = 'format: expected "diffpipe-plan/1"; got "diffpipe-profile/1"'
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(json.dumps(PROFILE))
+
+
 def test_replicas_alone_may_be_one_stage_on_all_ranks():
     """History: it was left out as the same as one pipeline for each rank, which has no such replicas."""
     plan = find_plan(equal_profile(3), Cluster(2), PlanOptions(8, num_replicas=2))
