@@ -2,7 +2,8 @@
 
 A first run gives the tree of calls, from which layers are chosen by cost. A second one follows all values;
 if one of them leaks out of a layer (an attribute, a write into an argument), this layer is expanded and
-the second run repeated. A last one, with one sample more, tells which dimensions count samples.
+the second run repeated. A last one, with one sample more, tells which dimensions count samples; it looks
+at containers, too, so that it need not be repeated when they are folded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lightning_diffpipe.graph.fake import TrackedFakeMode
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
+    LeadingDims,
     TensorKey,
     TensorSpec,
     batch_signature,
@@ -51,9 +53,20 @@ _log = logging.getLogger(__name__)
 Step = Callable[[Any, Any], Any]
 """`step(module, batch)` returns the loss, or a mapping with the key "loss"."""
 
-Look = Callable[[str, Any, Any], Any]
-_Dims = tuple[list[Any] | None, list[Any] | None]
+Look = Callable[[Any, Any], Any]
+_Dims = LeadingDims | tuple[None, None]
+_MoreSamples = Mapping[tuple[str, int, int], LeadingDims]
 _MAX_EXPANSIONS = 50
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A call of a layer or container: the layers `first` .. `stop - 1`, and what was found there."""
+
+    name: str
+    first: int
+    stop: int = 0
+    found: Any = None
 
 
 class LayerLeakError(GraphError):
@@ -114,13 +127,22 @@ class StepProbe:
         fine: Collection[str],
         seeded: Collection[str] | None,
         leaky: Collection[str],
+        of_more_samples: _MoreSamples | None = None,
     ) -> LayerGraph:
         """Follows all values through one run with these layers.
+
+        Args:
+            layers: Modules whose outermost calls are layers.
+            containers: Modules that stay expanded.
+            fine: Modules of the layers of the fine graph.
+            seeded: Those of them that draw random numbers; None: find out.
+            leaky: Containers that must stay expanded.
+            of_more_samples: `LayerGraph.of_more_samples` of the same step and batch, if known: saves a run.
 
         Raises:
             LayerLeakError: One of them must be expanded.
         """
-        fake = self._fake_mode is not None
+        fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
         try:
             out = self._run(tracer.run, self._batch)
@@ -132,7 +154,9 @@ class StepProbe:
             seeded = {record.name for record in tracer.records if record.drew}
             for record in tracer.records:
                 record.num_seeds = int(record.name in seeded)
-        more = self._dims_of_more_samples(layers, [record.name for record in tracer.records])
+        more = _known_dims(tracer.records, of_more_samples)
+        if more is None:
+            of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         return LayerGraph(
             layers=self._layers(tracer.records, trained, more),
@@ -143,13 +167,14 @@ class StepProbe:
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
             leaky=frozenset(leaky),
-            watched=frozenset(uncalled_owners(self._module, known, set(layers))),
+            watched=frozenset(uncalled_owners(self._module, known, layers)),
             host_random=tracer.drew_host_random,
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch),
             mode=self._mode,
             folded=tuple(tracer.provenance.folded),
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
+            of_more_samples=of_more_samples,
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
@@ -191,62 +216,79 @@ class StepProbe:
             )
         return trained
 
-    def _observe(self, layers: Collection[str], batch: Any, look: Look) -> list[Any]:
-        """Runs the step without gradients and looks at arguments and output of every layer."""
-        seen: list[Any] = []
-        inside = False
+    def _observe(
+        self, layers: Collection[str], containers: Collection[str], batch: Any, look: Look
+    ) -> list[_Seen]:
+        """Runs the step without gradients and looks at arguments and output of every layer and container."""
+        seen: list[_Seen] = []
+        layers, num_layers, inside = set(layers), 0, False
 
         def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             def observed(*args: Any, **kwargs: Any) -> Any:
-                nonlocal inside
+                nonlocal num_layers, inside
                 if inside:
                     return forward(*args, **kwargs)
-                inside = True
+                call = _Seen(name, num_layers)
+                seen.append(call)
+                inside = name in layers
                 try:
                     out = forward(*args, **kwargs)
                 finally:
                     inside = False
-                seen.append(look(name, (args, kwargs), out))
+                num_layers += name in layers
+                call.stop, call.found = num_layers, look((args, kwargs), out)
                 return out
 
             return observed
 
         def observe(call: Callable[[], Any]) -> Any:
-            with self._recording(set(layers), wrap), torch.no_grad():
+            with self._recording({*layers, *containers}, wrap), torch.no_grad():
                 return call()
 
         self._run(observe, batch)
-        return seen
+        return [call for call in seen if call.found is not None]  # the others raised errors
 
-    def _dims_of_more_samples(self, layers: Collection[str], names: list[str]) -> list[_Dims]:
-        """Leading dimensions of arguments and outputs of all layers with one sample more, if it runs."""
+    def _dims_of_more_samples(
+        self, tracer: Tracer, layers: Collection[str], containers: Collection[str]
+    ) -> tuple[_MoreSamples | None, list[_Dims]]:
+        """Leading dimensions of arguments and outputs with one sample more, if the step runs.
+
+        Returns:
+            Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
+        """
         num_samples = count_samples(self._batch)
+        unknown: list[_Dims] = [(None, None)] * len(tracer.records)
         try:
             with self._fake_mode or contextlib.nullcontext():
                 larger = add_sample(self._batch, num_samples) if num_samples else self._batch
-            seen = self._observe(layers, larger, _look_at_dims)
+            seen = self._observe(layers, containers, larger, _look_at_dims)
         except Exception as error:  # a step may insist on its batch size
             # As text: whoever keeps the record would keep the frames of the error, and their tensors.
             _log.info("layers cannot be cut into samples: %s", str(error))
-            return [(None, None)] * len(names)
-        if [name for name, _ in seen] != names:
-            return [(None, None)] * len(names)
-        return [dims for _, dims in seen]
+            return None, unknown
+        of_layers = [call for call in seen if call.name in layers]
+        if [call.name for call in of_layers] != [record.name for record in tracer.records]:
+            return None, unknown
+        bounds = [*(record.fine_start for record in tracer.records), len(tracer.fine_names)]
+        found: dict[tuple[str, int, int], LeadingDims] = {}
+        for call in seen:
+            found.setdefault((call.name, bounds[call.first], bounds[call.stop]), call.found)
+        return found, [call.found for call in of_layers]
 
     def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
         """The graph with strides as they really are, where the step calls the same layers."""
-        seen = self._observe(graph.layer_names, self._batch, _look_at_strides)
-        if tuple(name for name, _ in seen) != graph.layer_names:
+        seen = self._observe(graph.layer_names, (), self._batch, _look_at_strides)
+        if tuple(call.name for call in seen) != graph.layer_names:
             return graph
         layers = [
             dataclasses.replace(
                 layer,
                 outputs=tuple(
                     dataclasses.replace(o, stride=stride) if isinstance(o, TensorSpec) else o
-                    for o, stride in zip(layer.outputs, strides, strict=True)
+                    for o, stride in zip(layer.outputs, call.found, strict=True)
                 ),
             )
-            for layer, (_, strides) in zip(graph.layers, seen, strict=True)
+            for layer, call in zip(graph.layers, seen, strict=True)
         ]
         return dataclasses.replace(graph, layers=tuple(layers))
 
@@ -294,10 +336,20 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
     return frozenset(tag for tag in tags if isinstance(tag, str))
 
 
-def _look_at_dims(name: str, arguments: Any, out: Any) -> tuple[str, _Dims]:
-    return name, (leading_dims(arguments), leading_dims(out))
+def _known_dims(records: Sequence[Record], known: _MoreSamples | None) -> list[_Dims] | None:
+    """What an earlier run tells about all layers; calls without layers inside cannot be told apart."""
+    keys = [(r.name, r.fine_start, r.fine_start + r.num_fine) for r in records]
+    if known is None or any(
+        first == stop or (n, first, stop) not in known for n, first, stop in keys
+    ):
+        return None
+    return [known[key] for key in keys]
 
 
-def _look_at_strides(name: str, arguments: Any, out: Any) -> tuple[str, list[Any]]:
+def _look_at_dims(arguments: Any, out: Any) -> LeadingDims:
+    return leading_dims(arguments), leading_dims(out)
+
+
+def _look_at_strides(arguments: Any, out: Any) -> list[Any]:
     leaves = pytree.tree_leaves(out)
-    return name, [dense_stride(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return [dense_stride(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -27,6 +27,8 @@ from lightning_diffpipe.graph.placement import true_stride
 
 _log = logging.getLogger(__name__)
 
+_DEVICE_OF = torch.ops.prim.device.default
+
 SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
 
 
@@ -77,7 +79,9 @@ class TrackedFakeMode(FakeTensorMode):
         self._made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is _DEVICE_OF:  # asked by autograd for every tensor it sees: half of all calls
+            return args[0].device
+        out = self.dispatch(func, types, args, kwargs or {})
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, FakeTensor):
                 self._made.append(StorageWeakRef(leaf.untyped_storage()))

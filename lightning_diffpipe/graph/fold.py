@@ -51,7 +51,9 @@ def fold(
         layers = set(graph.layer_names) | {c.name for c in graph.calls}
         layers -= keep
         try:
-            folded = trace_layers(root, step, batch, graph, layers, keep, seed=seed)
+            folded = trace_layers(
+                root, step, batch, graph, layers, keep, seed=seed, same_batch=True
+            )
         except LayerLeakError as error:
             keep.add(error.layer_name)
             continue

@@ -15,7 +15,7 @@ layer's output. All of this is plain data: picklable, and equal on all ranks (co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -176,6 +176,9 @@ class Call:
     draws_random: bool
 
 
+LeadingDims = tuple[list[Any], list[Any]]
+"""Sizes of dimension 0 of all tensors among the arguments of a call, and among what it returns."""
+
 Value = TensorKey | int
 """An output of a layer, or of a container: its position in `LayerGraph.folded`."""
 
@@ -217,6 +220,8 @@ class LayerGraph:
         folded: Outputs of expanded containers.
         streams: For each layer, and in the end for the loss, what is read with those as one value each.
             Empty if unknown.
+        of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
+            of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
     """
 
     layers: tuple[Layer, ...]
@@ -234,6 +239,9 @@ class LayerGraph:
     mode: str = field(compare=False)
     folded: tuple[FoldedOutput, ...] = ()
     streams: tuple[frozenset[Value], ...] = ()
+    of_more_samples: Mapping[tuple[str, int, int], LeadingDims] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     @cached_property
     def path(self) -> tuple[int, ...]:

@@ -112,6 +112,7 @@ def trace_layers(
     containers: Collection[str],
     *,
     seed: int = 0,
+    same_batch: bool = False,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers, seeding random streams as that graph does.
 
@@ -123,19 +124,20 @@ def trace_layers(
         layers: Modules whose outermost calls are layers.
         containers: Modules that stay expanded.
         seed: Seeds the step where it must be run on values.
+        same_batch: The graph was probed with this batch, so that its `of_more_samples` holds.
 
     Raises:
         LayerLeakError: One of the layers must be expanded.
     """
     mode: Mode = "real" if graph.mode.startswith("real") else "auto"
-    leaky = graph.leaky
+    leaky, more = graph.leaky, graph.of_more_samples if same_batch else None
     return _in_some_mode(
         root,
         step,
         batch,
         seed,
         mode,
-        lambda run: run.trace(layers, containers, graph.fine_names, graph.seeded, leaky),
+        lambda run: run.trace(layers, containers, graph.fine_names, graph.seeded, leaky, more),
     )
 
 

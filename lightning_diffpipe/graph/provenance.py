@@ -145,12 +145,13 @@ class Provenance(TorchDispatchMode):
     def _raw(self, tensors: list[Tensor]) -> set[Any]:
         tags: set[Any] = set()
         for tensor in tensors:
-            entry = self._tags.get(_key(tensor))
+            key = _key(tensor)
+            entry = self._tags.get(key)
             if entry is not None:
                 tags |= entry[1]
                 continue
             tags.add(None)
-            if _key(tensor) in self._originals:
+            if key in self._originals:
                 raise EscapeError
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
                 raise GraphError(
@@ -166,7 +167,10 @@ class Provenance(TorchDispatchMode):
         Raises:
             LeakError: One of them lives inside a layer that is not the current one.
         """
-        tags = self._raw(tensors_in(tree))
+        return self._outside(self._raw(tensors_in(tree)))
+
+    def _outside(self, tags: set[Any]) -> set[Any]:
+        """Tags without those of values inside the current layer; refuses those of values inside another."""
         inside = None if self.current is None else self.current.index
         for tag in tags:
             if isinstance(tag, Leak) and tag.layer != inside:
@@ -183,14 +187,15 @@ class Provenance(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
-        raw, read = self._raw(inputs), self.of(inputs)
+        raw = self._raw(inputs)
+        read = self._outside(raw)
         name = func.overloadpacket.__name__
         if name.startswith("new_") or (name.endswith("_like") and not name.startswith("rand")):
             read = set()  # reads the shape only; random ones depend on strides, too
         if draws(func, args, kwargs):
             raw, read = raw | {None}, read | {None}
             self._note_draw()
-        before = {_key(t) for t in inputs}
+        before = set(map(_key, inputs))
         out = func(*args, **kwargs)
         new = self._new_tags(func, raw, read)
         if self.current is not None:

@@ -1,6 +1,7 @@
 """What the probe finds out, and what it leaves alone."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 import random
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
 from lightning_diffpipe.graph.probe import probe, reprobe
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step
@@ -184,25 +186,29 @@ def test_leaves_that_are_one_tensor_are_one_key():
     assert graph.layers[1].reads == {(0, 0), (0, 2)}
 
 
+class Encodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, table):
+        y = self.linear(x)
+        return torch.cat([y, -y]), self.linear(table)
+
+
+class Heads(Tower):
+    """Two rows for a sample, and a table of as many rows as there are samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.encodes = Encodes().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        y, table = self.encodes(batch, torch.ones(5, 16))
+        return self.run(y + table.sum()).pow(2).mean()
+
+
 def test_outputs_know_their_rows_per_sample():
-    class Encodes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x, table):
-            y = self.linear(x)
-            return torch.cat([y, -y]), self.linear(table)
-
-    class Heads(Tower):
-        def __init__(self):
-            super().__init__()
-            self.encodes = Encodes().requires_grad_(False)
-
-        def training_step(self, batch, batch_idx):
-            y, table = self.encodes(batch, torch.ones(5, 16))
-            return self.run(y + table.sum()).pow(2).mean()
-
     graph = probe(Heads(), step, rows(5), max_share=1 / 4)
     encodes = graph.layers[0]
     assert encodes.argument_rows == (1, 0)  # five rows of a table are no samples
@@ -235,6 +241,28 @@ def test_another_sequence_of_layers_is_refused():
         reprobe(root, step, rows(1), graph)
     with pytest.raises(GraphError, match="calls other layers"):
         probe(root, step, rows(1), layer_names=graph.layer_names)
+
+
+def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
+    ran = []
+
+    class Counts(Heads):
+        def training_step(self, batch, batch_idx):
+            ran.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    root = Counts()
+    graph = probe(root, step, rows(5), max_share=1 / 40)
+    assert ran == [5, 5, 6]
+    folded, _ = fold(root, step, rows(5), graph, [3])
+    assert ran[3:] == [5]
+    encodes = folded.layers[0]
+    assert (encodes.name, encodes.fine) == ("encodes", (0, 2))
+    assert encodes.argument_rows == (1, 0)
+    assert [spec.rows for spec in encodes.outputs] == [2, 0]
+    measured, _ = fold(root, step, rows(5), dataclasses.replace(graph, of_more_samples=None), [3])
+    assert ran[4:] == [5, 6]
+    assert folded == measured
 
 
 def test_signatures_tell_shapes_but_not_values():

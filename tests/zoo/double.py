@@ -26,12 +26,15 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args = tuple(WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
-        kwargs = {
-            k: WIDER.get(a, a) if isinstance(a, torch.dtype) else a
-            for k, a in (kwargs or {}).items()
-        }
-        return func(*args, **kwargs)
+        if any(type(a) is torch.dtype for a in args):
+            args = tuple(map(_widened, args))
+        if kwargs:
+            kwargs = {k: _widened(a) for k, a in kwargs.items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    return WIDER.get(value, value) if type(value) is torch.dtype else value
 
 
 @contextlib.contextmanager
