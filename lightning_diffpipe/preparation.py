@@ -269,9 +269,8 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
             f"{told}: its memory is not planned. Plan with global_batch_size="
             f"{batch_size * plan.num_pipelines}, or load batches of {plan.samples_per_pipeline}"
         )
-    if (
-        batch_size < plan.samples_per_pipeline
-    ):  # as where a run goes on with the last batch of an epoch
+    if batch_size < plan.samples_per_pipeline:
+        # As where a run goes on with the last batch of an epoch.
         warnings.warn(f"{told}: its times are not those of smaller batches", stacklevel=2)
     return plan
 

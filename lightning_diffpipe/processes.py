@@ -137,9 +137,8 @@ class ProcessHooks(ParallelStrategy):
         They get a few seconds to say what went wrong on their side. On NCCL nobody else would ever end
         them, as a lost peer closes no connection.
         """
-        if (
-            self._backend == "nccl"
-        ):  # its watchdog may end the process before Python prints the error
+        if self._backend == "nccl":
+            # Its watchdog may end the process before Python prints the error.
             _log.error("rank %d stops: %r", self.global_rank, exception)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             deadline_s = time.monotonic() + _GRACE_S

@@ -61,9 +61,8 @@ def parity(name: str, step: Any, model: Any, wanted: dict[str, torch.Tensor]) ->
         return 0.0
     found = getattr(step, "gradients", None)
     error = 0.0
-    for _ in range(
-        1 if found else 2
-    ):  # the second step of a filled pipeline reads what the first encoded
+    # The second step of a filled pipeline reads what the first encoded.
+    for _ in range(1 if found else 2):
         if not found:
             step()
         got = found or gradients(model)

@@ -83,9 +83,8 @@ class World:
             self.progress.note("done")
         except Exception as raised:
             refuses = isinstance(raised, DiffPipeError)
-            if isinstance(
-                raised, PipelineTimeoutError
-            ):  # who lost a rank may have lost one that refuses
+            if isinstance(raised, PipelineTimeoutError):
+                # Who lost a rank may have lost one that refuses.
                 refuses = self.progress.has_refusal()
             self.progress.note("refused" if refuses else "gone", str(raised) or repr(raised))
             if not refuses:
