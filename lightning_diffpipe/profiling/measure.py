@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.probe import Step
+from lightning_diffpipe.graph.probe import Step, reprobe
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.alike import alike, evened
@@ -103,11 +103,11 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
         )
     try:
         rounds, saved, split, known = _measured(subject, counts)
+        graph = graph_of_device(subject)
     except Exception:
         pool({})  # the other ranks wait for this one
         raise
     rounds = pool(rounds)
-    graph = subject.graph
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
     return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
 
@@ -138,6 +138,15 @@ def _encodings(subject: Subject) -> dict[str, Encoding]:
     with placed(module, torch.device(subject.device)):
         small = tree_to(small, torch.device(subject.device))
         return encodings(module, step, small, graph, found_by_running(module, step, small))
+
+
+def graph_of_device(subject: Subject) -> LayerGraph:
+    """The layers with the types they have on the device, where autocast may halve what it leaves alone on a host."""
+    module, device = subject.module, torch.device(subject.device)
+    if device.type == "cpu" or not subject.bench().fits():
+        return subject.graph
+    with undisturbed(module), placed(module, device):
+        return reprobe(module, subject.step, tree_to(_probed(subject), device), subject.graph)
 
 
 def splittable_encoders(subject: Subject) -> dict[str, bool | None]:

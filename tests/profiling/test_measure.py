@@ -1,6 +1,7 @@
 import copy
 import random
 import statistics
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import bench
+from lightning_diffpipe.profiling import bench, measure
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, toy
@@ -308,3 +310,30 @@ def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     assert equal(before, everything(module))
     assert all(p.device.type == "cpu" for p in module.parameters())
     assert all(layer.forward_s.at(64) > 0 for layer in profile.backbones[0].layers)
+
+
+def test_bytes_are_those_of_the_types_of_the_device(monkeypatch):
+    """History: under bf16-mixed on GPUs what crosses stages was planned at twice its size, as probed on the host.
+
+    Here "on the device" is where the step chooses half precision, as autocast does on a GPU only.
+    """
+    module, batch = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), torch.randn(2, 8)
+    places = []
+
+    @contextmanager
+    def placed(module, device):
+        places.append(device)
+        yield
+        places.pop()
+
+    def step(module, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(places)):
+            return module(x).float().square().mean()
+
+    monkeypatch.setattr(measure, "placed", placed)
+    monkeypatch.setattr(measure, "tree_to", lambda tree, device: tree)
+    graph = probe(module, step, batch, max_share=0.1)
+    found = measure.graph_of_device(Subject(module, step, batch, graph, device="meta"))
+    assert boundary_bytes(graph)[1:3] == (2 * 8 * 4,) * 2
+    assert boundary_bytes(found)[1:3] == (2 * 8 * 2,) * 2
+    assert measure.graph_of_device(Subject(module, step, batch, graph)) is graph
