@@ -141,7 +141,7 @@ def _encodings(subject: Subject) -> dict[str, Encoding]:
 
 
 def graph_of_device(subject: Subject) -> LayerGraph:
-    """The layers with the types they have on the device, where autocast may halve what it leaves alone on a host."""
+    """The layers with their types on the device, where autocast may halve what it leaves alone on a host."""
     module, device = subject.module, torch.device(subject.device)
     if device.type == "cpu" or not subject.bench().fits():
         return subject.graph
