@@ -36,7 +36,7 @@ from lightning_diffpipe.profiling.device_model import (
     device_named,
     fused_attention,
 )
-from lightning_diffpipe.profiling.encodings import encodings
+from lightning_diffpipe.profiling.encodings import Seen, encodings
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
@@ -44,7 +44,7 @@ from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 5
+_VERSION = 6
 """Of what is modelled, and how: kept profiles of another one are not used."""
 
 
@@ -144,15 +144,19 @@ def _model(
                 )
         saved = _saved_bytes(graph, training, batch, interception)
         interception.uninstall()
-        known = encodings(training, step, batch, graph, _steady)
+        known = encodings(training, step, batch, graph, _as_known)
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
     return assemble(title, training, graph, costs, repeated, known)
 
 
-def _steady(graph: LayerGraph) -> frozenset[str]:
-    """Frozen layers that follow from the sample alone: all but a locked denoiser, which reads noise."""
+def _as_known(graph: LayerGraph) -> Seen:
+    """What is known of frozen layers without running them.
+
+    All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
+    """
     names = (graph.layers[index].name for index in graph.frozen)
-    return frozenset(name for name in names if not name.startswith("denoiser"))
+    steady = frozenset(name for name in names if not name.startswith("denoiser"))
+    return Seen(steady, mixing=frozenset())
 
 
 def _run(
