@@ -87,7 +87,7 @@ class Timeline:
         for span in self.spans:
             busy_s[span.rank] += span.duration_s
         end_s = self.iteration_s
-        return tuple(end_s - busy for busy in busy_s)
+        return tuple(max(end_s - busy, 0.0) for busy in busy_s)  # rounding may add up to more
 
     @property
     def bubble_ratio(self) -> float:
@@ -96,8 +96,9 @@ class Timeline:
         Source:
             DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248
         """
-        total = self.iteration_s * self.num_ranks
-        return 1 - sum(span.duration_s for span in self.spans) / total if total else 0.0
+        total_s = self.iteration_s * self.num_ranks
+        busy_s = sum(span.duration_s for span in self.spans)
+        return max(1 - busy_s / total_s, 0.0) if total_s else 0.0
 
     @property
     def bubbles(self) -> tuple[Bubble, ...]:

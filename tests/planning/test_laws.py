@@ -1,5 +1,7 @@
 """Laws that hold for every schedule that trains one backbone, at every size."""
 
+import itertools
+import random
 from collections import defaultdict
 from itertools import pairwise
 
@@ -25,6 +27,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.timeline import Span, Timeline
 
 from .sizes import ALL, EQUAL, UNEQUAL, placement_of
 
@@ -119,6 +122,18 @@ def test_bubbles_add_up_to_the_idle_time():
         assert bubbles == pytest.approx(
             timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
         )
+
+
+def test_nobody_is_idle_for_less_than_no_time():
+    """History: a step without bubbles had -2e-16 of them by rounding; its plan was refused, and no run began."""
+    draw = random.Random(0)
+    for _ in range(200):
+        ends_s = [0.0, *itertools.accumulate(draw.random() for _ in range(4))]
+        works = list(enumerate(pairwise(ends_s)))
+        spans = [Span(r, Forward(0, i), *times) for r in range(2) for i, times in works]
+        timeline = Timeline(tuple(spans), 2)
+        assert timeline.bubble_ratio >= 0
+        assert min(timeline.idle_by_rank_s()) >= 0
 
 
 @pytest.mark.parametrize(
