@@ -133,6 +133,7 @@ def _plan_of_rank_0(
     try:
         profile = None if options.plan is not None else _profile(subject, options.profile, world)
         if process.rank == 0:
+            profile = profile and _knowing_what_splits(subject, profile)
             answer = _make_plan(subject, profile, options, cluster, process).to_json()
     except DiffPipeError as error:
         answer = error
@@ -166,7 +167,7 @@ def _make_plan(
         filling=options.filling,
         frozen_group_size=options.frozen_group_size,
     )
-    return find_plan(_knowing_what_splits(subject, profile), cluster, wishes)
+    return find_plan(profile, cluster, wishes)
 
 
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:

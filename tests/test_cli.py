@@ -73,8 +73,9 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["show", "plan.json"],
             "diffpipe show: cannot read plan.json: No such file or directory",
         ),
+        (["diff", "a.json"], "diffpipe diff: after is not given (say how two plans differ: diffpipe diff "),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
-        (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size"),
+        (["plan"], "diffpipe plan: global_batch_size is not given (find the fastest pipeline: diffpipe plan "),
         (
             ["sample", "path=/nowhere"],
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
@@ -85,7 +86,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_vae"],
-            "diffpipe train: Missing mandatory value: data.folder",
+            "diffpipe train: data.folder is not given (",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from typing import Any
 import hydra
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
 from lightning_diffpipe.errors import DiffPipeError
@@ -90,6 +90,9 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(error, DiffPipeError):
         return str(error)
+    if isinstance(error, MissingMandatoryValue):
+        summary, _ = VERBS[name]
+        return f"{str(error).splitlines()[0].rpartition(' ')[2]} is not given ({summary})"
     unknown = re.match(r"Could not override '(.*?)'", str(error))
     if unknown is None:
         # What follows is about Hydra's inside.

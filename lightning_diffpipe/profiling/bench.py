@@ -25,6 +25,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.profiling.glue import StepTimes
+from lightning_diffpipe.profiling.looking import Unobserved, looking_s, without_looking
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
@@ -156,11 +157,12 @@ class Bench:
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            runs = 3 * _MIN_ROUNDS + 1
+            runs = 4 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             counts = self._runnable(warm_up, counts, limit_s)
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
             splits: dict[int, list[float]] = {count: [] for count in counts}
+            unobserved: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
@@ -171,10 +173,11 @@ class Bench:
                     whole, without_weights = results.setdefault(count, ([], []))
                     whole.append(run(count, "whole"))
                     without_weights.append(run(count, "inputs"))
+                    unobserved[count].append(self._unobserved_s(interception, count))
                     if turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._progress("timed", 1.0)
-        return results, splits
+        return _without_looking(results, splits, unobserved)
 
     def _saved_bytes(self, count: int) -> list[float]:
         known = [*self._module.parameters(), *self._module.buffers()]
@@ -232,6 +235,9 @@ class Bench:
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
         return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
 
+    def _unobserved_s(self, interception: Interception, count: int) -> tuple[float, float]:
+        return StepRun(self._graph, self._clock).unobserved_s(self._call(count), interception)
+
     def _split(self, interception: Interception, count: int) -> list[float]:
         run = StepRun(self._graph, self._clock)
         try:
@@ -246,6 +252,19 @@ class Bench:
         if self._total is not None and count != self._total:
             batch = take_samples(batch, self._total, count)
         return partial(self._step, self._module, batch)
+
+
+def _without_looking(
+    rounds: Mapping[int, tuple[list[StepTimes], list[StepTimes]]],
+    splits: Mapping[int, Sequence[float]],
+    unobserved: Mapping[int, Unobserved],
+) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
+    """All times without what looking at them added."""
+    added_s = {count: looking_s(whole, unobserved[count]) for count, (whole, _) in rounds.items()}
+    return {
+        count: (without_looking(whole, added_s[count]), without_looking(inputs, added_s[count]))
+        for count, (whole, inputs) in rounds.items()
+    }, {count: [max(s - added_s[count][1], 0.0) for s in splits[count]] for count in splits}
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

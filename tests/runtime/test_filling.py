@@ -321,7 +321,7 @@ def test_shares_are_finer_than_a_group_where_work_runs_ahead():
 @given(
     st.lists(st.floats(0, 9), min_size=1, max_size=6).filter(lambda w: sum(w) > 0),
     st.integers(0, 40),
-    st.sampled_from([1, 4]),
+    st.sampled_from([1, 4, 16]),
 )
 def test_counts_add_up(weights, total, period):
     """Of every batch, and every rank's to its share of the period; no batch differs by more than a group."""
