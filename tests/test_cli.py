@@ -73,9 +73,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["show", "plan.json"],
             "diffpipe show: cannot read plan.json: No such file or directory",
         ),
-        (["diff", "a.json"], "diffpipe diff: after is not given (say how two plans differ: diffpipe diff "),
+        (
+            ["diff", "a.json"],
+            "diffpipe diff: after is not given (say how two plans differ: diffpipe diff ",
+        ),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
-        (["plan"], "diffpipe plan: global_batch_size is not given (find the fastest pipeline: diffpipe plan "),
+        (
+            ["plan"],
+            "diffpipe plan: global_batch_size is not given (find the fastest pipeline: diffpipe plan ",
+        ),
         (
             ["sample", "path=/nowhere"],
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.profiling.glue import StepTimes
-from lightning_diffpipe.profiling.looking import Unobserved, looking_s, without_looking
+from lightning_diffpipe.profiling.looking import looking_s, without_looking
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
@@ -45,6 +46,26 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
 """Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
+
+
+@dataclass
+class _Timed:
+    """Runs at one sample count: looked at, with a whole backward and with that of inputs; unobserved; split."""
+
+    whole: list[StepTimes] = field(default_factory=list)
+    inputs: list[StepTimes] = field(default_factory=list)
+    unobserved: list[tuple[float, float]] = field(default_factory=list)
+    split: list[float] = field(default_factory=list)
+
+    def rounds(self) -> tuple[list[StepTimes], list[StepTimes]]:
+        """Both kinds of steps without what looking at them added."""
+        added_s = looking_s(self.whole, self.unobserved)
+        return without_looking(self.whole, added_s), without_looking(self.inputs, added_s)
+
+    def splits(self) -> list[float]:
+        """Backwards in two halves, likewise."""
+        _, backward_s = looking_s(self.whole, self.unobserved)
+        return [max(seconds - backward_s, 0.0) for seconds in self.split]
 
 
 class Bench:
@@ -160,9 +181,7 @@ class Bench:
             runs = 4 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             counts = self._runnable(warm_up, counts, limit_s)
-            results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
-            splits: dict[int, list[float]] = {count: [] for count in counts}
-            unobserved: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+            timed = {count: _Timed() for count in counts}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
@@ -170,14 +189,23 @@ class Bench:
                     break
                 for count in counts:
                     self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
-                    whole, without_weights = results.setdefault(count, ([], []))
-                    whole.append(run(count, "whole"))
-                    without_weights.append(run(count, "inputs"))
-                    unobserved[count].append(self._unobserved_s(interception, count))
-                    if turn < _MIN_ROUNDS:
-                        splits[count] += self._split(interception, count)
+                    self._turn(interception, count, turn, timed[count])
         self._progress("timed", 1.0)
-        return _without_looking(results, splits, unobserved)
+        rounds = {count: timed[count].rounds() for count in counts}
+        return rounds, {count: timed[count].splits() for count in counts}
+
+    def _turn(self, interception: Interception, count: int, turn: int, timed: _Timed) -> None:
+        """Runs a count in every way, each first in turn: the first finds caches full of something else."""
+        ways = [
+            lambda: timed.whole.append(self._run(interception, count, "whole")),
+            lambda: timed.inputs.append(self._run(interception, count, "inputs")),
+            lambda: timed.unobserved.append(self._unobserved_s(interception, count)),
+        ]
+        first = turn % len(ways)
+        for way in ways[first:] + ways[:first]:
+            way()
+        if turn < _MIN_ROUNDS:
+            timed.split += self._split(interception, count)
 
     def _saved_bytes(self, count: int) -> list[float]:
         known = [*self._module.parameters(), *self._module.buffers()]
@@ -252,19 +280,6 @@ class Bench:
         if self._total is not None and count != self._total:
             batch = take_samples(batch, self._total, count)
         return partial(self._step, self._module, batch)
-
-
-def _without_looking(
-    rounds: Mapping[int, tuple[list[StepTimes], list[StepTimes]]],
-    splits: Mapping[int, Sequence[float]],
-    unobserved: Mapping[int, Unobserved],
-) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
-    """All times without what looking at them added."""
-    added_s = {count: looking_s(whole, unobserved[count]) for count, (whole, _) in rounds.items()}
-    return {
-        count: (without_looking(whole, added_s[count]), without_looking(inputs, added_s[count]))
-        for count, (whole, inputs) in rounds.items()
-    }, {count: [max(s - added_s[count][1], 0.0) for s in splits[count]] for count in splits}
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

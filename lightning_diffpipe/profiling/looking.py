@@ -16,9 +16,6 @@ from dataclasses import replace
 
 from lightning_diffpipe.profiling.glue import StepTimes
 
-Unobserved = Sequence[tuple[float, float]]
-"""Seconds of forwards and backwards that nobody looked at."""
-
 
 def without_looking(steps: Sequence[StepTimes], added_s: tuple[float, float]) -> list[StepTimes]:
     """Steps without what looking adds, the same for every layer, as far as the layer took that long.
@@ -36,12 +33,14 @@ def without_looking(steps: Sequence[StepTimes], added_s: tuple[float, float]) ->
     return [_reduced(step, forward_s, backward_s) for step in steps]
 
 
-def looking_s(steps: Sequence[StepTimes], unobserved: Unobserved) -> tuple[float, float]:
+def looking_s(
+    steps: Sequence[StepTimes], unobserved: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
     """What looking adds to a forward and to a backward; never less than nothing.
 
     Args:
         steps: Steps with whole backwards that were looked at.
-        unobserved: The same steps, nobody looking.
+        unobserved: Seconds of forward and backward of the same steps, nobody looking.
 
     Example:
         >>> step = StepTimes((0.5,), (1.0,), 0.5, (6.0,), 0.0)
