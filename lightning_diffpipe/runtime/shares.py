@@ -14,8 +14,8 @@ validation or a checkpoint between two steps says nothing about bubbles.
 Where frozen work runs several batches ahead, ranks need to be together over several batches only. Then a rank
 may take two groups of one batch and three of the next:
 
-    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  2 2 2 3
-                                              rank 1 takes 7 of 16:  2 2 2 1
+    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  2 3 2 2
+                                              rank 1 takes 7 of 16:  2 1 2 2
 
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
 them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
@@ -24,9 +24,10 @@ also take the same course.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from fractions import Fraction
 
 from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares
 
@@ -75,14 +76,10 @@ class GroupShares:
             (6, 2)
             >>> shares = GroupShares(2, gather=list, planned=[9, 7], period=4)
             >>> [shares.counts(4, batch_index) for batch_index in range(4)]
-            [(2, 2), (2, 2), (2, 2), (3, 1)]
+            [(2, 2), (3, 1), (2, 2), (2, 2)]
         """
-        at = batch_index % self._period
-        bounds = [
-            bound * (at + 1) // self._period - bound * at // self._period
-            for bound in (0, *accumulate(self._counts_of_period(num_groups)))
-        ]
-        return tuple(stop - start for start, stop in pairwise(bounds))
+        batches = _spread(self._counts_of_period(num_groups), self._period)
+        return batches[batch_index % self._period]
 
     def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
         total = num_groups * self._period
@@ -135,6 +132,29 @@ def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...])
     counts = even_shares(busy_s, group_s, sum(current))
     won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, counts, group_s)
     return counts if won_s > _WORTHWHILE * group_s else current
+
+
+@functools.lru_cache(maxsize=16)
+def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]:
+    """Each rank's groups of a period, spread over its batches: by batch and rank.
+
+    The groups of a rank lie at even distances; in that order batches are filled. All batches have equally many.
+
+    Example:
+        >>> _spread((5, 3), period=4)
+        ((1, 1), (2, 0), (1, 1), (1, 1))
+    """
+    owners = [
+        rank
+        for _, rank in sorted(
+            (Fraction(2 * group + 1, count), rank)
+            for rank, count in enumerate(counts)
+            for group in range(count)
+        )
+    ]
+    size = len(owners) // period
+    batches = (owners[batch * size : (batch + 1) * size] for batch in range(period))
+    return tuple(tuple(map(batch.count, range(len(counts)))) for batch in batches)
 
 
 def _rounded(exact: Sequence[float]) -> tuple[int, ...]:
