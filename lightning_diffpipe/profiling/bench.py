@@ -21,12 +21,14 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.profiling.glue import StepTimes
-from lightning_diffpipe.profiling.looking import looking_s, without_looking
+from lightning_diffpipe.profiling.looking import looking_s, unobserved_s, without_looking
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
@@ -50,22 +52,17 @@ _MEMORY_SHARE = 0.5
 
 @dataclass
 class _Timed:
-    """Runs at one sample count: looked at, with a whole backward and with that of inputs; unobserved; split."""
+    """Runs at one sample count: looked at, with a whole backward or that of inputs; as one stage; split."""
 
     whole: list[StepTimes] = field(default_factory=list)
     inputs: list[StepTimes] = field(default_factory=list)
     unobserved: list[tuple[float, float]] = field(default_factory=list)
     split: list[float] = field(default_factory=list)
 
-    def rounds(self) -> tuple[list[StepTimes], list[StepTimes]]:
-        """Both kinds of steps without what looking at them added."""
-        added_s = looking_s(self.whole, self.unobserved)
-        return without_looking(self.whole, added_s), without_looking(self.inputs, added_s)
-
-    def splits(self) -> list[float]:
-        """Backwards in two halves, likewise."""
-        _, backward_s = looking_s(self.whole, self.unobserved)
-        return [max(seconds - backward_s, 0.0) for seconds in self.split]
+    @property
+    def looking_s(self) -> tuple[float, float]:
+        """What looking adds to a forward and a backward; nothing where that is not known."""
+        return looking_s(self.whole, self.unobserved) if self.unobserved else (0.0, 0.0)
 
 
 class Bench:
@@ -178,7 +175,8 @@ class Bench:
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            runs = 4 * _MIN_ROUNDS + 1
+            stage = self._as_stage(interception)
+            runs = 3 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             counts = self._runnable(warm_up, counts, limit_s)
             timed = {count: _Timed() for count in counts}
@@ -189,23 +187,45 @@ class Bench:
                     break
                 for count in counts:
                     self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
-                    self._turn(interception, count, turn, timed[count])
+                    self._turn(interception, stage, count, turn, timed[count])
         self._progress("timed", 1.0)
-        rounds = {count: timed[count].rounds() for count in counts}
-        return rounds, {count: timed[count].splits() for count in counts}
+        # What looking costs does not depend on the samples.
+        added_s = timed.get(self._graph.num_samples or 0, _Timed()).looking_s
+        rounds = {
+            count: (without_looking(t.whole, added_s), without_looking(t.inputs, added_s))
+            for count, t in timed.items()
+        }
+        return rounds, {n: [max(s - added_s[1], 0.0) for s in t.split] for n, t in timed.items()}
 
-    def _turn(self, interception: Interception, count: int, turn: int, timed: _Timed) -> None:
+    def _as_stage(self, interception: Interception) -> StageView | None:
+        """The step as one stage, where the graph tells what it will see: the probe saw host tensors."""
+        if self._device.type != "cpu":
+            return None
+        return StageView(self._module, self._graph, uncut(self._graph), interception)
+
+    def _turn(
+        self,
+        interception: Interception,
+        stage: StageView | None,
+        count: int,
+        turn: int,
+        timed: _Timed,
+    ) -> None:
         """Runs a count in every way, each first in turn: the first finds caches full of something else."""
         ways = [
             lambda: timed.whole.append(self._run(interception, count, "whole")),
             lambda: timed.inputs.append(self._run(interception, count, "inputs")),
-            lambda: timed.unobserved.append(self._unobserved_s(interception, count)),
         ]
+        if stage is not None and count == self._graph.num_samples:
+            ways.append(lambda: timed.unobserved.append(self._unobserved_s(stage, count)))
         first = turn % len(ways)
         for way in ways[first:] + ways[:first]:
             way()
         if turn < _MIN_ROUNDS:
             timed.split += self._split(interception, count)
+
+    def _unobserved_s(self, stage: StageView, count: int) -> tuple[float, float]:
+        return unobserved_s(stage, self._clock, self._call(count))
 
     def _saved_bytes(self, count: int) -> list[float]:
         known = [*self._module.parameters(), *self._module.buffers()]
@@ -262,9 +282,6 @@ class Bench:
 
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
         return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
-
-    def _unobserved_s(self, interception: Interception, count: int) -> tuple[float, float]:
-        return StepRun(self._graph, self._clock).unobserved_s(self._call(count), interception)
 
     def _split(self, interception: Interception, count: int) -> list[float]:
         run = StepRun(self._graph, self._clock)

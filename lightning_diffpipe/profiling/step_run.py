@@ -8,8 +8,8 @@ when their gradient is complete, just before the layer's own backward begins; au
 reverse order of the forward, so the layer ends where that of an earlier layer begins. A second kind of backward
 asks for gradients of the layers' outputs only, not of weights: the difference is the weight-gradient part.
 
-Looking takes time itself, some 30 microseconds for each layer: 5 % of a U-Net's step on two samples. So the same
-step is also run with nobody looking, and what it takes less is taken off (`profiling/looking.py`).
+Looking takes time itself, some 30 microseconds for each layer: 5 % of a U-Net's step on two samples. What that is
+more than a stage takes is taken off (`profiling/looking.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class StepRun:
         self._fired: dict[int, Any] = {}
         self._outputs: list[Tensor] = []
         self._inside = self._is_backward = False
-        self._looks = True
 
     @property
     def position(self) -> int:
@@ -92,22 +91,6 @@ class StepRun:
         self._outputs.clear()
         return self._times(end)
 
-    def unobserved_s(
-        self, call: Callable[[], Any], interception: Interception
-    ) -> tuple[float, float]:
-        """Seconds of a forward and of a whole backward, without stamps at the borders of layers."""
-        self._looks = False
-        with self._answering(interception):
-            self._clock.settle()
-            start = self._clock.stamp()
-            loss = loss_of(call())
-            middle = self._clock.stamp()
-            self._is_backward = True
-            loss.backward()
-            end = self._clock.stamp()
-        self._clock.settle()
-        return self._clock.seconds(start, middle), self._clock.seconds(middle, end)
-
     def split_backward_s(self, call: Callable[[], Any], interception: Interception) -> float | None:
         """Seconds of a backward in two halves, as zero-bubble schedules run it.
 
@@ -138,25 +121,18 @@ class StepRun:
 
     @contextlib.contextmanager
     def _answering(self, interception: Interception) -> Iterator[None]:
-        collects = gc.isenabled()
-        gc.disable()  # not in the middle of a layer
-        try:
-            with (
-                interception.running(self),
-                interception.recomputed_by(self),
-                torch.enable_grad(),
-            ):
-                yield
-        finally:
-            if collects:
-                gc.enable()
+        with (
+            uncollected(),
+            interception.running(self),
+            interception.recomputed_by(self),
+            torch.enable_grad(),
+        ):
+            yield
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a module; see `Run`."""
         if self._inside or self._is_backward or site.name not in self._layers:
             return site.diffpipe_original(*args, **kwargs)
-        if not self._looks:
-            return self._run_layer(site, args, kwargs)
         index = len(self._names)
         self._stamps.append(self._clock.stamp())
         self._names.append(site.name)
@@ -220,6 +196,18 @@ class StepRun:
             backward=tuple(backward),
             backward_tail=self._clock.seconds(self._stamps[-1], first),
         )
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage is not collected inside, in the middle of a layer."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class SavedBytes:
