@@ -10,6 +10,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.evaluation import fill
 from lightning_diffpipe.planning.filling import frozen_layers
 from lightning_diffpipe.planning.filling_shares import shares
+from lightning_diffpipe.planning.frozen_parts import SHARES_PERIOD
 from lightning_diffpipe.planning.instruction import Encode, Staged
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
@@ -192,13 +193,13 @@ def test_filling_is_never_slower_than_not_filling():
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 8])
-def test_ranks_take_whole_groups_within_four_batches(group_size):
+def test_ranks_take_whole_groups_within_a_period(group_size):
     """The runtime moves whole groups only: plans in samples promised shares that no rank could take."""
     options = PlanOptions(
         40, num_stages=3, num_microbatches=4, filling="shares", frozen_group_size=group_size
     )
     plan = find_plan(equal_profile(9, 0.8), Cluster(3), options)
-    step = max(1, group_size // 4)
+    step = max(1, group_size // SHARES_PERIOD)
     ends, done = {10 * m + end for m in range(4) for end in (*range(0, 10, step), 10)}, 0
     for rank in range(3):
         done += sum(p.num_samples for p in plan.pieces if p.rank == rank)
@@ -207,15 +208,15 @@ def test_ranks_take_whole_groups_within_four_batches(group_size):
 
 
 def test_groups_are_as_large_as_pays():
-    """Half a group is lost in four batches; what a group costs on top of its samples is paid for each."""
+    """Half a group is lost in a period; what a group costs on top of its samples is paid for each."""
     chosen = []
-    for overhead_s in (0.0, 0.3, 3.0, 30.0):
+    for overhead_s in (0.0, 0.03, 0.3, 30.0):
         times = Seconds.of({1: overhead_s + 1, 64: overhead_s + 64})
         encoder = EncoderProfile("vae", (EncoderLayerProfile("whole", times),))
         profile = replace(equal_profile(8), encoders=(encoder,))
         options = PlanOptions(128, num_stages=2, num_microbatches=4, filling="shares")
         chosen.append(find_plan(profile, Cluster(2), options).options.frozen_group_size)
-    assert chosen == [1, 16, 32, 32]
+    assert chosen == [1, 8, 32, 32]
 
 
 def test_the_plan_that_needs_least_filling_is_preferred():
