@@ -185,7 +185,8 @@ class Predictor:
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
-            Pictures on rank 0, a list of frames for each video; None elsewhere.
+            Pictures on rank 0, a list of frames for each video, several of one prompt (`num_images_per_prompt`) in
+            a row; None elsewhere.
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.

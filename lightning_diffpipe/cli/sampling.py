@@ -119,10 +119,11 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
 
 
 def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
-    for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+    per_prompt = len(pictures) // len(prompts)  # several with num_images_per_prompt
+    for number, picture in enumerate(pictures):
         path = folder / f"{number:03d}.png"
         picture.save(path)
-        print(f"{path}  {prompt}")
+        print(f"{path}  {prompts[number // per_prompt]}")
     _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / "grid.png")
     print(f"{folder / 'grid.png'}  all of them")
 

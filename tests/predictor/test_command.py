@@ -68,6 +68,23 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert "LPIPS         not measured: lpips cannot be imported" in out
 
 
+def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
+    """History: one for each prompt was written, then the command ended in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    settings = [f"path={folder_of('stable_diffusion')}", "options={num_images_per_prompt: 2}"]
+    settings += ["height=32", "width=32", "num_inference_steps=1", "report=true"]
+    code, out, err = call(
+        capsys, monkeypatch, "sample", *settings, "prompts=[a cat, a dog]", "output=out", "progress=false"
+    )  # fmt: skip
+    assert code == 0, err
+    written = [line.split("/")[1] for line in out.splitlines() if line.startswith("out/00")]
+    assert written == ["000.png  a cat", "001.png  a cat", "002.png  a dog", "003.png  a dog"]
+    pictures = [Image.open(tmp_path / "out" / f"00{i}.png").tobytes() for i in range(4)]
+    assert len(set(pictures)) == 4
+    assert Image.open(tmp_path / "out" / "grid.png").size == (4 * 32, 32)
+    assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
+
+
 def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     settings = ["sampler=pipefusion", "sampler.num_patches=2", "+sampler.record_freshness=true"]
