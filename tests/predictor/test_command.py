@@ -8,10 +8,12 @@ import sys
 import time
 
 import pytest
+import torch
 from PIL import Image
 
 from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.command import ROOT, call, run
+from tests.modules.tiny_parts import perturbed_latent_diffusion
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,27 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
     assert len(set(pictures)) == 4
     assert Image.open(tmp_path / "out" / "grid.png").size == (4 * 32, 32)
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
+
+
+def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, tmp_path):
+    """History: trained weights, asked for by ema=false, were compared with the averaged ones."""
+    monkeypatch.chdir(tmp_path)
+    module = perturbed_latent_diffusion()
+    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
+    checkpoint = {
+        "state_dict": module.state_dict(),
+        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
+        "hyper_parameters": dict(module.hparams),
+    }
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, "last.ckpt")
+    settings = ["path=last.ckpt", "+sampler.ema=false", "num_inference_steps=2", "report=true"]
+    settings += ["prompts=[a]", "output=out", "progress=false", "num_threads=1"]
+    code, out, err = call(capsys, monkeypatch, "sample", *settings)
+    assert code == 0, err
+    assert "equal to the pictures of one process" in out
+    assert "s a step on 1 thread\n" in out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["one_process_threads"] == 1
 
 
 def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
