@@ -139,6 +139,7 @@ BAD = [
     ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
     ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
+    ("stable_diffusion", {"method": "distrifusion", "num_patches": 2}, {}, "has no patches, leave it"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
     ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),
