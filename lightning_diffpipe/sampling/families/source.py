@@ -201,9 +201,9 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
             "PixArt pipelines take another way with num_inference_steps=1, which cannot be shared; take 2"
         )
     guidance = {
-        "scale": float(used["guidance_scale"]),
+        "scale": _number(used.get("guidance_scale"), 1.0),
         "rescale": float(used.get("guidance_rescale") or 0.0),
-        "true_scale": float(used.get("true_cfg_scale") or 1.0),
+        "true_scale": _number(used.get("true_cfg_scale"), 1.0),
     }
     denoiser, begun = getattr(pipeline, family.denoiser), []
 
@@ -224,6 +224,10 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         if begun or isinstance(error, DiffPipeError):
             raise
         raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
+
+
+def _number(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else float(value)
 
 
 def _check_option(name: str, known: Mapping[str, Any], pipeline: str) -> None:
