@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families import family_of, intercepted
 from lightning_diffpipe.sampling.families.source import Settings, draw_with
 from lightning_diffpipe.sampling.one_process import OneProcess
@@ -106,3 +107,16 @@ def test_pipelines_without_a_number_for_guidance(kind, tmp_path):
         prompts_of("flux"), 3, torch.Generator().manual_seed(0), "pil", **options_of("flux")
     )
     assert (np.stack(found) == np.stack(expected.images)).all()
+
+
+class WithRequiredGuidance(diffusers.FluxPipeline):
+    """Guidance has to be given."""
+
+    def __call__(self, prompt, guidance_scale, generator=None, output_type=None):
+        raise AssertionError("not called")
+
+
+def test_an_argument_that_a_pipeline_requires_is_named(tmp_path):
+    pipeline = WithRequiredGuidance(**build("flux", tmp_path).components)
+    with pytest.raises(ConfigurationError, match="required positional argument: 'guidance_scale'"):
+        draw_with(pipeline, family_of("FluxPipeline"), Settings(["a"]), one_process(pipeline))

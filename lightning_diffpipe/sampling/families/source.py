@@ -197,7 +197,7 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
     for name in arguments:
         _check_option(name, known, type(pipeline).__name__, family.option)
     arguments = {k: _of_each_prompt(k, v, len(settings.prompts)) for k, v in arguments.items()}
-    defaults = {name: p.default for name, p in known.items()}
+    defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
     used = defaults | arguments
     if family.name == "pixart" and used["num_inference_steps"] == 1:
         raise ConfigurationError(
