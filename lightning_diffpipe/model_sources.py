@@ -33,7 +33,12 @@ from lightning_diffpipe.sampling.families.skeleton import (
     check_weights,
     skeleton,
 )
-from lightning_diffpipe.sampling.families.source import DiffusersFolder, Settings, Source
+from lightning_diffpipe.sampling.families.source import (
+    DiffusersFolder,
+    Settings,
+    Source,
+    refuse_prompts,
+)
 
 _DENOISERS = ("unet", "transformer")
 _DEFAULTS = {"num_inference_steps": 25, "guidance_scale": 4.0}
@@ -120,6 +125,7 @@ class LatentDiffusionSource:
                 f"LatentDiffusion takes no {min(settings.options)!r}; it takes num_inference_steps, "
                 "guidance_scale, seed, height and width"
             )
+        refuse_prompts(settings.prompts)
         arguments = _DEFAULTS | settings.given()
         guidance = {"scale": float(arguments["guidance_scale"])}
         with intercepted(self.family, module.denoiser, module.scheduler, guidance, sample):

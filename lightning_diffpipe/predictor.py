@@ -110,7 +110,7 @@ class Predictor:
                 `"naive"` and `"synchronous"`; see docs/sampling.md. `"auto"` chooses at the first request, for
                 that one and all later ones, among what fits the arguments that are given besides, and again if the
                 model cannot be sampled as chosen.
-            num_patches: Patches of PipeFusion; None takes as many as stages.
+            num_patches: Patches of PipeFusion, refused with other methods; None takes as many as stages.
             warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change;
                 None takes what suits the method: 1 for PipeFusion, 4 for DistriFusion, 0 for naive patches. The
                 default, 1, costs DistriFusion 5 to 6 dB on the built-in U-Net in 20 steps: take None or 4 there.
@@ -154,7 +154,8 @@ class Predictor:
             module: The module; not changed.
             method: As in `from_pretrained`.
             timeout_s: Longest wait for a message, in seconds.
-            options: Further arguments of `from_pretrained`.
+            options: As in `from_pretrained`: `num_patches`, `warmup_steps`, `data`, `guidance`, `parallel`,
+                `sequence` and options of the method. Device, dtype and weights are those of the module.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
@@ -185,7 +186,8 @@ class Predictor:
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
-            Pictures on rank 0, a list of frames for each video; None elsewhere.
+            Pictures on rank 0, a list of frames for each video, several of one prompt (`num_images_per_prompt`) in
+            a row; None elsewhere.
 
         Raises:
             ConfigurationError: An argument cannot work; on all ranks.

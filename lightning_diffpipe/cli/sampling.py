@@ -119,10 +119,11 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
 
 
 def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
-    for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+    per_prompt = len(pictures) // len(prompts)  # several with num_images_per_prompt
+    for number, picture in enumerate(pictures):
         path = folder / f"{number:03d}.png"
         picture.save(path)
-        print(f"{path}  {prompt}")
+        print(f"{path}  {prompts[number // per_prompt]}")
     _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / "grid.png")
     print(f"{folder / 'grid.png'}  all of them")
 
@@ -146,14 +147,16 @@ def _rows(rows: list[list[Any]], columns: int) -> Any:
 
 
 def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Draws the same in this process alone, and says how far the pictures are from that."""
+    """Draws the same in this process alone, on as many threads, and says how far the pictures are from that."""
+    import torch
     from PIL import Image
 
     from lightning_diffpipe.predictor import Predictor
     from lightning_diffpipe.sampling.report import difference, lpips_distances, psnr
 
+    ema, threads = values["sampler"].get("ema", True), torch.get_num_threads()
     alone = Predictor.from_pretrained(
-        values["path"], "single", alone=True, **_common(values, rank=0)
+        values["path"], "single", alone=True, ema=ema, **_common(values, rank=0)
     )
     reference = alone(**_request(values))
     assert reference is not None
@@ -164,12 +167,13 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))
     page.save(folder / "difference.png")
     decibels = [psnr(a, b) for a, b in pairs]
-    seconds = f"{alone.report.step_s:.3g} s a step"
+    seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     told = _how_far(decibels)
     print(f"{'one process':13} {told} the pictures of one process, which takes {seconds}")
     found: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
+        "one_process_threads": threads,  # others may sum in another order, and draw other last bits
     }
     try:
         found["lpips"] = lpips_distances(pairs)

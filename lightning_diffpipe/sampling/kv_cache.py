@@ -192,26 +192,24 @@ class KvCache:
         self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Where to store what a synchronous step computes for all tokens of some samples."""
-        _, num_parts = where.part.samples or (0, 1)
-        whole = (k.shape[0] * num_parts, *k.shape[1:])
-        buffer = self._buffer(where, k, v, whole)
+        # Of other samples there may be one more or less.
+        num_samples = where.block.sizes[where.number].batch if where.part.samples else k.shape[0]
+        buffer = self._buffer(where, k, v, (num_samples, *k.shape[1:]))
         # Only masks made from tokens will be needed; they have one row for all queries.
         if mask is not None and mask.shape[-1] == where.tokens.size and mask.shape[-2] == 1:
-            per_sample = num_parts > 1 and mask.shape[0] == k.shape[0]
-            self._keep_mask(where, buffer, mask, num_parts if per_sample else 1)
+            self._keep_mask(where, buffer, mask)
         buffer.written = dict.fromkeys(self._patches, self._step)
-        samples = where.part.samples_of(buffer.key.shape[0])
+        samples = where.part.samples_of(num_samples)
         return buffer.key[samples], buffer.value[samples]
 
-    def _keep_mask(
-        self, where: AttentionCall, buffer: _Buffer, mask: Tensor, num_parts: int
-    ) -> None:
-        if num_parts == 1:
+    def _keep_mask(self, where: AttentionCall, buffer: _Buffer, mask: Tensor) -> None:
+        if where.part.samples is None:
             buffer.mask = mask.clone()
             return
+        num_samples = buffer.key.shape[0]
         if buffer.mask is None:
-            buffer.mask = mask.new_zeros(mask.shape[0] * num_parts, *mask.shape[1:])
-        buffer.mask[where.part.samples_of(buffer.mask.shape[0])] = mask
+            buffer.mask = mask.new_zeros(num_samples, *mask.shape[1:])
+        buffer.mask[where.part.samples_of(num_samples)] = mask  # the same for all, or one for each
 
     def _write(
         self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
@@ -248,6 +246,7 @@ class KvCache:
         if buffer.mask is None:
             visible = True if mask.dtype == torch.bool else 0.0
             buffer.mask = mask.new_full((*mask.shape[:-1], where.tokens.size), visible)
+        mask = mask.expand(*buffer.mask.shape[:-1], mask.shape[-1])
         own.put(buffer.mask, buffer.mask.ndim - 1, mask)
         return buffer.mask
 

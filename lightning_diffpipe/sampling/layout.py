@@ -8,6 +8,7 @@ finds it by tracing values; rank 0 sends it to the others as it stands.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -195,6 +196,32 @@ class Layout:
                 f"{self.rows_per_unit}: choose {what} between 1 and {self.num_units}"
             )
         return _balanced(range(self.num_units), num_parts)
+
+    def refuse_sample_shares(self, num_parts: int, what: str) -> None:
+        """Raises ConfigurationError unless the samples of every block can be cut into so many shares.
+
+        Args:
+            num_parts: How many.
+            what: Name of the option, for the message.
+        """
+        rows = {size.batch for block in self.blocks for size in block.sizes}
+        rows |= {
+            block.results[leaf].shape[axis]
+            for block in self.blocks
+            for leaf, axis in block.output_samples.items()
+        }
+        most = math.gcd(*rows)
+        if num_parts > most:
+            raise ConfigurationError(
+                f"{what}={num_parts}, but the model is given {most} samples in a step, branches of guidance in "
+                f"the batch included; choose at most {most}"
+            )
+        # Unequal shares of rows that differ in number would not be of the same samples.
+        if len(rows) > 1 and most % num_parts:
+            raise ConfigurationError(
+                f"{what}={num_parts}, but blocks of the model are given {', '.join(map(str, sorted(rows)))} "
+                f"samples; choose a divisor of {most}"
+            )
 
     def split_range(self, units: range, num_parts: int) -> list[range]:
         """Shares of one patch for the ranks of a stage.

@@ -79,6 +79,11 @@ class MethodOptions:
         for name in ("num_patches", "data", "guidance", "parallel", "sequence"):
             if getattr(self, name) is not None:
                 refuse_unless_whole(name, getattr(self, name), 1)
+        if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
+            raise ConfigurationError(
+                f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
+                "leave it out"
+            )
 
     @property
     def synchronous_steps(self) -> int | str:

@@ -113,7 +113,8 @@ class PipeFusion:
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
             there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
             these steps; it cuts nothing where the result has the bits of one process: with one patch, or with
-            W >= steps. Without effect on models whose samples cannot be told apart.
+            W >= steps. A number need not divide the samples, but there must be as many. Without effect on models
+            whose samples cannot be told apart.
         sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch.
             Then `links` join the ranks of equal position in their stages.
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
@@ -225,6 +226,7 @@ class PipeFusion:
         if not layout.cuts_samples:
             return 1
         if self.warmup_microbatches is not None:
+            layout.refuse_sample_shares(self.warmup_microbatches, "warmup_microbatches")
             return self.warmup_microbatches
         patches_flow = self.warmup_steps == "auto" or self.warmup_steps < request.num_steps
         return request.branches_in_batch if patches_flow and self.num_patches > 1 else 1

@@ -325,7 +325,8 @@ def _partial(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-        return out, norm.unsqueeze(-1).to(out.dtype)
+        # The normaliser is wide, as below: in bfloat16 it would move weights by percents.
+        return out, norm.unsqueeze(-1)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-2, -1)) * scale
     if mask is not None:

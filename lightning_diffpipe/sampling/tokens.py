@@ -40,7 +40,7 @@ class Part:
     Attributes:
         units: Units of rows, one range or several; None means all tokens, text included.
         text: `(k, n)`: the k-th of n equal shares of the text tokens; None means none of them.
-        samples: `(k, n)`: the k-th of n equal shares of the samples; None means all.
+        samples: `(k, n)`: the k-th of n shares of the samples, as equal as can be; None means all.
     """
 
     units: Units | None = None

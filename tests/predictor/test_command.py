@@ -8,10 +8,12 @@ import sys
 import time
 
 import pytest
+import torch
 from PIL import Image
 
 from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.command import ROOT, call, run
+from tests.modules.tiny_parts import perturbed_latent_diffusion
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,44 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert "equal to the pictures of one process" in out
     assert report["psnr_db"] == [None]
     assert "LPIPS         not measured: lpips cannot be imported" in out
+
+
+def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
+    """History: one for each prompt was written, then the command ended in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    settings = [f"path={folder_of('stable_diffusion')}", "options={num_images_per_prompt: 2}"]
+    settings += ["height=32", "width=32", "num_inference_steps=1", "report=true"]
+    code, out, err = call(
+        capsys, monkeypatch, "sample", *settings, "prompts=[a cat, a dog]", "output=out", "progress=false"
+    )  # fmt: skip
+    assert code == 0, err
+    written = [line.split("/")[1] for line in out.splitlines() if line.startswith("out/00")]
+    assert written == ["000.png  a cat", "001.png  a cat", "002.png  a dog", "003.png  a dog"]
+    pictures = [Image.open(tmp_path / "out" / f"00{i}.png").tobytes() for i in range(4)]
+    assert len(set(pictures)) == 4
+    assert Image.open(tmp_path / "out" / "grid.png").size == (4 * 32, 32)
+    assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
+
+
+def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, tmp_path):
+    """History: trained weights, asked for by ema=false, were compared with the averaged ones."""
+    monkeypatch.chdir(tmp_path)
+    module = perturbed_latent_diffusion()
+    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
+    checkpoint = {
+        "state_dict": module.state_dict(),
+        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
+        "hyper_parameters": dict(module.hparams),
+    }
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, "last.ckpt")
+    settings = ["path=last.ckpt", "+sampler.ema=false", "num_inference_steps=2", "report=true"]
+    settings += ["prompts=[a]", "output=out", "progress=false", "num_threads=1"]
+    code, out, err = call(capsys, monkeypatch, "sample", *settings)
+    assert code == 0, err
+    assert "equal to the pictures of one process" in out
+    assert "s a step on 1 thread\n" in out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["one_process_threads"] == 1
 
 
 def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):

@@ -1,9 +1,13 @@
 """Every family against its pipeline: the formulas of one step, and what is left to the pipeline."""
 
+import diffusers
+import numpy as np
 import pytest
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families import family_of, intercepted
+from lightning_diffpipe.sampling.families.source import Settings, draw_with
 from lightning_diffpipe.sampling.one_process import OneProcess
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
@@ -60,3 +64,59 @@ def test_pictures_equal_those_of_the_pipeline_bit_for_bit(name, guidance_scale, 
     found = draw(pipeline, name, one_process(pipeline), guidance_scale)
     assert (found == expected).all()
     assert expected.std() > 0.01
+
+
+class WithoutNumber(diffusers.FluxPipeline):
+    """No number says by default how strong guidance is, as in QwenImagePipeline."""
+
+    def __call__(
+        self, prompt, num_inference_steps, generator, output_type, height, width, max_sequence_length,
+        guidance_scale=None,
+    ):  # fmt: skip
+        return super().__call__(
+            prompt, num_inference_steps=num_inference_steps, generator=generator, output_type=output_type,
+            height=height, width=width, max_sequence_length=max_sequence_length,
+        )  # fmt: skip
+
+
+class WithoutGuidance(WithoutNumber):
+    """A pipeline that has no such argument."""
+
+    def __call__(
+        self,
+        prompt,
+        num_inference_steps,
+        generator,
+        output_type,
+        height,
+        width,
+        max_sequence_length,
+    ):
+        options = {"height": height, "width": width, "max_sequence_length": max_sequence_length}
+        return super().__call__(prompt, num_inference_steps, generator, output_type, **options)
+
+
+@pytest.mark.parametrize("kind", [WithoutNumber, WithoutGuidance])
+def test_pipelines_without_a_number_for_guidance(kind, tmp_path):
+    """History: a family registered for one ended in a TypeError or KeyError."""
+    pipeline = build("flux", tmp_path)
+    pipeline = kind(**pipeline.components)
+    settings = Settings(prompts_of("flux"), num_inference_steps=3, options=options_of("flux"))
+    found = draw_with(pipeline, family_of("FluxPipeline"), settings, one_process(pipeline))
+    expected = pipeline(
+        prompts_of("flux"), 3, torch.Generator().manual_seed(0), "pil", **options_of("flux")
+    )
+    assert (np.stack(found) == np.stack(expected.images)).all()
+
+
+class WithRequiredGuidance(diffusers.FluxPipeline):
+    """Guidance has to be given."""
+
+    def __call__(self, prompt, guidance_scale, generator=None, output_type=None):
+        raise AssertionError("not called")
+
+
+def test_an_argument_that_a_pipeline_requires_is_named(tmp_path):
+    pipeline = WithRequiredGuidance(**build("flux", tmp_path).components)
+    with pytest.raises(ConfigurationError, match="required positional argument: 'guidance_scale'"):
+        draw_with(pipeline, family_of("FluxPipeline"), Settings(["a"]), one_process(pipeline))

@@ -69,6 +69,23 @@ def test_options_of_the_pipeline_are_passed_on(folder_of):
     assert (as_array(found) == expected).all()
 
 
+def test_one_negative_prompt_is_that_of_all_prompts(folder_of):
+    """History: pipelines that want one for each prompt ended in a traceback."""
+    settings = SETTINGS | options_of("stable_diffusion")
+    predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="single")
+    found, expected = (
+        predictor(prompts_of("stable_diffusion"), negative_prompt=text, **settings)
+        for text in ("bad", ["bad", "bad"])
+    )
+    assert (as_array(found) == as_array(expected)).all()
+
+
+def test_a_model_of_the_project_takes_texts_only():
+    predictor = Predictor.from_module(perturbed_latent_diffusion(), "single")
+    with pytest.raises(ConfigurationError, match="prompts of this model are texts"):
+        predictor([4])
+
+
 def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
     predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="auto")
     found = predictor(prompts_of("stable_diffusion"), **SETTINGS, **options_of("stable_diffusion"))
@@ -139,6 +156,16 @@ BAD = [
     ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
     ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
+    (
+        "stable_diffusion",
+        {"method": "distrifusion", "num_patches": 2},
+        {},
+        "has no patches, leave it",
+    ),
+    ("stable_diffusion", {}, {"prompt": "x"}, "prompt cannot be given; use prompts instead"),
+    ("stable_diffusion", {}, {"negative_prompt": 3}, "`negative_prompt` should be the same type"),
+    ("wan", {}, {"prompts": ["a", 4]}, "prompts of this model are texts, in quotes; got 4"),
+    ("dit", {}, {"prompts": ["a"]}, "a class, must be a whole number; got 'a'"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
     ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),

@@ -75,11 +75,18 @@ def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
     sdxl = stochastic(job("sdxl", method="single"), tmp_path / "sdxl", ancestral)
     dit = stochastic(job("dit", method="single"), tmp_path / "dit", drawing)
     latent_bytes = 4 * 16 * 16 * 4
-    # The second prompt's final latents go to rank 0; DiT has them twice.
-    sent = [{"result": latent_bytes}, {"result": 2 * latent_bytes}, {}]
+    several = {"num_images_per_prompt": 3, "negative_prompt": "bad"}
+    # The second prompt's final latents go to rank 0; DiT has them twice. Of six pictures, three.
+    sent = [
+        {"result": latent_bytes},
+        {"result": 2 * latent_bytes},
+        {},
+        {"result": 3 * latent_bytes},
+    ]
     jobs = [sdxl, dit, (dit[0], dit[1][:1], *dit[2:])]
+    jobs.append(job("stable_diffusion", method="single", changes=several))
     for expected, (each, (found, report)) in zip(sent, drawn(jobs), strict=True):
-        assert len(found) == len(each[1])
+        assert len(found) == len(each[1]) * each[2].get("num_images_per_prompt", 1)
         assert close(found, alone(each))
         assert report.mesh == "data=2"
         assert report.bytes_sent == expected
@@ -319,6 +326,13 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
             "pixart", method="auto", data=3
         ),
         "no method takes nonsense": job("pixart", method="auto", nonsense=1),
+        "prompts of this model are texts": (pixart[0], [4], *pixart[2:]),
+        "`negative_prompt` should be the same type": job(
+            "stable_diffusion", changes={"negative_prompt": 3}, method="single"
+        ),
+        "warmup_microbatches=5, but the model is given 4 samples in a step": job(
+            "pixart", num_patches=2, warmup_microbatches=5
+        ),
     }
     first, second = run_ranks(failure_of_each, 2, list(cases.values()))
     assert first == second

@@ -185,20 +185,22 @@ def lumina2():
     return Tiny(model, denoise, normal(B, 4, 16, 12))
 
 
-def qwen():
+def qwen(lengths=(5, 7)):
+    """With prompts of so many words, one for each sample."""
     model = diffusers.QwenImageTransformer2DModel(
         patch_size=2, in_channels=16, out_channels=4, num_layers=4, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=12, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
-    text, mask = normal(B, 7, 12, seed=2), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
+    num, mask = len(lengths), torch.tensor([[1] * n + [0] * (7 - n) for n in lengths])
+    text = normal(num, 7, 12, seed=2)
 
     def denoise(m):
         return lambda x, t: m(
             x, encoder_hidden_states=text, encoder_hidden_states_mask=mask,
-            timestep=t.expand(len(x)) / 1000, img_shapes=[[(1, 16, 6)]] * B, return_dict=False,
+            timestep=t.expand(len(x)) / 1000, img_shapes=[[(1, 16, 6)]] * num, return_dict=False,
         )[0]  # fmt: skip
 
-    return Tiny(model, denoise, normal(B, 96, 16))
+    return Tiny(model, denoise, normal(num, 96, 16))
 
 
 def cogvideox():

@@ -21,6 +21,7 @@ from tests.sampling.models import (
     Tiny,
     build,
     knowing,
+    qwen,
     request_for,
     sample_plainly,
 )
@@ -76,6 +77,7 @@ def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
     ("name", "microbatches"),
     [
         ("sd3", 2),
+        ("sd3", 3),  # of four samples
         pytest.param("dit", 2, marks=pytest.mark.slow),
         pytest.param("pixart, two calls", 1, marks=pytest.mark.slow),
     ],
@@ -96,6 +98,14 @@ def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tin
     # One sample after the other multiplies matrices of other heights: the last bits may differ.
     whole = emulate(name, tiny, 2, warmup_steps, warmup_microbatches=1)
     torch.testing.assert_close(expected, whole, rtol=0, atol=1e-9)
+
+
+def test_unequal_shares_of_samples_with_masks_of_their_own(monkeypatch):
+    """One sample, then two, each with a prompt of another length. History: shares had to be equal."""
+    monkeypatch.setitem(MODELS, "qwen, three", lambda: qwen((5, 7, 3)))
+    tiny = build("qwen, three")
+    whole, shares = (emulate("qwen, three", tiny, 2, 1, warmup_microbatches=n) for n in (1, 2))
+    torch.testing.assert_close(shares, whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +348,11 @@ class Noting:
         ({"num_patches": 0}, ConfigurationError, "at least one"),
         ({"num_patches": 2, "text_with": 2}, ConfigurationError, "choose 0 .. 1"),
         ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
+        (
+            {"num_patches": 2, "warmup_microbatches": 5},
+            ConfigurationError,
+            "warmup_microbatches=5, but the model is given 4 samples in a step, .*; choose at most 4",
+        ),
     ],
 )
 def test_settings_that_cannot_be(options, error, words, tiny_models):

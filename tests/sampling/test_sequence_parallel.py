@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import DDPMScheduler
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
-from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, _merged, _partial
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from tests.sampling.models import MODELS, build, pixart, request_for, sample_plainly
+from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
 FAST = ("lumina2",)
@@ -77,6 +78,19 @@ def test_any_scheduler_will_do():
     )
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_shares_of_keys_in_half_precision_are_merged_to_its_rounding():
+    """History: normalisers were rounded, too, on CPUs, which moved results by percents in every layer."""
+    q, k, v = (normal(2, 2, 64, 32, seed=seed).bfloat16() for seed in (1, 2, 3))
+    v = v + 4  # so that a wrong weight of a share shows
+    total = None
+    for share in range(4):
+        rows = slice(16 * share, 16 * share + 16)
+        total = _merged(total, _partial(q, k[:, :, rows], v[:, :, rows], None, 0.5))
+    exact = scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.5)
+    # Each share and the result are rounded once.
+    torch.testing.assert_close(total[0].bfloat16().float(), exact, rtol=2**-7, atol=0)
 
 
 def test_more_ranks_than_heads():

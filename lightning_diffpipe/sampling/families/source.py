@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -191,19 +192,21 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         ConfigurationError: An option is unknown, or cannot be used here.
     """
     known = inspect.signature(type(pipeline).__call__).parameters
+    refuse_prompts(settings.prompts, family.option)
     arguments = settings.given()
     for name in arguments:
-        _check_option(name, known, type(pipeline).__name__)
-    defaults = {name: p.default for name, p in known.items()}
+        _check_option(name, known, type(pipeline).__name__, family.option)
+    arguments = {k: _of_each_prompt(k, v, len(settings.prompts)) for k, v in arguments.items()}
+    defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
     used = defaults | arguments
     if family.name == "pixart" and used["num_inference_steps"] == 1:
         raise ConfigurationError(
             "PixArt pipelines take another way with num_inference_steps=1, which cannot be shared; take 2"
         )
     guidance = {
-        "scale": float(used["guidance_scale"]),
+        "scale": _number(used.get("guidance_scale"), 1.0),
         "rescale": float(used.get("guidance_rescale") or 0.0),
-        "true_scale": float(used.get("true_cfg_scale") or 1.0),
+        "true_scale": _number(used.get("true_cfg_scale"), 1.0),
     }
     denoiser, begun = getattr(pipeline, family.denoiser), []
 
@@ -220,15 +223,40 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
                 output_type="pil",
             )
             return drawn.frames if hasattr(drawn, "frames") else drawn.images
-    except ValueError as error:  # what the pipeline's own checks raise
+    except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
         if begun or isinstance(error, DiffPipeError):
             raise
         raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
 
 
-def _check_option(name: str, known: Mapping[str, Any], pipeline: str) -> None:
-    if name in _OURS:
-        raise ConfigurationError(f"{name} cannot be given; use {_OURS[name]} instead")
+def refuse_prompts(prompts: Sequence[Any], option: str = "prompt") -> None:
+    """Raises ConfigurationError unless prompts are what a model draws.
+
+    Args:
+        prompts: Of the request.
+        option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
+    """
+    for prompt in prompts:
+        if option == "prompt" and not isinstance(prompt, str):
+            raise ConfigurationError(f"prompts of this model are texts, in quotes; got {prompt!r}")
+        if option == "class_labels":
+            refuse_unless_whole("a prompt of this model, a class,", prompt, 0)
+
+
+def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
+    """One text for all prompts, such as a negative prompt, as one for each: some pipelines take no other."""
+    is_text = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d+)?", name)
+    return [value] * num_prompts if is_text else value
+
+
+def _number(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else float(value)
+
+
+def _check_option(name: str, known: Mapping[str, Any], pipeline: str, prompts: str) -> None:
+    ours = _OURS | {prompts: "prompts"}
+    if name in ours:
+        raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
