@@ -90,6 +90,24 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "callbacks=none", "save_to=x"],
             "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
         ),
+        # History: these trained to the end, and then had no weights to save, or drew those of an older run.
+        (
+            ["train", "trainer.enable_checkpointing=false", "save_to=x"],
+            "from the final checkpoint, which trainer.enable_checkpointing=False leaves out; set it to true",
+        ),
+        (
+            ["train", "callbacks.final_checkpoint=null", "save_to=x"],
+            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
+        ),
+        (
+            ["train", "save_dtype=fp16", "save_to=x"],
+            "save_dtype='fp16' is no type that weights are saved in; choose float16, bfloat16 or float32",
+        ),
+        (
+            ["demo", "trainer.enable_checkpointing=false"],
+            "diffpipe demo: the pictures after training are drawn from the final checkpoint, which",
+        ),
+        (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_vae"],
             "diffpipe train: data.folder is not given (",
