@@ -164,12 +164,12 @@ def profile_path(tmp_path):
     return path
 
 
-def plan_for(num_stages, profile_path, capsys, monkeypatch):
+def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
     path = profile_path.with_name(f"plan_{num_stages}.json")
     _, out, err = call(
         *(capsys, monkeypatch, "plan", f"profile={profile_path}", "global_batch_size=4"),
         *("cluster.num_ranks=3", f"strategy.num_stages={num_stages}", "filling=none"),
-        *("strategy.num_microbatches=4", f"output={path}"),
+        *("strategy.num_microbatches=4", f"output={path}", *more),
     )
     assert path.exists(), err
     return path, out
@@ -182,6 +182,16 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
     assert shown in printed
     _, timeline, _ = call(capsys, monkeypatch, "show", str(path), "as=timeline")
     assert timeline in shown
+
+
+def test_a_plan_of_several_pipelines_says_what_to_load(profile_path, capsys, monkeypatch):
+    """History: a plan for 64 samples in 4 pipelines was trained with batches of 64, and refused."""
+    two = ("cluster.num_ranks=2", "strategy.data_parallel=2", "strategy.num_microbatches=1")
+    path, printed = plan_for(1, profile_path, capsys, monkeypatch, *two)
+    assert PipelinePlan.from_json(path.read_text()).num_pipelines == 2
+    assert f"wrote {path}; train with data.batch_size=2, the samples of one of its 2 pip" in printed
+    path, printed = plan_for(3, profile_path, capsys, monkeypatch)
+    assert printed.endswith(f"wrote {path}\n")
 
 
 def test_a_profile_is_shown(profile_path, capsys, monkeypatch):

@@ -122,8 +122,18 @@ def plan(config: DictConfig) -> Any:
         )
     if values["output"] is not None:
         Path(values["output"]).write_text(found.to_json())
-        print(f"wrote {values['output']}")
+        print(f"wrote {values['output']}{_batch_to_train_with(found)}")
     return found
+
+
+def _batch_to_train_with(plan: Any) -> str:
+    """What to say of the loader's batch where it is not the whole one."""
+    if plan.num_pipelines == 1:
+        return ""
+    return (
+        f"; train with data.batch_size={plan.samples_per_pipeline}, the samples of one of its "
+        f"{plan.num_pipelines} pipelines"
+    )
 
 
 def _profile_to_plan(config: DictConfig) -> Any:
