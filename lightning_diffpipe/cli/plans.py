@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +27,12 @@ def profile(config: DictConfig) -> Any:
 
     On several processes the links between them are timed before, and written to `cluster_output`.
     """
+    for output in (config.output, config.cluster_output):
+        _require_writable(output)
     prepare(config)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
-    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
 
@@ -50,7 +53,7 @@ def profile(config: DictConfig) -> Any:
         cache=config.cache,
         progress=config.progress,
     )
-    write_atomically(Path(config.output), result.to_json())
+    _write(config.output, result.to_json())
     layers, encoders = result.backbones[0].layers, result.encoders
     frozen = sum(len(encoder.layers) for encoder in encoders)
     for samples, _ in layers[0].forward_s.points:
@@ -66,7 +69,6 @@ def _measure_links(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.runtime.links import measure_cluster
     from lightning_diffpipe.viewing.units import seconds, size
 
@@ -82,7 +84,7 @@ def _measure_links(config: DictConfig) -> None:
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        write_atomically(Path(config.cluster_output), cluster.to_json())
+        _write(config.cluster_output, cluster.to_json())
         rate, latency = cluster.p2p.bandwidth_bytes_per_s, cluster.p2p.latency_s
         print(
             f"{config.cluster_output}  {cluster.num_ranks} ranks; from one to another "
@@ -101,6 +103,8 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.viewing.report import report
 
     values = plain(config)
+    if values["output"] is not None:
+        _require_writable(values["output"])
     profile = _profile_to_plan(config)
     cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
@@ -121,7 +125,7 @@ def plan(config: DictConfig) -> Any:
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
         )
     if values["output"] is not None:
-        Path(values["output"]).write_text(found.to_json())
+        _write(values["output"], found.to_json())
         print(f"wrote {values['output']}{_batch_to_train_with(found)}")
     return found
 
@@ -169,10 +173,35 @@ def _cluster(group: dict[str, Any]) -> Any:
 
 
 def _read(path: str) -> str:
-    try:
+    with _telling("read", path):
         return Path(path).read_text()
+
+
+def _write(path: str, content: str) -> None:
+    from lightning_diffpipe.files import write_atomically
+
+    with _telling("write", path):
+        write_atomically(Path(path), content)
+
+
+def _require_writable(path: str) -> None:
+    from lightning_diffpipe.files import check_writable
+
+    with _telling("write", path):
+        check_writable(Path(path))
+
+
+@contextmanager
+def _telling(verb: str, path: str) -> Iterator[None]:
+    """Tells in a line why a file that the user named cannot be read or written."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot {verb} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"cannot {verb} {path}: it is not text; plans, profiles and clusters are JSON"
+        ) from error
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +238,8 @@ def show(config: DictConfig) -> None:
     if (output is None) == (form in ("trace", "picture")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
+    if output is not None:
+        _require_writable(output)
     text = _read(values["plan"])
     if form == "report" and FORMAT in text[:100]:
         profile = ModelProfile.from_json(text, values["plan"])
@@ -223,9 +254,11 @@ def show(config: DictConfig) -> None:
         case "timeline":
             print(render(found.timeline, max_columns=values["max_columns"]))
         case "trace":
-            Path(output).write_text(chrome_trace({"planned": found.timeline}))
+            _write(output, chrome_trace({"planned": found.timeline}))
         case "picture":
-            plot({"planned": found.timeline}, output, f"plan {found.digest}")
+            with _telling("write", output):
+                Path(output).parent.mkdir(parents=True, exist_ok=True)
+                plot({"planned": found.timeline}, output, f"plan {found.digest}")
     if output is not None:
         print(f"wrote {output}")
 
