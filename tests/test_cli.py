@@ -215,6 +215,14 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
             "cannot write .: Is a directory",
         ),
         (
+            ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=fast"],
+            "disk_bytes_per_s must be a positive number; got 'fast'",
+        ),
+        (
+            ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=nan"],
+            "disk_bytes_per_s must be a positive number; got nan",
+        ),
+        (
             ["plan", "profile=nowhere", "global_batch_size=4", "output=profile.json/plan.json"],
             "cannot write profile.json/plan.json: Not a directory",
         ),

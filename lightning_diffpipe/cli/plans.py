@@ -95,7 +95,7 @@ def _measure_links(config: DictConfig) -> None:
 @verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
 def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
-    from lightning_diffpipe.planning.caching import advise
+    from lightning_diffpipe.planning.caching import advise, check_data
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
     from lightning_diffpipe.viewing.cache_advice import cache_advice
@@ -105,6 +105,8 @@ def plan(config: DictConfig) -> Any:
     values = plain(config)
     if values["output"] is not None:
         _require_writable(values["output"])
+    data = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
+    check_data(**data)
     profile = _profile_to_plan(config)
     cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
@@ -112,14 +114,14 @@ def plan(config: DictConfig) -> Any:
     options = PlanOptions.from_dict(wishes)
     found = find_plan(profile, cluster, options)
     if values["explain"]:
-        changes = explain(found, profile, cluster, budget_s=values["explain_s"]).changes
-        found = replace(found, changes=changes)
+        rate = values["disk_bytes_per_s"]
+        why = explain(found, profile, cluster, values["explain_s"], rate)
+        found = replace(found, changes=why.changes)
     print(report(found))
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
     if values["explain"] and profile.encoders:
-        rates = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
-        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **rates))}")
+        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **data))}")
     if found.options.filling == "diffusionpipe":
         print(
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
@@ -247,7 +249,8 @@ def show(config: DictConfig) -> None:
         return
     found = PipelinePlan.from_json(text, values["plan"])
     if values["profile"] is not None:
-        found = _explained(found, values["profile"], values.get("cluster"))
+        rate = values["disk_bytes_per_s"]
+        found = _explained(found, values["profile"], values.get("cluster"), rate)
     match form:
         case "report":
             print(report(found, values["max_columns"]))
@@ -263,14 +266,17 @@ def show(config: DictConfig) -> None:
         print(f"wrote {output}")
 
 
-def _explained(plan: Any, profile: str, cluster: dict[str, Any] | None) -> Any:
+def _explained(
+    plan: Any, profile: str, cluster: dict[str, Any] | None, disk_bytes_per_s: float
+) -> Any:
     """The plan with the changes that would help, which are searched for."""
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
 
     costs = ModelProfile.from_json(_read(profile), profile)
     ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
-    return replace(plan, changes=explain(plan, costs, ranks).changes)
+    why = explain(plan, costs, ranks, disk_bytes_per_s=disk_bytes_per_s)
+    return replace(plan, changes=why.changes)
 
 
 @verb("say how two plans differ: diffpipe diff before.json after.json")
