@@ -7,8 +7,24 @@ one of their files, never half of one. Others may read what is written, as far a
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import tempfile
 import uuid
 from pathlib import Path
+
+
+def check_writable(path: Path) -> None:
+    """Finds out before long work whether its result can be written; leaves nothing behind.
+
+    Raises:
+        OSError: The path is a folder, or its folder can neither be made nor written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    with tempfile.TemporaryFile(dir=nearest):
+        pass
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -66,6 +66,28 @@ class PipelineOptions:
     check_finite: bool = False
     verify: bool = False
 
+    def __post_init__(self) -> None:
+        self.wishes(
+            1, self.data_parallel
+        )  # so that what cannot be is refused before anything is done
+
+    def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
+        """What the planner is asked for.
+
+        Raises:
+            ConfigurationError: A value that cannot be.
+        """
+        return PlanOptions(
+            global_batch_size=global_batch_size,
+            data_parallel=data_parallel,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_replicas=_as_tuple(self.num_replicas),
+            schedule=self.schedule,
+            filling=self.filling,
+            frozen_group_size=self.frozen_group_size,
+        )
+
 
 def prepare(
     module: nn.Module, step: Step, batch: Any, options: PipelineOptions, process: Process
@@ -157,16 +179,7 @@ def _make_plan(
     assert profile is not None
     _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)
-    wishes = PlanOptions(
-        global_batch_size=num_samples(subject.batch) * data_parallel,
-        data_parallel=data_parallel,
-        num_stages=options.num_stages,
-        num_microbatches=options.num_microbatches,
-        num_replicas=_as_tuple(options.num_replicas),
-        schedule=options.schedule,
-        filling=options.filling,
-        frozen_group_size=options.frozen_group_size,
-    )
+    wishes = options.wishes(num_samples(subject.batch) * data_parallel, data_parallel)
     return find_plan(profile, cluster, wishes)
 
 
@@ -253,7 +266,7 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
         path = Path(plan)
         if not path.is_file():
             raise PlanError(f"there is no plan at {path}")
-        plan = PipelinePlan.from_json(path.read_text())
+        plan = PipelinePlan.from_json(path.read_text(errors="replace"), str(path))
     _require_runnable_filling(plan.options.filling)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
@@ -289,7 +302,7 @@ def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> 
         raise ConfigurationError(
             f"profile={source!r} is neither 'measure', 'flops' nor a file that exists"
         )
-    return ModelProfile.from_json(path.read_text())
+    return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
 
 
 def _require_trainable(module: nn.Module) -> None:

@@ -90,6 +90,29 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "callbacks=none", "save_to=x"],
             "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
         ),
+        # History: these trained to the end, and then had no weights to save, or drew those of an older run.
+        (
+            ["train", "trainer.enable_checkpointing=false", "save_to=x"],
+            "from the final checkpoint, which trainer.enable_checkpointing=False leaves out; set it to true",
+        ),
+        (
+            ["train", "callbacks.final_checkpoint=null", "save_to=x"],
+            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
+        ),
+        (
+            ["train", "save_dtype=fp16", "save_to=x"],
+            "save_dtype='fp16' is no type that weights are saved in; choose float16, bfloat16 or float32",
+        ),
+        (
+            ["demo", "trainer.enable_checkpointing=false"],
+            "diffpipe demo: the pictures after training are drawn from the final checkpoint, which",
+        ),
+        (
+            ["train", "strategy.num_microbatches=0", "trainer.devices=1"],
+            "diffpipe train: num_microbatches must be a whole number >= 1 or 'auto'; got 0",
+        ),
+        (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
+        (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_vae"],
             "diffpipe train: data.folder is not given (",
@@ -146,12 +169,12 @@ def profile_path(tmp_path):
     return path
 
 
-def plan_for(num_stages, profile_path, capsys, monkeypatch):
+def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
     path = profile_path.with_name(f"plan_{num_stages}.json")
     _, out, err = call(
         *(capsys, monkeypatch, "plan", f"profile={profile_path}", "global_batch_size=4"),
         *("cluster.num_ranks=3", f"strategy.num_stages={num_stages}", "filling=none"),
-        *("strategy.num_microbatches=4", f"output={path}"),
+        *("strategy.num_microbatches=4", f"output={path}", *more),
     )
     assert path.exists(), err
     return path, out
@@ -164,6 +187,102 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
     assert shown in printed
     _, timeline, _ = call(capsys, monkeypatch, "show", str(path), "as=timeline")
     assert timeline in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # History: each of these ended in a traceback, the last two after the whole search.
+        (["show", "plan.png"], "cannot read plan.png: it is not text; plans, profiles and"),
+        (
+            ["plan", "profile=plan.png", "global_batch_size=4"],
+            "cannot read plan.png: it is not text",
+        ),
+        (
+            ["show", "plan.json", "as=picture", "output=plan.doc"],
+            "is no name for a picture; choose an ending of ",
+        ),
+        (
+            ["show", "plan.json", "as=picture", "output=plan"],
+            "is no name for a picture; choose an ending of ",
+        ),
+        (
+            ["show", "plan.json", "as=trace", "output=profile.json/t"],
+            "cannot write profile.json/t: Not",
+        ),
+        (
+            ["plan", "profile=nowhere", "global_batch_size=4", "output=."],
+            "cannot write .: Is a directory",
+        ),
+        (
+            ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=fast"],
+            "disk_bytes_per_s must be a positive number; got 'fast'",
+        ),
+        (
+            ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=nan"],
+            "disk_bytes_per_s must be a positive number; got nan",
+        ),
+        (
+            ["plan", "profile=nowhere", "global_batch_size=4", "output=profile.json/plan.json"],
+            "cannot write profile.json/plan.json: Not a directory",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used_are_told_in_a_line(
+    arguments, message, profile_path, capsys, monkeypatch
+):
+    path, _ = plan_for(3, profile_path, capsys, monkeypatch)
+    path.rename(path.with_name("plan.json"))
+    path.with_name("plan.png").write_bytes(b"\x89PNG\r\n")
+    monkeypatch.chdir(path.parent)
+    code, _, err = call(capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert message in err
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "plan.json",
+        "plan.png",
+        "profile.json",
+    ]
+
+
+def test_folders_of_outputs_are_made(profile_path, capsys, monkeypatch):
+    """History: after the whole search the plan was lost where its folder did not exist."""
+    plan = profile_path.parent / "plans" / "plan.json"
+    costs = [f"profile={profile_path}", "global_batch_size=4", "explain=false"]
+    call(capsys, monkeypatch, "plan", *costs, f"output={plan}")
+    trace, picture = plan.parent / "traces" / "t.json", plan.parent / "pictures" / "p.svg"
+    call(capsys, monkeypatch, "show", str(plan), "as=trace", f"output={trace}")
+    call(capsys, monkeypatch, "show", str(plan), "as=picture", f"output={picture}")
+    assert trace.read_bytes().startswith(b"{")
+    assert b"<svg" in picture.read_bytes()
+
+
+def test_a_plan_by_hand_need_not_know_its_memory(profile_path, capsys, monkeypatch):
+    """History: `[]` was read and then broke the report."""
+    path, _ = plan_for(3, profile_path, capsys, monkeypatch)
+    document = json.loads(path.read_text())
+    del document["digest"]
+    document["planned"]["peak_memory_bytes"] = []
+    path.write_text(json.dumps(document))
+    code, shown, _ = call(capsys, monkeypatch, "show", str(path))
+    assert code == 0
+    assert [line.split()[-1] for line in shown.splitlines()[3:6]] == ["?"] * 3
+    document["planned"]["peak_memory_bytes"] = [0]
+    path.write_text(json.dumps(document))
+    _, _, err = call(capsys, monkeypatch, "show", str(path))
+    assert (
+        "peak_memory_bytes: 1 numbers, but the stages have 3 ranks; give one for each, or n" in err
+    )
+
+
+def test_a_plan_of_several_pipelines_says_what_to_load(profile_path, capsys, monkeypatch):
+    """History: a plan for 64 samples in 4 pipelines was trained with batches of 64, and refused."""
+    two = ("cluster.num_ranks=2", "strategy.data_parallel=2", "strategy.num_microbatches=1")
+    path, printed = plan_for(1, profile_path, capsys, monkeypatch, *two)
+    assert PipelinePlan.from_json(path.read_text()).num_pipelines == 2
+    assert f"wrote {path}; train with data.batch_size=2, the samples of one of its 2 pip" in printed
+    path, printed = plan_for(3, profile_path, capsys, monkeypatch)
+    assert printed.endswith(f"wrote {path}\n")
 
 
 def test_a_profile_is_shown(profile_path, capsys, monkeypatch):

@@ -100,6 +100,19 @@ def test_any_value_can_be_overridden(output_dir):
     assert config.model.optimization.lr == 1e-5
 
 
+def test_what_lets_wandb_upload(output_dir):
+    """History: the README named `WANDB_MODE=online` alone, which an offline logger overwrites."""
+    offline = lambda *settings: (
+        composed("train", "logger=wandb", *settings, output_dir).logger.wandb.offline
+    )
+    assert offline() is True
+    assert offline("offline=false") is False
+    alone = composed("train", "logger=wandb", "logger.wandb.offline=false", output_dir)
+    assert (alone.offline, alone.logger.wandb.offline) == (True, False)
+    readme = (CONF.parent / "README.md").read_text()
+    assert "`WANDB_MODE=online diffpipe train logger.wandb.offline=false`" in readme
+
+
 def test_every_option_says_what_it_is():
     for path in CONF.rglob("*.yaml"):
         assert path.read_text().startswith("#"), f"{path.relative_to(CONF)} has no first comment"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +27,12 @@ def profile(config: DictConfig) -> Any:
 
     On several processes the links between them are timed before, and written to `cluster_output`.
     """
+    for output in (config.output, config.cluster_output):
+        _require_writable(output)
     prepare(config)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
-    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
 
@@ -50,7 +53,7 @@ def profile(config: DictConfig) -> Any:
         cache=config.cache,
         progress=config.progress,
     )
-    write_atomically(Path(config.output), result.to_json())
+    _write(config.output, result.to_json())
     layers, encoders = result.backbones[0].layers, result.encoders
     frozen = sum(len(encoder.layers) for encoder in encoders)
     for samples, _ in layers[0].forward_s.points:
@@ -66,7 +69,6 @@ def _measure_links(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_diffpipe.files import write_atomically
     from lightning_diffpipe.runtime.links import measure_cluster
     from lightning_diffpipe.viewing.units import seconds, size
 
@@ -82,7 +84,7 @@ def _measure_links(config: DictConfig) -> None:
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        write_atomically(Path(config.cluster_output), cluster.to_json())
+        _write(config.cluster_output, cluster.to_json())
         rate, latency = cluster.p2p.bandwidth_bytes_per_s, cluster.p2p.latency_s
         print(
             f"{config.cluster_output}  {cluster.num_ranks} ranks; from one to another "
@@ -93,7 +95,7 @@ def _measure_links(config: DictConfig) -> None:
 @verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
 def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
-    from lightning_diffpipe.planning.caching import advise
+    from lightning_diffpipe.planning.caching import advise, check_data
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
     from lightning_diffpipe.viewing.cache_advice import cache_advice
@@ -101,6 +103,10 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.viewing.report import report
 
     values = plain(config)
+    if values["output"] is not None:
+        _require_writable(values["output"])
+    data = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
+    check_data(**data)
     profile = _profile_to_plan(config)
     cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
@@ -108,22 +114,32 @@ def plan(config: DictConfig) -> Any:
     options = PlanOptions.from_dict(wishes)
     found = find_plan(profile, cluster, options)
     if values["explain"]:
-        changes = explain(found, profile, cluster, budget_s=values["explain_s"]).changes
-        found = replace(found, changes=changes)
+        rate = values["disk_bytes_per_s"]
+        why = explain(found, profile, cluster, values["explain_s"], rate)
+        found = replace(found, changes=why.changes)
     print(report(found))
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
     if values["explain"] and profile.encoders:
-        rates = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
-        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **rates))}")
+        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **data))}")
     if found.options.filling == "diffusionpipe":
         print(
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
         )
     if values["output"] is not None:
-        Path(values["output"]).write_text(found.to_json())
-        print(f"wrote {values['output']}")
+        _write(values["output"], found.to_json())
+        print(f"wrote {values['output']}{_batch_to_train_with(found)}")
     return found
+
+
+def _batch_to_train_with(plan: Any) -> str:
+    """What to say of the loader's batch where it is not the whole one."""
+    if plan.num_pipelines == 1:
+        return ""
+    return (
+        f"; train with data.batch_size={plan.samples_per_pipeline}, the samples of one of its "
+        f"{plan.num_pipelines} pipelines"
+    )
 
 
 def _profile_to_plan(config: DictConfig) -> Any:
@@ -159,10 +175,35 @@ def _cluster(group: dict[str, Any]) -> Any:
 
 
 def _read(path: str) -> str:
-    try:
+    with _telling("read", path):
         return Path(path).read_text()
+
+
+def _write(path: str, content: str) -> None:
+    from lightning_diffpipe.files import write_atomically
+
+    with _telling("write", path):
+        write_atomically(Path(path), content)
+
+
+def _require_writable(path: str) -> None:
+    from lightning_diffpipe.files import check_writable
+
+    with _telling("write", path):
+        check_writable(Path(path))
+
+
+@contextmanager
+def _telling(verb: str, path: str) -> Iterator[None]:
+    """Tells in a line why a file that the user named cannot be read or written."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot {verb} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"cannot {verb} {path}: it is not text; plans, profiles and clusters are JSON"
+        ) from error
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +240,8 @@ def show(config: DictConfig) -> None:
     if (output is None) == (form in ("trace", "picture")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
+    if output is not None:
+        _require_writable(output)
     text = _read(values["plan"])
     if form == "report" and FORMAT in text[:100]:
         profile = ModelProfile.from_json(text, values["plan"])
@@ -206,28 +249,34 @@ def show(config: DictConfig) -> None:
         return
     found = PipelinePlan.from_json(text, values["plan"])
     if values["profile"] is not None:
-        found = _explained(found, values["profile"], values.get("cluster"))
+        rate = values["disk_bytes_per_s"]
+        found = _explained(found, values["profile"], values.get("cluster"), rate)
     match form:
         case "report":
             print(report(found, values["max_columns"]))
         case "timeline":
             print(render(found.timeline, max_columns=values["max_columns"]))
         case "trace":
-            Path(output).write_text(chrome_trace({"planned": found.timeline}))
+            _write(output, chrome_trace({"planned": found.timeline}))
         case "picture":
-            plot({"planned": found.timeline}, output, f"plan {found.digest}")
+            with _telling("write", output):
+                Path(output).parent.mkdir(parents=True, exist_ok=True)
+                plot({"planned": found.timeline}, output, f"plan {found.digest}")
     if output is not None:
         print(f"wrote {output}")
 
 
-def _explained(plan: Any, profile: str, cluster: dict[str, Any] | None) -> Any:
+def _explained(
+    plan: Any, profile: str, cluster: dict[str, Any] | None, disk_bytes_per_s: float
+) -> Any:
     """The plan with the changes that would help, which are searched for."""
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
 
     costs = ModelProfile.from_json(_read(profile), profile)
     ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
-    return replace(plan, changes=explain(plan, costs, ranks).changes)
+    why = explain(plan, costs, ranks, disk_bytes_per_s=disk_bytes_per_s)
+    return replace(plan, changes=why.changes)
 
 
 @verb("say how two plans differ: diffpipe diff before.json after.json")

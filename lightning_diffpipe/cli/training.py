@@ -13,6 +13,8 @@ from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import module_of, plain, prepare
 from lightning_diffpipe.errors import ConfigurationError
 
+_SAVE_DTYPES = ("float16", "bfloat16", "float32")
+
 
 def _nodes(config: DictConfig) -> Iterator[DictConfig]:
     """Yields the `_target_` nodes of a dictionary group, such as `callbacks`."""
@@ -35,14 +37,36 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
 
 
+def _require_final_checkpoint(config: DictConfig, use: str) -> None:
+    """Refuses a run that would find out after training that nothing was kept of it.
+
+    Args:
+        config: The whole config.
+        use: What the checkpoint is for: "save_to is written".
+    """
+    told = f"{use} from the final checkpoint"
+    if config.callbacks.get("final_checkpoint") is None:
+        raise ConfigurationError(
+            f"{told}; take callbacks=training or callbacks=default, which write one, and leave "
+            "callbacks.final_checkpoint as it is"
+        )
+    if not config.trainer.enable_checkpointing:
+        raise ConfigurationError(
+            f"{told}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
+            "set it to true, or callbacks.checkpoint=null to write no others"
+        )
+
+
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
-    if config.save_to is not None and "final_checkpoint" not in config.callbacks:
-        raise ConfigurationError(
-            "save_to is written from the final checkpoint; take callbacks=training or "
-            "callbacks=default, which write one"
-        )
+    if config.save_to is not None:
+        _require_final_checkpoint(config, "save_to is written")
+        if config.save_dtype not in _SAVE_DTYPES:
+            raise ConfigurationError(
+                f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
+                f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
+            )
     prepare(config)
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)
@@ -70,6 +94,7 @@ def _export(config: DictConfig, module_class: type) -> None:
 @verb("train the built-in model as a pipeline for a few minutes, and show what it draws")
 def demo(config: DictConfig) -> Any:
     """Trains on two processes, and tells what happens."""
+    _require_final_checkpoint(config, "the pictures after training are drawn")
     prepare(config)
     from lightning_diffpipe.demo import DemoStory, refuse_sampler
 

@@ -11,6 +11,7 @@ cannot be cached and stay in both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -123,12 +124,7 @@ def advise(
     unknown = set(cacheable or ()) - set(names)
     if unknown:
         raise ConfigurationError(f"the profile has no encoders {sorted(unknown)}, but {names}")
-    counts = [count for count in (num_samples, num_passes) if count is not None]
-    if min(disk_bytes_per_s, *counts, 1) <= 0:
-        raise ConfigurationError(
-            "disk_bytes_per_s, num_samples and num_passes must be positive; got "
-            f"{disk_bytes_per_s}, {num_samples} and {num_passes}"
-        )
+    check_data(disk_bytes_per_s, num_samples, num_passes)
     stored = cacheable_encoders(profile) if cacheable is None else tuple(cacheable)
     stored = tuple(name for name in names if name in stored)
     if filled is None:
@@ -152,6 +148,22 @@ def advise(
         all(e.cacheable for e in profile.encoders if e.name in stored) or cacheable is not None,
         disk_bytes_per_s,
     )
+
+
+def check_data(
+    disk_bytes_per_s: object, num_samples: object = None, num_passes: object = None
+) -> None:
+    """Refuses what cannot be of a disk and a data set; the size of the latter need not be known.
+
+    Raises:
+        ConfigurationError: Names the one that is no positive number.
+    """
+    values = {"num_samples": num_samples, "num_passes": num_passes}
+    known = {name: value for name, value in values.items() if value is not None}
+    for name, value in {"disk_bytes_per_s": disk_bytes_per_s, **known}.items():
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 < value < math.inf:  # type: ignore[operator]
+            raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
 
 
 def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:

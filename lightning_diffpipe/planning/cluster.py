@@ -6,7 +6,8 @@ Format `diffpipe-cluster/1`, what a run has measured; the same keys as in a Hydr
      "p2p": {"bandwidth_bytes_per_s": 3e9, "latency_s": 1e-5, "holds_sender": true},
      "all_reduce": {"bandwidth_bytes_per_s": 2e9, "latency_s": 3e-5}}
 
-What is left out has no limit: a link without a bandwidth is infinitely fast.
+What is left out has no limit: a link without a bandwidth is infinitely fast. `"device": "h100"` says what
+models on paper are timed on.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Cluster:
         all_reduce: Among ranks of one host.
         p2p_between_hosts: Between two ranks of different hosts; None means like `p2p`.
         all_reduce_between_hosts: Among ranks of different hosts; None means like `all_reduce`.
+        device: What a rank computes on, if known; models on paper are timed on it.
     """
 
     num_ranks: int
@@ -88,6 +90,7 @@ class Cluster:
     all_reduce: Link = field(default_factory=Link)
     p2p_between_hosts: Link | None = None
     all_reduce_between_hosts: Link | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or (self.ranks_per_host is not None and self.ranks_per_host < 1):
@@ -123,14 +126,15 @@ class Cluster:
 
     @classmethod
     def _read(cls, node: Node, *also: str) -> Cluster:
-        node.check_keys((*also, "num_ranks"), (*_WHOLE, *_LINKS))
+        node.check_keys((*also, "num_ranks"), (*_WHOLE, *_LINKS, "device"))
         whole = {key: node[key].integer(minimum=1) for key in _WHOLE if key in node}
         given = {key: _link(node[key]) for key in _LINKS if key in node}
-        return cls(**whole, **given)  # type: ignore[arg-type]
+        device = node["device"].text() if "device" in node else None
+        return cls(**whole, **given, device=device)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, as `from_dict` takes them; what is None is left out."""
-        whole = {key: getattr(self, key) for key in _WHOLE}
+        whole = {key: getattr(self, key) for key in (*_WHOLE, "device")}
         links = {key: link.to_dict() for key in _LINKS if (link := getattr(self, key)) is not None}
         return {key: value for key, value in whole.items() if value is not None} | links
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
@@ -45,7 +46,7 @@ class PlanOptions:
             plan of a profile with an encoder that may not.
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
             ones balance better and large ones run faster; `auto` weighs the two by the profile.
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; a number >= 0.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -75,6 +76,7 @@ class PlanOptions:
                 f"num_replicas={replicas} names {len(replicas)} stages, "
                 f"but num_stages={self.num_stages}"
             )
+        self._check_factor(self.optimizer_bytes_factor)
         for name, known in (
             ("schedule", ("auto", *SCHEDULE_NAMES)),
             ("filling", FILLINGS),
@@ -92,6 +94,14 @@ class PlanOptions:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
             raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
+
+    @staticmethod
+    def _check_factor(value: object) -> None:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 <= value < math.inf:  # type: ignore[operator]
+            raise ConfigurationError(
+                f"optimizer_bytes_factor must be a number >= 0, such as 2 for Adam; got {value!r}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:

@@ -65,7 +65,7 @@ class Planned:
         frozen_s: Frozen work of all ranks of a pipeline together.
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
-        peak_memory_bytes: By rank of a pipeline.
+        peak_memory_bytes: By rank of a pipeline; empty where it is not known, in plans written by hand.
         samples_per_s: Samples of all pipelines per second.
     """
 
@@ -123,6 +123,11 @@ class PipelinePlan:
             raise PlanError(
                 f"plan: programs: {len(self.programs)} programs, but the stages have "
                 f"{self.ranks_per_pipeline} ranks"
+            )
+        if len(self.planned.peak_memory_bytes) not in (0, self.ranks_per_pipeline):
+            raise PlanError(
+                f"plan: planned.peak_memory_bytes: {len(self.planned.peak_memory_bytes)} numbers, but the "
+                f"stages have {self.ranks_per_pipeline} ranks; give one for each, or none: []"
             )
 
     @property

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import DiffPipeError
-from lightning_diffpipe.planning.caching import cacheable_encoders, reading_s, with_stored
+from lightning_diffpipe.planning.caching import (
+    DISK_BYTES_PER_S,
+    cacheable_encoders,
+    check_data,
+    reading_s,
+    with_stored,
+)
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
@@ -87,6 +93,7 @@ def explain(
     profile: ModelProfile | None = None,
     cluster: Cluster | None = None,
     budget_s: float = 30.0,
+    disk_bytes_per_s: float = DISK_BYTES_PER_S,
 ) -> Explanation:
     """Explains a plan.
 
@@ -95,13 +102,18 @@ def explain(
         profile: With the cluster, lets changes be tried; without, those kept in the plan are told.
         cluster: Where the plan shall run.
         budget_s: Seconds to spend on changes; searches that take longer are cut short.
+        disk_bytes_per_s: What each rank reads, where encodings are stored.
+
+    Raises:
+        ConfigurationError: A rate that cannot be.
     """
+    check_data(disk_bytes_per_s)
     parts = () if plan.costs is None else _parts(plan, plan.costs)
     if profile is None or cluster is None:
         return Explanation(plan, parts, plan.changes)
     step_s, start_s = plan.planned.iteration_s, time.perf_counter()
     helpful: list[PlannedChange] = []
-    for change in _changes(plan, profile, cluster, start_s + budget_s):
+    for change in _changes(plan, profile, cluster, start_s + budget_s, disk_bytes_per_s):
         if change.iteration_s < step_s * (1 - WORTH_TELLING):
             helpful.append(change)
     changes = sorted(helpful, key=lambda change: change.iteration_s)
@@ -175,7 +187,11 @@ def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
 
 
 def _changes(
-    plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, until_s: float
+    plan: PipelinePlan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    until_s: float,
+    disk_bytes_per_s: float,
 ) -> Iterator[PlannedChange]:
     """One change at a time, everything else as it is; stages are cut again where they must be.
 
@@ -184,6 +200,9 @@ def _changes(
     fixed, below_s = plan.options, plan.planned.iteration_s * (1 - WORTH_TELLING)
     free = replace(fixed, num_replicas="auto", partition="auto")
     count, stages = plan.num_microbatches, plan.num_stages
+    stored = cacheable_encoders(profile)
+    storing = f"storing encodings ({', '.join(stored)})"
+    read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
     tries: list[tuple[str, PlanOptions, ModelProfile]] = [
         (f"{2 * count} microbatches", replace(fixed, num_microbatches=2 * count), profile),
         (f"{count // 2} microbatches", _with(fixed, num_microbatches=count // 2), profile),
@@ -192,8 +211,6 @@ def _changes(
         (f"{stages + 1} stages", _with(free, num_stages=stages + 1), profile),
         ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
     ]
-    stored = cacheable_encoders(profile)
-    storing = f"storing encodings ({', '.join(stored)})"
     if stored:
         tries.append((storing, fixed, with_stored(profile, stored)))
     if profile.encoders and fixed.filling == "none":
@@ -219,7 +236,7 @@ def _changes(
         except DiffPipeError:
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
         details = _in_short(found) if description == BEST else _moved(plan, found)
-        disk_s = reading_s(profile, stored, cluster, fixed) if description == storing else 0.0
+        disk_s = read_s if description == storing else 0.0
         yield PlannedChange(f"{description}{details}", found.planned.iteration_s + disk_s)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
@@ -39,12 +40,22 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
         timelines: By name, for example `{"planned": ..., "measured": ...}`.
         path: File to write; the ending chooses the format.
         title: Written above the picture.
+
+    Raises:
+        ConfigurationError: No picture is written with that ending.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.patches import Patch
+
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.removeprefix(".").lower() not in endings:
+        raise ConfigurationError(
+            f"{path} is no name for a picture; choose an ending of {', '.join(endings)}"
+        )
 
     rows = sum(timeline.num_ranks for timeline in timelines.values())
     figure, axes = pyplot.subplots(

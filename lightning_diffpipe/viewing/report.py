@@ -67,7 +67,8 @@ def stage_table(plan: PipelinePlan) -> str:
                 seconds(costs.gradient_s[i][0]),
                 seconds(costs.reduce_s(ranks[0])),
             ]
-        rows.append([*row, size(max(plan.planned.peak_memory_bytes[rank] for rank in ranks))])
+        memory = plan.planned.peak_memory_bytes
+        rows.append([*row, size(max(memory[rank] for rank in ranks)) if memory else "?"])
     return table(header, rows)
 
 

@@ -1,6 +1,7 @@
 """Bad input: every complaint names what is wrong, with the numbers."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -143,6 +144,14 @@ def test_clusters_from_plain_values():
             {"global_batch_size": 8, "num_replicas": [1, 0]},
             "num_replicas must be a whole number >= 1",
         ),
+        (
+            {"global_batch_size": 8, "optimizer_bytes_factor": None},
+            "number >= 0, such as 2 for Adam; got None",
+        ),
+        ({"global_batch_size": 8, "optimizer_bytes_factor": "auto"}, "must be a number >= 0"),
+        ({"global_batch_size": 8, "optimizer_bytes_factor": -5}, "must be a number >= 0"),
+        ({"global_batch_size": 8, "optimizer_bytes_factor": math.nan}, "must be a number >= 0"),
+        ({"global_batch_size": 8, "optimizer_bytes_factor": math.inf}, "must be a number >= 0"),
         (
             {"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
             "num_replicas=(1, 2) names 2 stages, but num_stages=3",

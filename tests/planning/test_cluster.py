@@ -13,7 +13,9 @@ MEASURED = Cluster(
 )
 
 
-@pytest.mark.parametrize("cluster", [Cluster(1), Cluster(2, p2p=Link(latency_s=1e-6)), MEASURED])
+@pytest.mark.parametrize(
+    "cluster", [Cluster(1), Cluster(2, p2p=Link(latency_s=1e-6), device="a100"), MEASURED]
+)
 def test_clusters_round_trip(cluster):
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert Cluster.from_dict(cluster.to_dict()) == cluster

@@ -34,6 +34,29 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        (["cluster=8x_a100"], "a100"),
+        (["cluster=2x8_a100"], "a100"),
+        (["cluster=8x_h200"], "h200"),
+        (["cluster=8x_h100"], "h100"),
+        ([], "h100"),
+        (["cluster=8x_h100", "model.device=t4"], "t4"),
+    ],
+)
+def test_a_model_on_paper_is_timed_on_the_device_of_the_cluster(
+    call, monkeypatch, settings, device
+):
+    """History: plans for A100 and H200 clusters were made of times of an H100."""
+    second = Seconds.per_sample(1.0)
+    backbones = (BackboneProfile("backbone", (LayerProfile("a", second, second),)),)
+    monkeypatch.setattr(modelled, "_model", lambda known, title, *_: ModelProfile(title, backbones))
+    code, out, err = call("plan", "model=sd21", "global_batch_size=16", "explain=false", *settings)
+    assert code == 0, err
+    assert f"modelled on {device};" in out
+
+
 @pytest.mark.slow
 def test_a_well_known_model_is_modelled_planned_and_shown(call, tmp_path):
     code, out, _ = call(

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.caching import advise
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.instruction import Wait
@@ -166,6 +167,25 @@ def test_layers_that_follow_noise_are_not_said_to_be_stored():
     assert storing(both.encoders).iteration_s > storing((free,)).iteration_s
     # Eight samples a rank, a megabyte each, at 200 MB/s.
     assert storing((dear,)).iteration_s == pytest.approx(storing((free,)).iteration_s + 0.04)
+
+
+def test_what_would_help_reads_at_the_rate_of_the_disk():
+    """History: storing was said to help and, a few lines below at the rate that was given, not to."""
+    profile, cluster, plan = plan_of()
+    (vae,) = profile.encoders
+    stored = replace(profile, encoders=(replace(vae, stored_bytes_per_sample=10**6),))
+    storing = lambda rate: [
+        change.iteration_s
+        for change in explain(plan, stored, cluster, disk_bytes_per_s=rate).changes
+        if change.description.startswith("storing encodings (vae)")
+    ]
+    (fast,), (usual,) = storing(400e6), storing(200e6)
+    assert usual == pytest.approx(fast + 0.02)  # eight samples a rank, a megabyte each
+    assert storing(1e3) == []
+    with pytest.raises(
+        ConfigurationError, match="disk_bytes_per_s must be a positive number; got 0"
+    ):
+        explain(plan, stored, cluster, disk_bytes_per_s=0)
 
 
 def test_the_advice_to_store_encodings():
