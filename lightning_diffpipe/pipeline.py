@@ -216,9 +216,11 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
+        ConfigurationError: The step keeps state outside of layers.
         GraphError: `verify` found a difference.
     """
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+    _require_stateless_glue(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
@@ -301,6 +303,22 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
                 f"but this module's is {name}; {remedy}"
             )
     return tuple(stage.first_layer for stage in plan.stages[1:])
+
+
+def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses state that every stage would keep for itself.
+
+    Raises:
+        ConfigurationError: The step changes a buffer outside of the layers of a graph, folded as planned.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.glue_writes:
+        name = min(graph.glue_writes)
+        raise ConfigurationError(
+            f"training_step changes the buffer {name!r} outside of a layer. Every stage has its own copy and "
+            "runs a part of the step only, so stages would disagree from then on. Change it in "
+            "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
+            "owns it and is not cut"
+        )
 
 
 def _require_runnable(schedule: Schedule) -> None:
