@@ -100,6 +100,19 @@ def test_unequal_replicas(replicas):
     check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
 
 
+class Freezes(TinyDiffusion):
+    """Freezes a block after two steps."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.global_step == 2:
+            self.blocks[2].requires_grad_(False)
+
+
+def test_layers_frozen_during_training_stay_as_they_are():
+    """History: where a stage had replicas they got gradients of zero, and weight decay moved them."""
+    check(2, 2, module_class=Freezes, strategy={"num_stages": 1, "num_replicas": 2})
+
+
 def test_accumulation_with_a_trailing_window():
     """8 batches in windows of 3: the last window has two."""
     trainer = {"accumulate_grad_batches": 3, "max_steps": -1, "max_epochs": 2}
