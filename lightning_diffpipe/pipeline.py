@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
 from lightning_diffpipe.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Pipeline:
         owners: Position in the pipeline of the first holder, for every entry of the state dict that
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
+        untrained: Parameters of the module with `requires_grad=False`, by name.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
     """
@@ -111,6 +116,7 @@ class Pipeline:
     resident: frozenset[str]
     owners: dict[str, int]
     trained: dict[str, nn.Parameter]
+    untrained: dict[str, nn.Parameter]
     seed: int
     _interception: Interception
     _relay: RelayView
@@ -130,6 +136,31 @@ class Pipeline:
             and self.plan.ranks_per_pipeline > 1
             and bool(self.graph.frozen)
         )
+
+    @property
+    def frozen_version(self) -> int:
+        """A number that grows whenever parameters of frozen layers are written in place."""
+        return sum(parameter._version for parameter in self._of_frozen_layers)
+
+    @cached_property
+    def _of_frozen_layers(self) -> list[nn.Parameter]:
+        layers = (self.graph.layers[index] for index in self.graph.frozen)
+        names = frozenset().union(*(layer.parameters for layer in layers))
+        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+
+    def refuse_unfrozen(self) -> None:
+        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
+
+        Raises:
+            ConfigurationError: Something was; names the first parameter.
+        """
+        if any(map(_REQUIRES_GRAD, self.untrained.values())):
+            name = next(n for n, p in self.untrained.items() if p.requires_grad)
+            raise ConfigurationError(
+                f"parameters were unfrozen during training, e.g. {name}, but the plan was made with them "
+                "frozen and computes no gradients for them, so they would never be trained. Unfreeze them "
+                "before trainer.fit, and go on from a checkpoint"
+            )
 
     @property
     def planned_shares(self) -> tuple[float, ...]:
@@ -251,9 +282,11 @@ def assemble(
     if whole is not None:
         compare(module, engine, here, trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
+    untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     return Pipeline(
-        module, plan, graph, mesh, engine, resident, owners, trained, seed, interception, relay
-    )
+        module, plan, graph, mesh, engine, resident, owners, trained, untrained, seed,
+        interception, relay,
+    )  # fmt: skip
 
 
 def _connect(

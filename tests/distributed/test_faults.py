@@ -188,6 +188,21 @@ def test_state_outside_of_layers_is_refused():
         run(2, module_class=LossAware)
 
 
+class Unfreezes(L.Callback):
+    """Trains the text table, too, from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer, module):
+        module.text.requires_grad_(trainer.current_epoch == 1)
+
+
+def test_unfreezing_during_training_is_refused():
+    """History: layers that began frozen ran without gradients, and never moved."""
+    with pytest.raises(
+        RankError, match=r"unfrozen during training, e\.g\. text\.weight, but the plan"
+    ):
+        run(1, trainer={"callbacks": [Unfreezes()], "max_epochs": 2})
+
+
 def fit_compiled(rank):
     module = torch.compile(build(Settings()), backend="eager")
     quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())
