@@ -200,12 +200,14 @@ class Pipeline:
             )
 
     def dismantle(self, connected: bool = True) -> None:
-        """Makes the module ordinary again: all parameters on the host, no wrappers, no groups.
+        """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
 
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
-        whole = spread(self.module.state_dict(), self.owners, self.mesh) if connected else {}
+        buffers = dict(self.module.named_buffers())
+        tensors = {**self.module.state_dict(), **buffers}  # some buffers are in no state dict
+        whole = spread(tensors, self.owners, self.mesh) if connected else {}
         self.engine.close()
         self._interception.uninstall()
         if not connected:
@@ -214,6 +216,8 @@ class Pipeline:
             return
         placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
         restore_parameters(self.module, {name: whole[name] for name in placeholders})
+        for name in buffers.keys() & whole.keys():
+            buffers[name].copy_(whole[name])
         self.module.cpu()
         self.mesh.disconnect()
 

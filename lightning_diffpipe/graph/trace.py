@@ -230,7 +230,10 @@ class Tracer:
         return self._hand_out(record, out)
 
     def _replaced(self, name: str) -> set[str]:
-        """Buffers of a module that were given new values since this was asked last: `self.mean = ...`."""
+        """Buffers of a module that were given new values since this was asked last: `self.mean = ...`.
+
+        Those that a layer makes larger or smaller do not count: other ranks could not receive them.
+        """
         before, now = self._buffers, dict(self._module.get_submodule(name).named_buffers(name))
         self._buffers = before | now
         return {
@@ -238,6 +241,7 @@ class Tracer:
             for key, buffer in now.items()
             if buffer is not (old := before.get(key, buffer))
             and self.provenance.keeps_state(old, buffer)
+            and not (name and old.shape != buffer.shape)
         }
 
     def _hand_out(self, record: Record, out: Any) -> Any:
