@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
 from lightning_diffpipe.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Pipeline:
         owners: Position in the pipeline of the first holder, for every entry of the state dict that
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
+        untrained: Parameters of the module with `requires_grad=False`, by name.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
     """
@@ -111,6 +116,7 @@ class Pipeline:
     resident: frozenset[str]
     owners: dict[str, int]
     trained: dict[str, nn.Parameter]
+    untrained: dict[str, nn.Parameter]
     seed: int
     _interception: Interception
     _relay: RelayView
@@ -130,6 +136,31 @@ class Pipeline:
             and self.plan.ranks_per_pipeline > 1
             and bool(self.graph.frozen)
         )
+
+    @property
+    def frozen_version(self) -> int:
+        """A number that grows whenever parameters of frozen layers are written in place."""
+        return sum(parameter._version for parameter in self._of_frozen_layers)
+
+    @cached_property
+    def _of_frozen_layers(self) -> list[nn.Parameter]:
+        layers = (self.graph.layers[index] for index in self.graph.frozen)
+        names = frozenset().union(*(layer.parameters for layer in layers))
+        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+
+    def refuse_unfrozen(self) -> None:
+        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
+
+        Raises:
+            ConfigurationError: Something was; names the first parameter.
+        """
+        if any(map(_REQUIRES_GRAD, self.untrained.values())):
+            name = next(n for n, p in self.untrained.items() if p.requires_grad)
+            raise ConfigurationError(
+                f"parameters were unfrozen during training, e.g. {name}, but the plan was made with them "
+                "frozen and computes no gradients for them, so they would never be trained. Unfreeze them "
+                "before trainer.fit, and go on from a checkpoint"
+            )
 
     @property
     def planned_shares(self) -> tuple[float, ...]:
@@ -169,12 +200,14 @@ class Pipeline:
             )
 
     def dismantle(self, connected: bool = True) -> None:
-        """Makes the module ordinary again: all parameters on the host, no wrappers, no groups.
+        """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
 
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
-        whole = spread(self.module.state_dict(), self.owners, self.mesh) if connected else {}
+        buffers = dict(self.module.named_buffers())
+        tensors = {**self.module.state_dict(), **buffers}  # some buffers are in no state dict
+        whole = spread(tensors, self.owners, self.mesh) if connected else {}
         self.engine.close()
         self._interception.uninstall()
         if not connected:
@@ -183,6 +216,8 @@ class Pipeline:
             return
         placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
         restore_parameters(self.module, {name: whole[name] for name in placeholders})
+        for name in buffers.keys() & whole.keys():
+            buffers[name].copy_(whole[name])
         self.module.cpu()
         self.mesh.disconnect()
 
@@ -216,9 +251,11 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
+        ConfigurationError: The step keeps state outside of layers.
         GraphError: `verify` found a difference.
     """
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+    _require_stateless_glue(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
@@ -249,9 +286,11 @@ def assemble(
     if whole is not None:
         compare(module, engine, here, trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
+    untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     return Pipeline(
-        module, plan, graph, mesh, engine, resident, owners, trained, seed, interception, relay
-    )
+        module, plan, graph, mesh, engine, resident, owners, trained, untrained, seed,
+        interception, relay,
+    )  # fmt: skip
 
 
 def _connect(
@@ -301,6 +340,22 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
                 f"but this module's is {name}; {remedy}"
             )
     return tuple(stage.first_layer for stage in plan.stages[1:])
+
+
+def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses state that every stage would keep for itself.
+
+    Raises:
+        ConfigurationError: The step changes a buffer outside of the layers of a graph, folded as planned.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.glue_writes:
+        name = min(graph.glue_writes)
+        raise ConfigurationError(
+            f"training_step changes the buffer {name!r} outside of a layer. Every stage has its own copy and "
+            "runs a part of the step only, so stages would disagree from then on. Change it in "
+            "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
+            "owns it and is not cut"
+        )
 
 
 def _require_runnable(schedule: Schedule) -> None:

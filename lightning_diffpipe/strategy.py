@@ -222,6 +222,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.pipeline is not None
         assert self.lightning_module is not None
         assert self._gradients is not None
+        self.pipeline.refuse_unfrozen()
         trainer = self.lightning_module.trainer
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.batch_idx % accumulate == 0:

@@ -175,6 +175,7 @@ class StepProbe:
             folded=tuple(tracer.provenance.folded),
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
+            glue_writes=frozenset(tracer.provenance.glue_writes),
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:

@@ -164,7 +164,12 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
     """Puts back what a real probe changes: buffers, training flags, random number generators."""
-    buffers = [(b, b.detach().clone()) for b in root.buffers()]
+    buffers = [
+        (module, key, buffer, buffer.detach().clone())
+        for module in root.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     training = [(m, m.training) for m in root.modules()]
     with rng.preserved(host=True):
         try:
@@ -172,7 +177,8 @@ def untouched(root: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 # Versions do not tell: batch norm changes its statistics behind their back.
-                for buffer, value in buffers:
+                for module, key, buffer, value in buffers:
                     buffer.copy_(value)
+                    module._buffers[key] = buffer  # the step may have put another in its place
             for module, flag in training:
                 module.training = flag

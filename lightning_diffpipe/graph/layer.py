@@ -222,6 +222,7 @@ class LayerGraph:
             Empty if unknown.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
             of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
+        glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
     """
 
     layers: tuple[Layer, ...]
@@ -242,6 +243,7 @@ class LayerGraph:
     of_more_samples: Mapping[tuple[str, int, int], LeadingDims] | None = field(
         default=None, compare=False, repr=False
     )
+    glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

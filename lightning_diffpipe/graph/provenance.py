@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _VALUE_READS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
 }
+
+# Their schemas do not say that they change running statistics.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Provenance(TorchDispatchMode):
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
         folded: What containers returned.
-        glue_draws: Called when glue draws random numbers.
+        glue_drew: Glue drew random numbers.
+        glue_writes: Names of the buffers that glue changed.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
@@ -102,6 +107,8 @@ class Provenance(TorchDispatchMode):
         self.control: set[Any] = set()
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False
+        self.glue_writes: set[str] = set()
+        self._read_buffers: set[int] = set()
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
         self._owner: dict[int, tuple[int, int]] = {}
@@ -196,6 +203,7 @@ class Provenance(TorchDispatchMode):
             raw, read = raw | {None}, read | {None}
             self._note_draw()
         before = set(map(_key, inputs))
+        self._read_buffers |= before & self._buffer.keys()
         out = func(*args, **kwargs)
         new = self._new_tags(func, raw, read)
         if self.current is not None:
@@ -203,8 +211,8 @@ class Provenance(TorchDispatchMode):
         for tensor in tensors_in(out):
             if _key(tensor) not in before:
                 self.set_tags(tensor, new)
-        if func._schema.is_mutable:
-            self._note_writes(func, args, kwargs, new)
+        if func._schema.is_mutable or name in _BATCH_NORMS:
+            self._note_writes(_written(func, args, kwargs), new)
         return out
 
     def _note_draw(self) -> None:
@@ -223,26 +231,33 @@ class Provenance(TorchDispatchMode):
         constant = all(isinstance(tag, str) for tag in raw)
         return read if constant else {Leak(self.current.index)}
 
-    def _note_writes(self, func: Any, args: Any, kwargs: Any, new: set[Any]) -> None:
+    def _note_writes(self, tensors: list[Tensor], new: set[Any]) -> None:
         inside = None if self.current is None else self.current.index
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            for tensor in tensors_in(value):
-                owner = self._owner.get(_key(tensor))
-                if owner is not None and owner[0] != inside:
-                    self.records[owner[0]].mutated.add(owner[1])
-                if not self._is_own_state(tensor):
-                    self.set_tags(tensor, self._raw([tensor]) | new)
+        for tensor in tensors:
+            owner = self._owner.get(_key(tensor))
+            if owner is not None and owner[0] != inside:
+                self.records[owner[0]].mutated.add(owner[1])
+            if not self._is_own_state(tensor):
+                self.set_tags(tensor, self._raw([tensor]) | new)
 
     def _is_own_state(self, tensor: Tensor) -> bool:
         """A module that updates its own buffers (running statistics) does not leak."""
         buffer = self._buffer.get(_key(tensor))
-        if self.current is None or buffer is None:
+        if buffer is None:
+            return False
+        if self.current is None:
+            self.glue_writes.add(buffer)
             return False
         self.current.written_buffers.add(buffer)
         return buffer.startswith(self.current.name + ".")
+
+    def keeps_state(self, old: Tensor, new: Tensor) -> bool:
+        """Whether a buffer is replaced by what depends on its value before, or on layers.
+
+        All else, such as a table for a length, comes out alike wherever it is made.
+        """
+        tags = self._tags.get(_key(new), (None, frozenset()))[1]
+        return _key(old) in self._read_buffers or bool(values(tags))
 
 
 def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
@@ -273,6 +288,16 @@ class ValueReads(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
         return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator changes."""
+    arguments = func._schema.arguments
+    given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if given.get("training"):
+        names += [name for name in ("running_mean", "running_var") if name in given]
+    return tensors_in([given[name] for name in names])
 
 
 def _key(tensor: Tensor) -> int:

@@ -130,6 +130,7 @@ class Tracer:
         self.drew_host_random = False
         self._module, self._layers, self._containers = module, set(layers), set(containers)
         self._fine, self._seeded, self._fake = set(fine), seeded, fake
+        self._buffers = dict(module.named_buffers())
         self._open: list[bool] = []
         self._in_fine = False
 
@@ -157,6 +158,7 @@ class Tracer:
         ):
             before = rng.host_state()
             out = call()
+            self.provenance.glue_writes |= self._replaced("")
             self.drew_host_random = before != rng.host_state()
             return out
 
@@ -219,12 +221,28 @@ class Tracer:
             with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
                 out = forward(*args, **kwargs)
             record.reads |= mode.of(out)  # what is passed through
+            record.written_buffers |= self._replaced(name)
         finally:
             mode.current = None
         if not self._fake:
             record.drew = not _same(state, rng.capture(host=False))
         record.drew |= host_state != rng.host_state()
         return self._hand_out(record, out)
+
+    def _replaced(self, name: str) -> set[str]:
+        """Buffers of a module that were given new values since this was asked last: `self.mean = ...`.
+
+        Those that a layer makes larger or smaller do not count: other ranks could not receive them.
+        """
+        before, now = self._buffers, dict(self._module.get_submodule(name).named_buffers(name))
+        self._buffers = before | now
+        return {
+            key
+            for key, buffer in now.items()
+            if buffer is not (old := before.get(key, buffer))
+            and self.provenance.keeps_state(old, buffer)
+            and not (name and old.shape != buffer.shape)
+        }
 
     def _hand_out(self, record: Record, out: Any) -> Any:
         """Gives every output a storage of its own, so that inputs passed through keep their tags."""

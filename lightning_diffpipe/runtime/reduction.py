@@ -52,8 +52,8 @@ class GradientReducer:
     def start(self) -> Reduction:
         """Begins to sum gradients; `finish` puts the sums into `.grad`.
 
-        A holder without a gradient contributes zeros. Every holder must call it at the same point of
-        its program.
+        A holder without a gradient contributes zeros, and frozen parameters get no sum. Every holder must
+        call it at the same point of its program.
         """
         return Reduction(self._mesh, self._buckets)
 
@@ -126,10 +126,12 @@ class Reduction:
             start = 0
             for parameter in bucket:
                 summed = flat[start : start + parameter.numel()].view_as(parameter)
+                start += parameter.numel()
+                if not parameter.requires_grad:  # frozen during training: with zeros it would decay
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(summed)
-                start += parameter.numel()
             if self._later:
                 self._under_way.append(self._begin(*self._later.pop(0)))
 

@@ -166,6 +166,43 @@ def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, me
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
 
 
+class LossAware(TinyDiffusion):
+    """Samples more often what had high losses, by a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("history", torch.ones(6))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        t = torch.multinomial(self.history / self.history.sum(), len(batch["text"]), True)
+        self.history[t] = loss.detach()
+        return loss
+
+
+def test_state_outside_of_layers_is_refused():
+    """History: every stage changed its own copy, and drew other timesteps from it than the next."""
+    with pytest.raises(
+        RankError, match=r"ConfigurationError: .* the buffer 'history' outside of a layer"
+    ):
+        run(2, module_class=LossAware)
+
+
+class Unfreezes(L.Callback):
+    """Trains the text table, too, from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer, module):
+        module.text.requires_grad_(trainer.current_epoch == 1)
+
+
+def test_unfreezing_during_training_is_refused():
+    """History: layers that began frozen ran without gradients, and never moved."""
+    with pytest.raises(
+        RankError, match=r"unfrozen during training, e\.g\. text\.weight, but the plan"
+    ):
+        run(1, trainer={"callbacks": [Unfreezes()], "max_epochs": 2})
+
+
 def fit_compiled(rank):
     module = torch.compile(build(Settings()), backend="eager")
     quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())

@@ -214,6 +214,27 @@ def test_planned_mode_with_replicas():
     assert ahead == [1, 1, 1, 0]
 
 
+class Ages(Augmented):
+    """Its frozen encoder changes behind every batch, alike on all ranks."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in self.encoder.parameters():
+                parameter.mul_(0.5)
+
+
+def test_frozen_weights_that_change_are_not_run_ahead():
+    """History: batches two ahead were encoded with the weights of two steps before."""
+    up_front, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        module_class=Ages,
+        trainer={"max_steps": 4, "max_epochs": -1},
+    )
+    assert up_front == [True] * 4
+    assert ahead == [2, 0, 0, 0]
+
+
 def test_two_pipelines_with_interleaved_stages():
     compare(
         4,

@@ -100,6 +100,44 @@ def test_unequal_replicas(replicas):
     check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
 
 
+class Normed(TinyDiffusion):
+    """Normalizes on the last stage, over the samples of a microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Sequential(torch.nn.BatchNorm1d(5), Counts(), self.head)
+
+
+class Counts(torch.nn.Module):
+    """Counts its calls in a buffer that checkpoints leave out, and replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x
+
+
+def test_running_statistics_come_from_the_stage_that_has_them():
+    """History: other ranks kept theirs when training ended, and checkpoints had the first rank's."""
+    check(2, 2, module_class=Normed, strategy={"num_stages": 2})
+
+
+class Freezes(TinyDiffusion):
+    """Freezes a block after two steps."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.global_step == 2:
+            self.blocks[2].requires_grad_(False)
+
+
+def test_layers_frozen_during_training_stay_as_they_are():
+    """History: where a stage had replicas they got gradients of zero, and weight decay moved them."""
+    check(2, 2, module_class=Freezes, strategy={"num_stages": 1, "num_replicas": 2})
+
+
 def test_accumulation_with_a_trailing_window():
     """8 batches in windows of 3: the last window has two."""
     trainer = {"accumulate_grad_batches": 3, "max_steps": -1, "max_epochs": 2}

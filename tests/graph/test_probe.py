@@ -105,6 +105,56 @@ def test_the_module_is_left_untouched(mode):
     assert all(p.grad is None for p in root.parameters())
 
 
+class KeepsState(Untrained):
+    """Changes buffers in its step and in a layer, in place and by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.counts = Counts()
+        for name in ("in_place", "replaced", "last", "table"):
+            self.register_buffer(name, torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.counts(self.norm(self.run(batch))).pow(2).mean()
+        self.in_place += 1
+        self.replaced = self.replaced + 1
+        self.last = loss.detach()
+        self.table = torch.arange(3.0) * torch.tensor([1.0, 2.0, 3.0])  # alike wherever it is made
+        return loss
+
+
+class Counts(nn.Module):
+    """A layer that replaces a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_buffers_that_a_step_changes_are_noted(mode):
+    """History: those changed outside of layers were not, nor the mean and variance of batch norm."""
+    root = KeepsState()
+    before, names = copy.deepcopy(root.state_dict()), set(root._buffers)
+    graph = probe(root, step, rows(), max_share=1 / 4, mode=mode)
+    assert graph.glue_writes == {"in_place", "replaced", "last"}
+    written = {layer.name: layer.written_buffers for layer in graph.layers if layer.written_buffers}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    assert written == {"norm": {f"norm.{s}" for s in statistics}, "counts": {"counts.calls"}}
+    assert set(root._buffers) == names
+    assert all(torch.equal(value, before[name]) for name, value in root.state_dict().items())
+    root.norm.eval()
+    assert "norm" not in {
+        x.name for x in probe(root, step, rows(), mode=mode).layers if x.written_buffers
+    }
+
+
 def test_the_trainer_is_shared_with_the_copy_that_is_probed():
     class Asks(Untrained):
         def training_step(self, batch, batch_idx):
