@@ -1,8 +1,9 @@
 """The checkpoint hooks of the strategy: one ordinary Lightning file, however many ranks there are.
 
 Parameters are known by their fully qualified names, optimizer states by their numbers on one device. Rank
-0 collects what the others hold and writes; when reading, every rank takes what is its own. So a
-checkpoint moves between strategies and numbers of ranks in both directions.
+0 collects what the others hold and writes. Reading, every rank loads the whole module before it is cut, and
+later the optimizer states of its own parameters. So a checkpoint moves between strategies and numbers of ranks
+in both directions.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.pipeline import Pipeline
-from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, take_over
+from lightning_diffpipe.runtime.checkpoint import (
+    collect,
+    collect_optimizer_state,
+    refuse_misfit,
+    take_over,
+)
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -32,8 +39,8 @@ class CheckpointHooks(ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Which parameters are this rank's is known only after the set-up."""
-        return True
+        """The module is whole until the set-up; afterwards Lightning forgets what `weights_only` it was given."""
+        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of all stages; complete on rank 0, empty elsewhere."""
@@ -87,24 +94,34 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(
                 f"cannot read the checkpoint {path}: {error}. If it was cut short while being "
                 "written, take an earlier one; if it holds other than tensors and plain values and "
-                "you trust it, pass weights_only=False"
+                "you trust it, pass weights_only=False beside ckpt_path"
             ) from error
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over this rank's part of a whole state dict.
+        """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
 
         Raises:
             CheckpointError: Names or shapes do not fit the module.
         """
-        assert self.lightning_module is not None
-        if self.pipeline is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         pipeline = self.pipeline
+        if pipeline is None:
+            self._load_whole(checkpoint, strict)
+            return
         take_over(
             checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
             pipeline.mesh, strict,
         )  # fmt: skip
+
+    def _load_whole(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.precision_plugin.convert_module(module)  # or what is loaded would be rounded
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as error:
+            refuse_misfit(checkpoint["state_dict"], module.state_dict(), strict)
+            raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes over the state of this rank's parameters."""

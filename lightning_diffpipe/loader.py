@@ -4,7 +4,8 @@ All ranks of a pipeline load the same samples, but what a sample looks like may 
 caption dropout. Those draws come from the main process or from loader workers, and Lightning seeds both
 so that ranks differ, or lets them drift apart as soon as one rank draws one number more. Here every
 fetch is seeded by the run's seed, the data-parallel rank, the pass over the data and the batch, inside
-isolated random states, and workers are seeded alike.
+isolated random states, and workers are seeded alike. The order in which a sampler of the user's own wants the
+samples is the exception: pipelines side by side share it out, so all of them must draw the same one.
 
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -66,6 +68,8 @@ class AlignedLoader:
             # Workers seed torch from the iterator's base seed but leave numpy to us; set before
             # Lightning would seed them by the global rank, which differs inside a pipeline.
             loader.worker_init_fn = _seed_worker
+        for sampler in _shared_out(loader):
+            sampler.dataset._sampler = _SharedOrder(sampler.dataset._sampler, self._seed_of_order)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -126,8 +130,41 @@ class AlignedLoader:
     def _seed_of(self, index: int, number: int) -> int:
         return derived_seed(self._seed, "data", self._data_parallel_rank, index, number)
 
+    def _seed_of_order(self) -> int:
+        return derived_seed(self._seed, "order", self._pass_index())
+
 
 _END = object()
+
+
+class _SharedOrder:
+    """A sampler that draws the same order in every pipeline; what else it does is the user's.
+
+    Args:
+        sampler: The user's.
+        seed: Tells the seed of the order that is drawn now.
+    """
+
+    def __init__(self, sampler: Any, seed: Callable[[], int]) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:  # above all `set_epoch`
+        return getattr(self.__dict__["_sampler"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        with isolated_random_numbers(self._seed()):
+            return iter(list(self._sampler))
+
+
+def _shared_out(loader: Any) -> list[DistributedSamplerWrapper]:
+    """Samplers with which Lightning gives each pipeline its share of an order of the user's."""
+    own = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = own[0], getattr(own[1], "sampler", None)
+    return list({id(s): s for s in found if isinstance(s, DistributedSamplerWrapper)}.values())
 
 
 class StatefulAlignedLoader(AlignedLoader):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.pipeline import Process
+from lightning_diffpipe.pipeline import Pipeline, Process
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 5.0
@@ -42,9 +42,14 @@ class ProcessHooks(ParallelStrategy):
         timeout_s: Longest wait for a message, in seconds.
         backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
+    Attributes:
+        pipeline: This rank's part, while there is one.
+
     Raises:
         ConfigurationError: The timeout is not positive.
     """
+
+    pipeline: Pipeline | None
 
     def __init__(self, timeout_s: float, backend: str | None) -> None:
         super().__init__()
@@ -126,10 +131,18 @@ class ProcessHooks(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over all ranks; stages of a pipeline hold equal values."""
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+        """Reduces a tensor over all ranks.
+
+        Ranks of a pipeline hold equal values, in training and evaluation; in a `"sum"` over all ranks each
+        pipeline counts once.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        reduced = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        if group is not None or reduce_op != "sum" or self.pipeline is None:
+            return reduced
+        copies = self.pipeline.mesh.layout.ranks_per_pipeline
+        return reduced.div_(copies, rounding_mode=None if reduced.is_floating_point() else "floor")
 
     def on_exception(self, exception: BaseException) -> None:
         """Ends the processes that this one started.

@@ -11,13 +11,14 @@ from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_diffpipe.errors import ConfigurationError
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
-    """Checks module, callbacks and precision.
+    """Checks module, callbacks, precision and what has been made already.
 
     Args:
         trainer: The trainer being set up.
@@ -48,6 +49,19 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
         raise ConfigurationError(
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
+        )
+    if trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
+        _refuse_early_loader(trainer)
+
+
+def _refuse_early_loader(trainer: Any) -> None:
+    """Refuses a loader that was made while nobody knew which ranks shall see the same samples."""
+    if trainer.fit_loop._combined_loader is not None:
+        raise ConfigurationError(
+            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
+            "would train on different samples, and the numbers of batches and steps are too small. "
+            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
+            "on_fit_start, not in setup or configure_model"
         )
 
 

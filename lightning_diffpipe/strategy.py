@@ -239,7 +239,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.last_step = result
         self._gradients.set_aside()
         for logged in result.logged:
-            self.lightning_module.log(logged.name, logged.value, **logged.options)
+            self.lightning_module.log(
+                logged.name, logged.value, batch_size=result.num_samples, **logged.options
+            )
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
 
     def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:

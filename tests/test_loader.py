@@ -5,8 +5,16 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+)
 
 from lightning_diffpipe.loader import AlignedLoader, checksum
 from lightning_diffpipe.loader import aligned as wrapped
@@ -94,6 +102,42 @@ def test_the_sampler_is_reached_through_the_wrapper():
     loader.sampler.set_epoch(4)
     assert sampler.epoch == 4
     assert len(loader) == 2
+
+
+class Rotating(SubsetRandomSampler):
+    """A sampler of the user's own that is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def one_pass_of_a_pipeline(pipeline, epoch, by_batches):
+    """Indices that one of two pipelines loads, wrapped as Lightning wraps a user's sampler."""
+    clock = Clock()
+    clock.epoch = epoch
+    sampler = Rotating(range(8))
+    share = DistributedSamplerWrapper(sampler, num_replicas=2, rank=pipeline)
+    how = {"batch_sampler": BatchSampler(share, 2, False)} if by_batches else {"sampler": share}
+    torch.manual_seed(pipeline)
+    loader = aligned(DataLoader(Augmented(), **how), pipeline, clock)
+    share.set_epoch(epoch)
+    assert sampler.epoch == epoch
+    return torch.cat(list(loader))
+
+
+@pytest.mark.parametrize("by_batches", [False, True])
+def test_pipelines_share_one_order_of_a_sampler_of_the_user(by_batches):
+    """History: each pipeline drew an order of its own, so samples were seen twice or never."""
+    orders = []
+    for epoch in (0, 1):
+        first, second = (one_pass_of_a_pipeline(pipeline, epoch, by_batches) for pipeline in (0, 1))
+        order = torch.stack([first[:, 0], second[:, 0]], 1).flatten().tolist()
+        assert sorted(order) == list(range(8))
+        assert not (first[:, 1] == second[:, 1]).any(), "same augmentation in both pipelines"
+        orders.append(order)
+    assert orders[0] != orders[1], "every epoch has the same order"
 
 
 def test_a_data_set_without_length_stays_without():

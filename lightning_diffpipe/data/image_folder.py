@@ -90,7 +90,7 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     def __init__(
         self,
-        folder: str,
+        folder: str | Path,
         resolution: int = 512,
         caption_key: str = "text",
         validation_share: float = 0.02,
@@ -98,6 +98,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: int = 4,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        folder = str(folder)  # a checkpoint of plain values can be read without trusting it
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:

@@ -4,7 +4,7 @@ A full checkpoint looks as if one process had written it: every tensor under its
 `collect` brings the tensors that rank 0 does not hold to it, one at a time, through host memory, so
 that nothing but rank 0's state dict has to fit anywhere. `spread` does the reverse for every rank of a
 pipeline, when training has ended and the module shall be whole again. `take_over` reads a rank's part of
-such a state dict.
+such a state dict. Entries that are no tensors (`get_extra_state`) are those of rank 0.
 
 Only the first pipeline takes part in `collect`; the others hold copies.
 """
@@ -22,23 +22,21 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.runtime.mesh import Mesh
 
 
-def collect(
-    tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
-) -> dict[str, Tensor]:
-    """Brings tensors together on world rank 0.
+def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Any]:
+    """Brings the entries of a state dict together on world rank 0.
 
     Args:
-        tensors: This rank's tensors by name, in the same order on every rank. Entries of other
-            owners are placeholders of the right shape and dtype.
+        tensors: This rank's entries by name, in the same order on every rank. Those of other owners are
+            placeholders of the right shape and dtype.
         owners: For names not held everywhere: the position in the pipeline that holds them.
         mesh: This rank's groups.
 
     Returns:
-        On world rank 0 all tensors, on the host; elsewhere an empty dict.
+        On world rank 0 all entries, tensors on the host; elsewhere an empty dict.
     """
     if mesh.pipeline != 0:
         return {}
-    gathered = {}
+    gathered: dict[str, Any] = {}
     for name, tensor in tensors.items():
         owner = owners.get(name, 0)
         if mesh.local_rank == owner and owner != 0:
@@ -93,23 +91,41 @@ def take_over(
         CheckpointError: Names are missing or unknown, or shapes differ.
     """
     own = module.state_dict()
+    refuse_misfit(state, own, strict)
+    with torch.no_grad():
+        for name in _common_tensors(state, own):
+            if name in resident or owners.get(name, mesh.local_rank) == mesh.local_rank:
+                own[name].copy_(state[name])
+
+
+def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:
+    """Says in few words why a state dict does not fit a module.
+
+    Args:
+        state: What was read.
+        own: The module's state dict.
+        strict: Refuse names that are missing or unknown.
+
+    Raises:
+        CheckpointError: Names are missing or unknown, or shapes differ.
+    """
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unknown):
         raise CheckpointError(
             f"the checkpoint does not fit the module: {len(missing)} names missing "
-            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; pass strict=False to load what fits"
+            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; set strict_loading=False on the module "
+            "to load what fits"
         )
-    tensors = [name for name in own.keys() & state.keys() if isinstance(own[name], Tensor)]
-    for name in tensors:
+    for name in _common_tensors(state, own):
         if own[name].shape != state[name].shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(state[name].shape)} in the checkpoint and "
                 f"{tuple(own[name].shape)} in the module"
             )
-    with torch.no_grad():
-        for name in tensors:
-            if name in resident or owners.get(name, mesh.local_rank) == mesh.local_rank:
-                own[name].copy_(state[name])
+
+
+def _common_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [name for name in own.keys() & state.keys() if isinstance(own[name], Tensor)]
 
 
 def collect_optimizer_state(
@@ -148,7 +164,7 @@ def collect_optimizer_state(
                     )
         return {}
     whole = {
-        index: {key: _on_host(v) if isinstance(v, Tensor) else v for key, v in values.items()}
+        index: {key: _on_host(value) for key, value in values.items()}
         for index, values in own.items()
     }
     for owner, outline in enumerate(outlines[1:], start=1):
@@ -171,8 +187,11 @@ def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
     return value
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=False).contiguous()
+def _on_host(value: Any) -> Any:
+    """A tensor in the host's memory; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", copy=False).contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

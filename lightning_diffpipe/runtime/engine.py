@@ -40,11 +40,13 @@ class StepResult:
     Attributes:
         loss: Mean loss over the samples of the pipeline's batch; a scalar, equal on all its ranks.
         logged: What the user's step logged, averaged the same way.
+        num_samples: Samples of the pipeline's batch.
         recording: When this rank ran what.
     """
 
     loss: Tensor
     logged: list[Logged]
+    num_samples: int
     recording: Recording
 
 
@@ -157,7 +159,8 @@ class Engine:
         recording = self.executor.recording
         if ahead:
             ahead.observe(step, recording)
-        return StepResult(loss, logged, recording)
+        num_samples = sum(work.num_samples for work in step.works)
+        return StepResult(loss, logged, num_samples, recording)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
         return (

@@ -41,7 +41,7 @@ class Logged:
     Attributes:
         name: Name of the metric.
         value: Its mean over the samples of the pipeline's batch.
-        options: Further arguments of `self.log`.
+        options: Further arguments of `self.log`; no `batch_size`, which was that of a microbatch.
     """
 
     name: str
@@ -142,6 +142,7 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
     for method, args, kwargs in work.logged:
         first = ("name", "value") if method == "log" else ("dictionary",)
         options = {**dict(zip((*first, *_OPTIONS), args, strict=False)), **kwargs}
+        options.pop("batch_size", None)
         if method == "log":
             calls.append((str(options.pop("name")), options.pop("value"), options))
         else:

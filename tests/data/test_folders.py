@@ -34,6 +34,11 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
         assert torch.allclose(image[0], torch.tensor(red / 127.5 - 1))
 
 
+def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
+    """History: a folder given as a Path made checkpoints that could not be read again."""
+    assert ImageFolderDataModule(tmp_path).hparams.folder == str(tmp_path)
+
+
 def test_squares_are_cut_from_the_middle():
     picture = Image.new("RGB", (30, 10))
     picture.paste((255, 255, 255), (10, 0, 20, 10))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lightning_diffpipe.errors import CheckpointError
 from tests.distributed.scenarios import (
     Settings,
     assert_close,
@@ -17,7 +18,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     weights_of,
 )
-from tests.distributed.tiny import Data
+from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -162,3 +163,53 @@ def test_a_checkpoint_of_another_module_is_refused(tmp_path):
     torch.save(checkpoint, path)
     with pytest.raises(RankError, match=r"1 names missing \['head.bias'\], 1 unknown \['extra'\]"):
         run_ranks(load_broken, 2, path)
+
+
+class Remembering(TinyDiffusion):
+    """Has a hyperparameter that is no plain value, and state that is no tensor."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen += 1
+
+
+def save_and_load_unsafe(rank, path):
+    """Trains in double precision, and reads what was saved into a module in single precision."""
+    options = {"devices": 2, "precision": "64-true"}
+    torch.manual_seed(3)
+    module = Remembering(path.parent)
+    trainer = quiet_trainer(strategy=strategy_for(2), callbacks=[SaveAtEnd(path)], **options)
+    trainer.fit(module, datamodule=Data())
+    saved = dict(module.named_parameters())
+    resumed = Remembering(path.parent)
+    with pytest.raises(CheckpointError, match="pass weights_only=False"):
+        quiet_trainer(strategy=strategy_for(2), **options).fit(
+            resumed, datamodule=Data(), ckpt_path=path
+        )
+    trainer = quiet_trainer(strategy=strategy_for(2), **options)
+    trainer.fit(resumed, datamodule=Data(), ckpt_path=path, weights_only=False)
+    assert trainer.global_step == 4, "the only epoch was over, so nothing but loading happens"
+    evaluated = Remembering(path.parent)
+    quiet_trainer(strategy=strategy_for(2), **options).validate(
+        evaluated, datamodule=Data(), ckpt_path=path, weights_only=False, verbose=False
+    )
+    for found in (resumed, evaluated):
+        assert found.seen == 4
+        for name, parameter in found.named_parameters():
+            assert torch.equal(parameter, saved[name]), name
+    return True
+
+
+def test_a_checkpoint_that_is_trusted_is_read_exactly(tmp_path):
+    """History: `weights_only=False` was not passed on, so such checkpoints could not be read at all."""
+    assert all(run_ranks(save_and_load_unsafe, 2, tmp_path / "unsafe.ckpt"))

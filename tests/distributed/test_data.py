@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -131,3 +131,49 @@ def test_several_loaders_at_once():
     (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
     assert steps == 8
     assert first == second
+
+
+class AsksInSetup(Pairs):
+    """Asks for the number of steps before there is a pipeline."""
+
+    def setup(self, stage):
+        self.num_steps = self.trainer.estimated_stepping_batches
+
+
+class AsksInTime(Pairs):
+    """Asks for the number of steps where every rank knows its pipeline, and notes all answers."""
+
+    answers = ()
+
+    def configure_optimizers(self):
+        self.answers = (*self.answers, self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+    def on_fit_start(self):
+        self.answers = (*self.answers, self.trainer.estimated_stepping_batches)
+
+
+def fit_in_a_row(rank, module_class, path):
+    """Trains two epochs, then a third one from a checkpoint, with the same trainer."""
+    module = build(Settings(module_class=module_class))
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, use_distributed_sampler=True, max_epochs=2
+    )
+    trainer.fit(module, shuffled())
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, shuffled(), ckpt_path=path)
+    return module.answers, trainer.global_step
+
+
+def test_a_loader_made_before_the_pipeline_is_refused(tmp_path):
+    """History: every rank of the pipeline trained on samples of its own, for half as many steps."""
+    with pytest.raises(RankError, match="made before the pipeline was planned"):
+        run_ranks(fit_in_a_row, 2, AsksInSetup, tmp_path / "a.ckpt")
+
+
+def test_the_number_of_steps_may_be_asked_for_once_there_is_a_pipeline(tmp_path):
+    for answers, steps in run_ranks(fit_in_a_row, 2, AsksInTime, tmp_path / "a.ckpt"):
+        assert answers == (8, 8, 12, 12)
+        assert steps == 12

@@ -123,3 +123,47 @@ def test_a_trainer_can_be_used_again_and_leaves_nothing_behind():
     for before, after, epoch in run_ranks(fit_validate_fit, 2):
         assert before == after, "process groups leaked"
         assert epoch == 2
+
+
+class Counting(Quiet):
+    """Logs what can be counted by hand, with the reductions and weights that `self.log` knows."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        size, mean = len(batch["image"]), batch["image"].mean()
+        options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("train/mean", mean, batch_size=size, **options)
+        self.log("train/batches", 1.0, reduce_fx="sum", **options)
+        self.log("train/largest", float(batch_idx), reduce_fx="max", **options)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/samples", float(len(batch["image"])), reduce_fx="sum", sync_dist=True)
+
+
+def count(rank, world_size):
+    module = build(Settings(module_class=Counting))
+    options = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 4}
+    trainer = quiet_trainer(devices=world_size, strategy=quick_strategy(**options))
+    trainer.fit(module, datamodule=Data(size=world_size // 2 * 13, batch_size=8))
+    agreed = trainer.strategy.reduce_boolean_decision(True)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    after = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val/samples"]
+    return found, after, agreed
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_and_weighted_means_count_every_sample_once(world_size):
+    """Batches of 8 and 5 samples, on one pipeline of two ranks and on two.
+
+    History: `batch_size` was that of microbatch 0, equal in both batches, and sums over all ranks
+    counted a pipeline as often as it has ranks.
+    """
+    pipelines = world_size // 2
+    samples = Data(size=13 * pipelines).loader(13 * pipelines).dataset
+    for found, after, agreed in run_ranks(count, world_size, world_size):
+        assert found["train/mean"] == pytest.approx(float(samples.images.mean()))
+        assert found["train/batches"] == 2 * pipelines
+        assert found["train/largest"] == 1
+        assert found["val/samples"] == after == 8
+        assert agreed

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError
-from lightning_diffpipe.runtime.checkpoint import take_over
+from lightning_diffpipe.runtime.checkpoint import collect, take_over
 
-FIRST = SimpleNamespace(local_rank=0)
+FIRST = SimpleNamespace(local_rank=0, pipeline=0)
 
 
 def module_of_two_ranks():
@@ -44,7 +44,7 @@ def test_names_that_do_not_fit_are_refused_unless_told_otherwise():
     state = ones_like(module, extra=torch.ones(1))
     del state["1.weight"]
     with pytest.raises(
-        CheckpointError, match=r"1 names missing \['1.weight'\], 1 unknown \['extra'\]; pass strict"
+        CheckpointError, match=r"1 names missing \['1.weight'\], 1 unknown \['extra'\]; set strict"
     ):
         take_over(state, module, resident, owners, FIRST)
     take_over(state, module, resident, owners, FIRST, strict=False)
@@ -59,3 +59,11 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_copied():
     ):
         take_over(state, module, resident, owners, FIRST, strict=False)
     assert module[0].weight.mean() == 0.0
+
+
+def test_entries_that_are_no_tensors_are_kept():
+    """History: a module with `get_extra_state` could not be saved."""
+    state = {"weight": torch.ones(2), "_extra_state": {"seen": 3}}
+    saved = collect(state, {}, FIRST)
+    assert torch.equal(saved["weight"], state["weight"])
+    assert saved["_extra_state"] == {"seen": 3}
