@@ -117,6 +117,8 @@ def plan(config: DictConfig) -> Any:
         rate = values["disk_bytes_per_s"]
         why = explain(found, profile, cluster, values["explain_s"], rate)
         found = replace(found, changes=why.changes)
+    if values["output"] is not None:  # before anything is printed: whoever reads may have gone
+        _write(values["output"], found.to_json())
     print(report(found))
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
@@ -127,7 +129,6 @@ def plan(config: DictConfig) -> Any:
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
         )
     if values["output"] is not None:
-        _write(values["output"], found.to_json())
         print(f"wrote {values['output']}{_batch_to_train_with(found)}")
     return found
 
