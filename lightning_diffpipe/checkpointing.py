@@ -8,6 +8,7 @@ in both directions.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from omegaconf import DictConfig, ListConfig, nodes
+from omegaconf.base import ContainerMetadata, Metadata
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import safe_globals
 
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.pipeline import Pipeline
@@ -26,6 +30,12 @@ from lightning_diffpipe.runtime.checkpoint import (
     refuse_misfit,
     take_over,
 )
+
+_PLAIN = [
+    *(DictConfig, ListConfig, ContainerMetadata, Metadata, nodes.AnyNode),
+    *(Any, defaultdict, dict, list, int),
+]
+"""What `save_hyperparameters()` keeps of a Hydra config: plain values, read without trusting a checkpoint."""
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -87,7 +97,8 @@ class CheckpointHooks(ParallelStrategy):
         """
         path = self.broadcast(str(checkpoint_path))
         try:
-            return super().load_checkpoint(path, weights_only=weights_only)
+            with safe_globals(_PLAIN):
+                return super().load_checkpoint(path, weights_only=weights_only)
         except FileNotFoundError:
             raise
         except Exception as error:

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from omegaconf import OmegaConf
 
 from lightning_diffpipe.errors import CheckpointError
 from tests.distributed.scenarios import (
@@ -208,6 +209,30 @@ def save_and_load_unsafe(rank, path):
         for name, parameter in found.named_parameters():
             assert torch.equal(parameter, saved[name]), name
     return True
+
+
+class Configured(TinyDiffusion):
+    """Keeps a part of a Hydra config as a hyperparameter."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def save_and_load_configured(rank, path):
+    config = OmegaConf.create({"width": 4, "rates": [0.1, {"of": "unet"}], "same": "${width}"})
+    options = {"devices": 1, "precision": "64-true"}
+    quiet_trainer(strategy=strategy_for(1), callbacks=[SaveAtEnd(path)], **options).fit(
+        Configured(config), datamodule=Data()
+    )
+    trainer = quiet_trainer(strategy=strategy_for(1), **options)
+    trainer.fit(Configured(config), datamodule=Data(), ckpt_path=path)
+    return trainer.global_step
+
+
+def test_a_checkpoint_with_a_hydra_config_is_read(tmp_path):
+    """History: a `DictConfig` in the hyperparameters made a checkpoint that torch would not read."""
+    assert run_ranks(save_and_load_configured, 1, tmp_path / "configured.ckpt") == [4]
 
 
 def test_a_checkpoint_that_is_trusted_is_read_exactly(tmp_path):
