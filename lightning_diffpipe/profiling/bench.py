@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,11 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
-from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
-from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.profiling.glue import StepTimes
-from lightning_diffpipe.profiling.looking import looking_s, unobserved_s, without_looking
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
@@ -48,21 +44,6 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
 """Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
-
-
-@dataclass
-class _Timed:
-    """Runs at one sample count: looked at, with a whole backward or that of inputs; as one stage; split."""
-
-    whole: list[StepTimes] = field(default_factory=list)
-    inputs: list[StepTimes] = field(default_factory=list)
-    unobserved: list[tuple[float, float]] = field(default_factory=list)
-    split: list[float] = field(default_factory=list)
-
-    @property
-    def looking_s(self) -> tuple[float, float]:
-        """What looking adds to a forward and a backward; nothing where that is not known."""
-        return looking_s(self.whole, self.unobserved) if self.unobserved else (0.0, 0.0)
 
 
 class Bench:
@@ -175,11 +156,11 @@ class Bench:
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            stage = self._as_stage(interception)
             runs = 3 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             counts = self._runnable(warm_up, counts, limit_s)
-            timed = {count: _Timed() for count in counts}
+            results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+            splits: dict[int, list[float]] = {count: [] for count in counts}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
@@ -187,45 +168,17 @@ class Bench:
                     break
                 for count in counts:
                     self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
-                    self._turn(interception, stage, count, turn, timed[count])
+                    whole, without_weights = results.setdefault(count, ([], []))
+                    # Either is first in turn: it finds caches full of something else.
+                    if turn % 2:
+                        without_weights.append(run(count, "inputs"))
+                    whole.append(run(count, "whole"))
+                    if not turn % 2:
+                        without_weights.append(run(count, "inputs"))
+                    if turn < _MIN_ROUNDS:
+                        splits[count] += self._split(interception, count)
         self._progress("timed", 1.0)
-        # What looking costs does not depend on the samples.
-        added_s = timed.get(self._graph.num_samples or 0, _Timed()).looking_s
-        rounds = {
-            count: (without_looking(t.whole, added_s), without_looking(t.inputs, added_s))
-            for count, t in timed.items()
-        }
-        return rounds, {n: [max(s - added_s[1], 0.0) for s in t.split] for n, t in timed.items()}
-
-    def _as_stage(self, interception: Interception) -> StageView | None:
-        """The step as one stage, where the graph tells what it will see: the probe saw host tensors."""
-        if self._device.type != "cpu":
-            return None
-        return StageView(self._module, self._graph, uncut(self._graph), interception)
-
-    def _turn(
-        self,
-        interception: Interception,
-        stage: StageView | None,
-        count: int,
-        turn: int,
-        timed: _Timed,
-    ) -> None:
-        """Runs a count in every way, each first in turn: the first finds caches full of something else."""
-        ways = [
-            lambda: timed.whole.append(self._run(interception, count, "whole")),
-            lambda: timed.inputs.append(self._run(interception, count, "inputs")),
-        ]
-        if stage is not None and count == self._graph.num_samples:
-            ways.append(lambda: timed.unobserved.append(self._unobserved_s(stage, count)))
-        first = turn % len(ways)
-        for way in ways[first:] + ways[:first]:
-            way()
-        if turn < _MIN_ROUNDS:
-            timed.split += self._split(interception, count)
-
-    def _unobserved_s(self, stage: StageView, count: int) -> tuple[float, float]:
-        return unobserved_s(stage, self._clock, self._call(count))
+        return results, splits
 
     def _saved_bytes(self, count: int) -> list[float]:
         known = [*self._module.parameters(), *self._module.buffers()]
