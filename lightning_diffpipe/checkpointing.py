@@ -8,6 +8,7 @@ in both directions.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from omegaconf import DictConfig, ListConfig, nodes
-from omegaconf.base import ContainerMetadata, Metadata
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import safe_globals
@@ -30,12 +29,6 @@ from lightning_diffpipe.runtime.checkpoint import (
     refuse_misfit,
     take_over,
 )
-
-_PLAIN = [
-    *(DictConfig, ListConfig, ContainerMetadata, Metadata, nodes.AnyNode),
-    *(Any, defaultdict, dict, list, int),
-]
-"""What `save_hyperparameters()` keeps of a Hydra config: plain values, read without trusting a checkpoint."""
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -97,7 +90,7 @@ class CheckpointHooks(ParallelStrategy):
         """
         path = self.broadcast(str(checkpoint_path))
         try:
-            with safe_globals(_PLAIN):
+            with safe_globals(_of_hydra_configs()):
                 return super().load_checkpoint(path, weights_only=weights_only)
         except FileNotFoundError:
             raise
@@ -150,3 +143,16 @@ def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Names of an optimizer's parameters, in the order in which it numbers them."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _of_hydra_configs() -> list[Any]:
+    """What parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
+
+    A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
+    """
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None:
+        return []
+    base, nodes = omegaconf.base, omegaconf.nodes
+    own = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
+    return [*own, nodes.AnyNode, Any, defaultdict, dict, list, int]
