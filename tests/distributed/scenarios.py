@@ -40,13 +40,15 @@ class Outcome:
     steps: int
     hooks: list[str]
     plan: Any = None
+    basis: Any = None
 
 
 class Recorder(L.Callback):
     """Notes losses, gradients before the optimizer step, and the order of hooks."""
 
     def __init__(self) -> None:
-        self.losses, self.gradients, self.hooks, self.plan = [], [], [], None
+        self.losses, self.gradients, self.hooks = [], [], []
+        self.plan = self.basis = None
 
     def on_before_backward(self, trainer, module, loss):
         self.hooks.append("before_backward")
@@ -60,6 +62,7 @@ class Recorder(L.Callback):
             {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         )
         self.plan = getattr(trainer.strategy, "plan", None)
+        self.basis = getattr(getattr(trainer.strategy, "pipeline", None), "basis", None)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.hooks.append("batch_end")
@@ -120,6 +123,7 @@ def outcome(trainer, module, recorder, initial) -> Outcome:
         trainer.global_step,
         recorder.hooks,
         recorder.plan,
+        recorder.basis,
     )
 
 

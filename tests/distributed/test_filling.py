@@ -257,6 +257,8 @@ def test_layers_that_mix_samples_are_not_split():
     outcomes = run_ranks(fit, 2, settings, 2)
     options = outcomes[0].plan.options
     assert (options.filling, options.frozen_splittable) == ("shares", False)
+    # What a run writes as its profile; rank 0 does.
+    assert outcomes[0].basis.profile.whole_encoders
     assert_equal_runs(outcomes, reference(settings, 2))
     up_front, _ = compare(2, module_class=MixesSamples, strategy=settings.strategy, trainer=trainer)
     assert up_front == [True, False, False]
