@@ -67,9 +67,8 @@ class PipelineOptions:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        self.wishes(
-            1, self.data_parallel
-        )  # so that what cannot be is refused before anything is done
+        # What cannot be is refused before anything is done.
+        self.wishes(1, self.data_parallel)
 
     def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
         """What the planner is asked for.

@@ -37,9 +37,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=6, help="counted turns of each system")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn, on two real ranks")
-    parser.add_argument(
-        "--batch", type=int, default=32, help="samples of a batch, on two real ranks"
-    )
     arguments = parser.parse_args()
     where = environment()
     module, function = PARTS[arguments.part]

@@ -29,11 +29,10 @@ def compare(
     rounds: int,
     systems: list[str],
     num_steps: int = STEPS_PER_TURN,
-    batch_size: int = BATCH,
 ) -> dict[str, Any]:
     """Checks gradients of all systems, then times them in turns of a few steps."""
     warnings.simplefilter("ignore")
-    model, batch = make(workload, batch_size)
+    model, batch = make(workload)
     reference = copy.deepcopy(model)
     reference.training_step(batch, 0).backward()
     wanted = gradients(reference)
@@ -92,7 +91,7 @@ def frozen_share(model: Any, batch: Any, microbatches: int) -> float:
 
     def frozen() -> None:
         with torch.no_grad():
-            model.encoder({k: v[: len(v) // 2] for k, v in batch.items()})
+            model.encoder({k: v[: BATCH // 2] for k, v in batch.items()})
 
     def trained() -> None:
         for part, target in parts[: microbatches // 2]:
@@ -112,14 +111,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.only and f"{workload}-{microbatches}" not in arguments.only.split(","):
             continue
         found = on_ranks(
-            2,
-            compare,
-            workload,
-            microbatches,
-            arguments.rounds,
-            systems,
-            arguments.steps,
-            arguments.batch,
+            2, compare, workload, microbatches, arguments.rounds, systems, arguments.steps
         )
         median, errors = medians(found["times"]), found["errors"]
         ours = median["filled"]

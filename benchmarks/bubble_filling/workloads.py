@@ -84,7 +84,7 @@ class LongBlock(nn.Module):
         return x
 
 
-def make(name: str, batch_size: int = BATCH) -> tuple[Workload, Batch]:
+def make(name: str) -> tuple[Workload, Batch]:
     """A workload and a batch of it; equal in every process."""
     torch.manual_seed(0)
     encoders = {
@@ -94,9 +94,9 @@ def make(name: str, batch_size: int = BATCH) -> tuple[Workload, Batch]:
     }
     model = Workload(encoders[name]())
     batch = {
-        "image": torch.randn(batch_size, *IMAGE),
-        "ids": torch.randint(0, 1000, (batch_size, TEXT)),
-        "noise": torch.randn(batch_size, TOKENS, WIDTH),
-        "target": torch.randn(batch_size, TOKENS + TEXT, WIDTH),
+        "image": torch.randn(BATCH, *IMAGE),
+        "ids": torch.randint(0, 1000, (BATCH, TEXT)),
+        "noise": torch.randn(BATCH, TOKENS, WIDTH),
+        "target": torch.randn(BATCH, TOKENS + TEXT, WIDTH),
     }
     return model, batch

@@ -96,6 +96,19 @@ def perturbed_latent_diffusion():
     return module
 
 
+def save_with_averages(path):
+    """A training checkpoint of one, with averaged weights that differ from the trained ones."""
+    module = perturbed_latent_diffusion()
+    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
+    checkpoint = {
+        "state_dict": module.state_dict(),
+        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
+        "hyper_parameters": dict(module.hparams),
+    }
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+
+
 def fit(module, batch, folder, steps=3, validation=None, **options):
     """Trains some steps on one batch."""
     trainer = L.Trainer(

@@ -8,12 +8,11 @@ import sys
 import time
 
 import pytest
-import torch
 from PIL import Image
 
 from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.command import ROOT, call, run
-from tests.modules.tiny_parts import perturbed_latent_diffusion
+from tests.modules.tiny_parts import save_with_averages
 
 
 @pytest.mark.parametrize(
@@ -90,15 +89,7 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
 def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, tmp_path):
     """History: trained weights, asked for by ema=false, were compared with the averaged ones."""
     monkeypatch.chdir(tmp_path)
-    module = perturbed_latent_diffusion()
-    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
-    checkpoint = {
-        "state_dict": module.state_dict(),
-        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
-        "hyper_parameters": dict(module.hparams),
-    }
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, "last.ckpt")
+    save_with_averages("last.ckpt")
     settings = ["path=last.ckpt", "+sampler.ema=false", "num_inference_steps=2", "report=true"]
     settings += ["prompts=[a]", "output=out", "progress=false", "num_threads=1"]
     code, out, err = call(capsys, monkeypatch, "sample", *settings)

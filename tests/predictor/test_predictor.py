@@ -16,7 +16,7 @@ from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.families.skeleton import SafetensorsFolder, load_weights, skeleton
-from tests.modules.tiny_parts import perturbed_latent_diffusion
+from tests.modules.tiny_parts import perturbed_latent_diffusion, save_with_averages
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
     drawn_by,
@@ -123,15 +123,7 @@ def test_a_second_request_does_not_know_of_the_first(folder_of):
 
 
 def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
-    module = perturbed_latent_diffusion()
-    averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
-    checkpoint = {
-        "state_dict": module.state_dict(),
-        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
-        "hyper_parameters": dict(module.hparams),
-    }
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, tmp_path / "last.ckpt")
+    save_with_averages(tmp_path / "last.ckpt")
     for ema in (True, False):
         whole = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt", ema=ema)
         generator = torch.Generator().manual_seed(3)
