@@ -14,8 +14,8 @@ validation or a checkpoint between two steps says nothing about bubbles.
 Where frozen work runs several batches ahead, ranks need to be together over several batches only. Then a rank
 may take two groups of one batch and three of the next:
 
-    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  2 3 2 2
-                                              rank 1 takes 7 of 16:  2 1 2 2
+    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  3 2 2 2
+                                              rank 1 takes 7 of 16:  1 2 2 2
 
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on
 them. With `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs
@@ -25,9 +25,9 @@ also take the same course.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares
 
@@ -76,7 +76,7 @@ class GroupShares:
             (6, 2)
             >>> shares = GroupShares(2, gather=list, planned=[9, 7], period=4)
             >>> [shares.counts(4, batch_index) for batch_index in range(4)]
-            [(2, 2), (3, 1), (2, 2), (2, 2)]
+            [(3, 1), (2, 2), (2, 2), (2, 2)]
         """
         batches = _spread(self._counts_of_period(num_groups), self._period)
         return batches[batch_index % self._period]
@@ -138,23 +138,20 @@ def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...])
 def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]:
     """Each rank's groups of a period, spread over its batches: by batch and rank.
 
-    The groups of a rank lie at even distances; in that order batches are filled. All batches have equally many.
+    All batches have equally many groups, and a rank's differ by one at most. What its count leaves when divided
+    is dealt out, rank by rank, going round the batches in bit-reversed order (van der Corput's sequence: 0, 2,
+    1, 3 of 4), any run of which lies at nearly even distances.
 
     Example:
         >>> _spread((5, 3), period=4)
-        ((1, 1), (2, 0), (1, 1), (1, 1))
+        ((2, 0), (1, 1), (1, 1), (1, 1))
     """
-    owners = [
-        rank
-        for _, rank in sorted(
-            (Fraction(2 * group + 1, count), rank)
-            for rank, count in enumerate(counts)
-            for group in range(count)
-        )
-    ]
-    size = len(owners) // period
-    batches = (owners[batch * size : (batch + 1) * size] for batch in range(period))
-    return tuple(tuple(map(batch.count, range(len(counts)))) for batch in batches)
+    order = sorted(range(period), key=lambda batch: f"{batch:016b}"[::-1])
+    batches = [[count // period for count in counts] for _ in range(period)]
+    rests = [rank for rank, count in enumerate(counts) for _ in range(count % period)]
+    for batch, rank in zip(itertools.cycle(order), rests, strict=False):
+        batches[batch][rank] += 1
+    return tuple(map(tuple, batches))
 
 
 def _rounded(exact: Sequence[float]) -> tuple[int, ...]:

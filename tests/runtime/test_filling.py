@@ -324,13 +324,22 @@ def test_shares_are_finer_than_a_group_where_work_runs_ahead():
     st.sampled_from([1, 4, 16]),
 )
 def test_counts_add_up(weights, total, period):
-    """Of every batch, and every rank's to its share of the period; no batch differs by more than a group."""
+    """Of every batch, and every rank's to its share of the period; a rank's batches differ by a group at most."""
     shares = GroupShares(len(weights), list, planned=weights, period=period)
     counts = [shares.counts(total, batch_index) for batch_index in range(period)]
     assert all(sum(of_batch) == total and min(of_batch) >= 0 for of_batch in counts)
     for of_rank, weight in zip(zip(*counts, strict=True), weights, strict=True):
         assert abs(sum(of_rank) - weight / sum(weights) * total * period) < 1
-        assert max(of_rank) - min(of_rank) <= 2
+        assert max(of_rank) - min(of_rank) <= 1
+
+
+def test_what_a_share_leaves_is_spread_evenly():
+    """History: groups dealt out at even distances by rank fell 1 to 4 to a batch with four ranks."""
+    halves = GroupShares(2, list, planned=[1, 1], period=16)
+    assert [halves.counts(1, batch_index) for batch_index in range(16)] == [(1, 0), (0, 1)] * 8
+    quarters = GroupShares(3, list, planned=[8, 4, 4], period=16)
+    owners = [quarters.counts(1, batch_index).index(1) for batch_index in range(16)]
+    assert owners == [0, 1, 0, 2] * 4
 
 
 @given(
