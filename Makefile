@@ -1,6 +1,7 @@
 # Everything a newcomer needs: `make help`.
 SHELL := /bin/bash
 PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -18,11 +19,11 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv with the pinned versions
 
-# torch first and alone: asked for by another package it would come with CUDA libraries.
+# torch first and alone, so that TORCH can say which build: PyTorch's installation page names the index of those without CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "needs $(PYTHON); set PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

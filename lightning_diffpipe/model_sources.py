@@ -91,7 +91,7 @@ def _folder(path: str) -> Path:
             pass
     raise ConfigurationError(
         f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
-        "check the path, or fetch it first: huggingface-cli download ID"
+        "check the path, or fetch it first: hf download ID"
     )
 
 

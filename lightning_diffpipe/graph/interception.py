@@ -275,7 +275,8 @@ def _foreign_message(name: str, where: str) -> str:
     return (
         f"{name} was called outside a pipeline step, but its parameters live on {where}. During training "
         "a rank holds its own stage only: call the model inside training_step, validation_step or "
-        "test_step, which run on all ranks together, or use a Predictor to sample"
+        "test_step, which run on all ranks together, or inside `with trainer.strategy.whole_model():` on all "
+        "ranks; or use a Predictor to sample"
     )
 
 

@@ -355,3 +355,9 @@ def _check_denoiser(
             "one text encoder and none of them. Write a LightningModule whose training_step gives "
             "added_cond_kwargs; the strategy runs it unchanged"
         )
+    config = getattr(transformer, "config", None)
+    if transformer is not None and not hasattr(config, "use_additional_conditions"):
+        raise ConfigurationError(
+            f"LatentDiffusion trains PixArt transformers; this is a {type(transformer).__name__}. Write a "
+            "LightningModule whose training_step calls it; the strategy runs it unchanged"
+        )

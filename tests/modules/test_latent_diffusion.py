@@ -269,3 +269,11 @@ def test_a_tokenizer_without_length_is_refused(make_model, batch):
     model.tokenizer.model_max_length = int(1e30)
     with pytest.raises(ConfigurationError, match="model_max_length is"):
         loss_of(model, batch)
+
+
+def test_a_transformer_with_other_inputs_is_refused():
+    """History: an SD3 folder was read, and its first step asked a config for what only PixArt's has."""
+    parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
+    other = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigurationError, match="trains PixArt transformers; this is a Linear"):
+        LatentDiffusion(*parts, transformer=other)
