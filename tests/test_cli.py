@@ -360,7 +360,8 @@ def test_two_processes_profile_the_links_between_them(tmp_path):
     cluster = Cluster.from_json((tmp_path / "cluster.json").read_text())
     assert cluster.num_ranks == 2
     for link in (cluster.p2p, cluster.all_reduce):
-        assert 1e6 < link.bandwidth_bytes_per_s < 1e12
+        assert link.bandwidth_bytes_per_s > 1e6  # infinite where a larger message took no longer
+        assert 0 <= link.latency_s < 1
     profile = ModelProfile.from_json((tmp_path / "profile.json").read_text())
     assert len(profile.backbones[0].layers) > 2
 

@@ -342,8 +342,8 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_without_a_prompt_waits_for_the_others(job):
-    """Longer than for a message."""
-    path, prompts, settings, options = job("dit", method="single", timeout_s=2.0)
+    """Longer than for a message: six steps of a second."""
+    path, prompts, settings, options = job("dit", 6, method="single", timeout_s=4.0)
     slowly = (path, prompts[:1], settings | {"on_step": take_a_second}, options)
     [(_, (found, _))] = drawn([slowly])
     assert len(found) == 1
