@@ -188,7 +188,7 @@ def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
     code, output = finish(process, tmp_path)
     assert code != 0
     assert "rank 1 has had enough" in output
-    assert time.time() - (tmp_path / "raised").stat().st_mtime < 20.0
+    assert time.time() - (tmp_path / "raised").stat().st_mtime < 40.0  # of the timeout of 60
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,6 @@ def test_a_killed_rank_ends_the_script(tmp_path, launcher, rank):
     time.sleep(2.0)  # by now the other one waits
     os.kill(int(found[0].stem), signal.SIGKILL)
     killed_s = time.monotonic()
-    code, _ = finish(process, tmp_path, timeout_s=50.0)
+    code, _ = finish(process, tmp_path, timeout_s=100.0)
     assert code != 0
-    assert time.monotonic() - killed_s < 20.0
+    assert time.monotonic() - killed_s < 40.0  # of the timeout of 60
