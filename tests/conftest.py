@@ -35,6 +35,12 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files")
 
 
+def pytest_configure(config):
+    """Hides GPUs from all tests but those marked `gpu`: on one, other last bits come out than on the CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_report_header():
     return f"torch {version('torch')}, lightning {version('lightning')}"
 
@@ -51,6 +57,34 @@ def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+# What torchrun, Lightning and diffpipe tell the processes that they start, and what makes programs write colours.
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "FORCE_COLOR", "TTY_COMPATIBLE"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_rank():
+    """Each test begins as if its process had been started by hand, and so do the processes that it starts.
+
+    History: Lightning keeps the process group of a fit, and variables that tell where to meet; commands that later
+    tests of the process started took them for their own.
+    """
+    import torch.distributed as dist
+
+    _forget_foreign()
+    yield
+    _forget_foreign()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _forget_foreign():
+    for name in _FOREIGN:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture

@@ -83,14 +83,11 @@ def write(
 
 def start(folder: Path, launcher: list[str], case="train", **environment: str):
     """Starts the script in a session of its own, marked so that its processes can be found."""
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
     return subprocess.Popen(
         [*launcher, str(folder / "script.py"), str(folder), case],
         cwd=folder,
         env={
-            **inherited,
+            **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             MARK: str(folder),
