@@ -453,9 +453,20 @@ def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what once was there
+    """Of a copy: setuptools would pack what once was in `build`, and write into the tree that other tests read."""
+    listed = subprocess.run(
+        "git ls-files -z --cached --others --exclude-standard".split(),
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name)
     built = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", ".", "tree"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=240,
