@@ -455,7 +455,7 @@ def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_pa
 def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
     """Of a copy: setuptools would pack what once was in `build`, and write into the tree that other tests read."""
     listed = subprocess.run(
-        "git ls-files -z --cached --others --exclude-standard".split(),
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
