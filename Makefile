@@ -12,7 +12,7 @@ export WANDB_MODE ?= offline
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-distributed check wheel timeline golden models bench clean
+.PHONY: help setup demo test test-fast test-distributed test-random check wheel timeline golden models bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -40,6 +40,9 @@ test-fast: setup  ## the tests that take about a minute together
 
 test-distributed: setup  ## the tests that start several processes
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m distributed $(ARGS)
+
+test-random: setup  ## laws (hypothesis) with thousands of new examples, which `make test` draws alike each time
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -m hypothesis tests $(ARGS)
 
 check: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -60,7 +60,7 @@ class Predictor:
     Example:
         >>> predictor = Predictor.from_pretrained("examples/glyphs", method="single")  # doctest: +SKIP
         >>> predictor(["digit four, serif"], num_inference_steps=10, seed=3)[0].size  # doctest: +SKIP
-        (32, 32)
+        (64, 64)
     """
 
     def __init__(

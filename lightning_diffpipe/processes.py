@@ -7,6 +7,7 @@ Lightning's default process group, which the pipeline itself never uses.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from datetime import timedelta
@@ -85,9 +86,7 @@ class ProcessHooks(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's rank-zero helpers which rank this is."""
@@ -112,6 +111,8 @@ class ProcessHooks(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
         )
+        if isinstance(self._launcher, _Launcher):
+            self._launcher.meeting_place = None  # all have met
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
@@ -160,3 +161,27 @@ class ProcessHooks(ParallelStrategy):
             ):
                 time.sleep(0.1)
             self._launcher.kill(signal.SIGKILL)
+
+
+def open_meeting_place() -> dist.TCPStore:
+    """Opens the store where processes of this machine will meet, on a port that it takes at once.
+
+    A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
+    default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
+
+    Returns:
+        To be kept until that group is there; its port is `.port`.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Starts the other processes of this machine, whose meeting place is open before they look for it."""
+
+    meeting_place: dist.TCPStore | None = None
+
+    def _call_children_scripts(self) -> None:
+        if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
+            self.meeting_place = open_meeting_place()
+            os.environ["MASTER_PORT"] = str(self.meeting_place.port)
+        super()._call_children_scripts()

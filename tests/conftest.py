@@ -7,9 +7,21 @@ import os
 from importlib.metadata import version
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
+
+# Laws are tried with the same examples each time: nothing fails by chance beside what it has nothing to do with.
+# HYPOTHESIS_PROFILE=random draws others, and more (`make test-random`). A busy machine is no reason to fail.
+_PATIENT = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "print_blob": True,
+}
+settings.register_profile("tests", derandomize=True, **_PATIENT)
+settings.register_profile("random", max_examples=2000, **_PATIENT)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 # Half a million objects come with the imports of all tests, and stay: they are not searched for garbage meanwhile,
 # nor by collections during the tests (`all_objects_in_sight` says where they are needed).
@@ -21,6 +33,12 @@ collect_ignore = ["warm.py"]
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files")
+
+
+def pytest_configure(config):
+    """Hides GPUs from all tests but those marked `gpu`: on one, other last bits come out than on the CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header():
@@ -39,6 +57,34 @@ def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+# What torchrun, Lightning and diffpipe tell the processes that they start, and what makes programs write colours.
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "FORCE_COLOR", "TTY_COMPATIBLE"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_rank():
+    """Each test begins as if its process had been started by hand, and so do the processes that it starts.
+
+    History: Lightning keeps the process group of a fit, and variables that tell where to meet; commands that later
+    tests of the process started took them for their own.
+    """
+    import torch.distributed as dist
+
+    _forget_foreign()
+    yield
+    _forget_foreign()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _forget_foreign():
+    for name in _FOREIGN:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture

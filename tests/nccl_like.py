@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-_PATIENCE = datetime.timedelta(seconds=8)
+_PATIENCE = datetime.timedelta(seconds=20)
 
 
 class Operation(NamedTuple):

@@ -35,6 +35,7 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = 90.0,
     group_timeout_s: float = 20.0,
+    grace_s: float = 10.0,
 ) -> list[Any]:
     """Calls `function(rank, *arguments)` on every rank of a gloo world.
 
@@ -44,12 +45,14 @@ def run_ranks(
         arguments: Passed on.
         timeout_s: After this long all processes are killed and the test fails.
         group_timeout_s: Timeout of the default process group.
+        grace_s: When a rank has failed, the others have so long to end by themselves, too.
 
     Returns:
         What each rank returned.
 
     Raises:
-        RankError: A rank raised, died or did not end in time.
+        RankError: A rank raised, died or did not end in time. The message begins with "ranks failed" only if
+            all ended by themselves; it names those that had to be killed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -63,34 +66,41 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_s
         try:
-            _join(processes, deadline, folder)
+            _join(processes, time.monotonic() + timeout_s, grace_s)
         finally:
+            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
             for process in processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return _results(processes, folder, timed_out=time.monotonic() >= deadline)
+        return _results(processes, folder, late)
 
 
-def _join(processes: list[Any], deadline: float, folder: Path) -> None:
+def _join(processes: list[Any], deadline: float, grace_s: float) -> None:
     """Waits for all; when one has failed, gives the others a few seconds to say why."""
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in processes):
-            deadline = min(deadline, time.monotonic() + 10.0)
+            deadline = min(deadline, time.monotonic() + grace_s)
         time.sleep(0.02)
 
 
-def _results(processes: list[Any], folder: Path, timed_out: bool) -> list[Any]:
-    errors = []
+def _results(processes: list[Any], folder: Path, late: list[int]) -> list[Any]:
+    """What ranks returned.
+
+    Args:
+        processes: All, ended.
+        folder: Where they wrote.
+        late: Ranks that had to be killed; one that has written its result waited for the others only.
+    """
+    errors, hung = [], [rank for rank in late if not (folder / f"{rank}.result").exists()]
     for rank, process in enumerate(processes):
         if not (folder / f"{rank}.result").exists():
             report = folder / f"{rank}.error"
             said = report.read_text() if report.exists() else "said nothing"
             errors.append(f"--- rank {rank} (exit code {process.exitcode}): {said}")
     if errors:
-        head = "ranks did not end in time" if timed_out else "ranks failed"
+        head = f"ranks {hung} did not end in time" if hung else "ranks failed"
         raise RankError("\n".join([head, *errors]))
     return [
         pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(processes))

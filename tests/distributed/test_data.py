@@ -74,12 +74,13 @@ def train(rank, world_size, make_loader, options=None):
     return seen.epochs, trainer.global_step
 
 
-def shuffled(num_workers=0):
-    return DataLoader(Numbered(), 3, shuffle=True, num_workers=num_workers)
+def shuffled(**options):
+    return DataLoader(Numbered(), 3, shuffle=True, **options)
 
 
 def shuffled_by_workers():
-    return shuffled(num_workers=2)
+    """Not forked from a rank: whatever locks gloo's threads hold then would stay locked in the workers."""
+    return shuffled(num_workers=2, multiprocessing_context="forkserver")
 
 
 def indices(batches):

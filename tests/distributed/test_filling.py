@@ -395,7 +395,7 @@ def failing(rank, settings, world_size):
 def test_a_failure_ends_all_ranks():
     settings = Settings(
         trainer={"max_steps": 6, "max_epochs": -1},
-        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 5},
+        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 8},
         module_class=Fails,
     )
     first, second = run_ranks(failing, 2, settings, 2)

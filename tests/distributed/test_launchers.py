@@ -83,14 +83,11 @@ def write(
 
 def start(folder: Path, launcher: list[str], case="train", **environment: str):
     """Starts the script in a session of its own, marked so that its processes can be found."""
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
     return subprocess.Popen(
         [*launcher, str(folder / "script.py"), str(folder), case],
         cwd=folder,
         env={
-            **inherited,
+            **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             MARK: str(folder),
@@ -188,7 +185,7 @@ def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
     code, output = finish(process, tmp_path)
     assert code != 0
     assert "rank 1 has had enough" in output
-    assert time.time() - (tmp_path / "raised").stat().st_mtime < 20.0
+    assert time.time() - (tmp_path / "raised").stat().st_mtime < 40.0  # of the timeout of 60
 
 
 @pytest.mark.parametrize(
@@ -207,6 +204,6 @@ def test_a_killed_rank_ends_the_script(tmp_path, launcher, rank):
     time.sleep(2.0)  # by now the other one waits
     os.kill(int(found[0].stem), signal.SIGKILL)
     killed_s = time.monotonic()
-    code, _ = finish(process, tmp_path, timeout_s=50.0)
+    code, _ = finish(process, tmp_path, timeout_s=100.0)
     assert code != 0
-    assert time.monotonic() - killed_s < 20.0
+    assert time.monotonic() - killed_s < 40.0  # of the timeout of 60

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import PartitionError
@@ -74,7 +74,6 @@ def graphs(draw):
     return make_graph(reads, tail)
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(), st.data())
 def test_laws_of_cuts(graph, data):
     n = len(graph.path)
@@ -94,7 +93,6 @@ def test_laws_of_cuts(graph, data):
         assert (read | (graph.tail_reads if stage.is_last else set())) - own == stage.needed
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_balanced_positions_match_brute_force(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))

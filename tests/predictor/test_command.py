@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -180,10 +180,15 @@ def test_the_example_runs_under_torchrun(tmp_path):
 def _child_in_mid_sample(first):
     """Process id of the second rank, once the bar of the first has moved."""
     assert first.stderr is not None
-    seen, deadline = b"", time.monotonic() + 120
-    while b"/900 [" not in seen and time.monotonic() < deadline:
-        seen += first.stderr.read1(4096)
-    children = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(first.pid)], capture_output=True, text=True
-    ).stdout.splitlines()
-    return next(int(line.split()[0]) for line in children if "lightning_diffpipe.cli" in line)
+    seen = b""
+    while b"/900 [" not in seen:
+        more = first.stderr.read1(4096)
+        assert more, f"ended before it drew:\n{seen.decode()}"
+        seen += more
+    # Named by the thread that started it.
+    named = [
+        path.read_text().split() for path in Path(f"/proc/{first.pid}/task").glob("*/children")
+    ]
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for own in named for pid in own}
+    [child] = [pid for pid, command in commands.items() if b"lightning_diffpipe.cli" in command]
+    return child

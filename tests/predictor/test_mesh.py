@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe import predictor
@@ -30,7 +30,6 @@ from lightning_diffpipe.sampling.world import World
 sizes = st.integers(1, 4)
 
 
-@settings(deadline=None)
 @given(st.builds(SamplingMesh, sizes, st.integers(1, 2), sizes, sizes))
 def test_every_rank_is_in_one_group_of_each_axis(mesh):
     for axis in ("data", "guidance", "parallel", "sequence"):
@@ -42,7 +41,6 @@ def test_every_rank_is_in_one_group_of_each_axis(mesh):
             assert all(place == places[0] for place in places)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.sampled_from(sorted(AXES)))
 def test_fitting_meshes_have_all_ranks_and_are_all(num_ranks, method):
     meshes = list(fitting_meshes(num_ranks, AXES[method]))
@@ -337,7 +335,6 @@ def test_tokens_that_cannot_be_shared_are_not():
     assert all(method != "sequence" and share == 1 for method, share in methods)
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 30), st.integers(1, 5))
 def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)

@@ -12,7 +12,8 @@ from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, toy
 
-OPTIONS = {"sample_counts": (2,), "repeats": 1}
+# As many repeats as no look at a kept profile takes; one alone would be as quick as chance has it.
+OPTIONS = {"sample_counts": (2,), "repeats": 5}
 
 
 @pytest.fixture

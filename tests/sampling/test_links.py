@@ -95,16 +95,17 @@ def test_silence_times_out():
 
 
 def test_a_limited_link_takes_its_time():
+    begun = time.monotonic()  # of both: the receiver's thread may start behind the send
+
     def rank(links):
         if links.rank == 0:
             links.send(torch.zeros(1000, dtype=torch.uint8), 1, "hidden")
             return 0.0
-        start = time.monotonic()
         links.receive(TensorShape((1000,), torch.uint8), 0, "hidden").wait()
-        return time.monotonic() - start
+        return time.monotonic() - begun
 
     network = LoopbackNetwork(2, link=Link(bandwidth_bytes_per_s=10_000.0, latency_s=0.05))
-    assert 0.1 < network.run(rank)[1] < 1.0
+    assert 0.14 < network.run(rank)[1] < 5.0
 
 
 def test_a_rank_has_one_adapter_for_all_its_messages():
@@ -119,10 +120,10 @@ def test_a_rank_has_one_adapter_for_all_its_messages():
             links.receive(TensorShape((500,), torch.uint8), 0, "hidden").wait()
         return time.monotonic() - begun
 
-    network = LoopbackNetwork(3, link=Link(bandwidth_bytes_per_s=5_000.0))
+    network = LoopbackNetwork(3, link=Link(bandwidth_bytes_per_s=1_000.0))
     _, first, second = network.run(rank)
-    assert 0.1 < first < second
-    assert second > 0.2
+    assert 0.49 < first < second  # half a second apart, which a thread may oversleep
+    assert second > 0.99
 
 
 def test_messages_of_several_types_have_no_padding():

@@ -87,7 +87,7 @@ def test_sequence_parallelism_equals_one_process():
 
 def killed(rank):
     """Rank 1 disappears in the middle of a request."""
-    links = ProcessLinks.connect([[0, 1]], CPU, timeout_s=10)
+    links = ProcessLinks.connect([[0, 1]], CPU, timeout_s=30)
     sampler = PipeFusion(build("pixart").model, links, num_patches=4)
 
     def on_step(step):
@@ -99,7 +99,7 @@ def killed(rank):
         sampler.sample(
             request_for("pixart", tiny=build("pixart")._replace(model=sampler.model)), on_step
         )
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     print("rank 0 noticed", flush=True)
     raise RuntimeError(
         "rank 0 noticed"
@@ -107,8 +107,8 @@ def killed(rank):
 
 
 def test_a_killed_rank_is_noticed():
-    with pytest.raises(RankError, match=r"rank 0 noticed") as error:
-        run_ranks(killed, 2, timeout_s=40)
+    with pytest.raises(RankError, match=r"ranks failed\n(?s:.*)rank 0 noticed") as error:
+        run_ranks(killed, 2, timeout_s=60, grace_s=30)
     assert "exit code 3" in str(error.value)
 
 

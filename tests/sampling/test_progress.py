@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.sampling.progress import Progress
 
-TIMEOUT_S = 0.2
+TIMEOUT_S = 0.4
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_a_rank_that_goes_on_no_more_is_missed(ranks):
     ranks[2].note("done")
     started_s = time.monotonic()
     with pytest.raises(PipelineTimeoutError, match=r"rank 0 waited for rank 1: no denoising step"):
-        wait(ranks[0], 10.0)
-    assert time.monotonic() - started_s < 2.0
+        wait(ranks[0], 60.0)
+    assert time.monotonic() - started_s < 30.0
 
 
 def test_a_rank_that_goes_on_slowly_or_has_not_begun_is_not_missed(ranks):

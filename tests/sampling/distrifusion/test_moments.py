@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.sampling.distrifusion.moments import (
@@ -31,7 +31,6 @@ def of_bands(x: torch.Tensor) -> Moments:
 
 
 @given(st.integers(0, 1000), st.floats(-1e6, 1e6))
-@settings(max_examples=30, deadline=None)
 def test_moments_of_bands_combine_to_those_of_the_picture(seed, offset):
     """Even where E[x^2] - E[x]^2 would have lost every digit."""
     x = picture(seed, offset)
@@ -66,7 +65,6 @@ def test_rules_agree_when_nothing_moves(band):
 
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.floats(0.001, 1000))
-@settings(max_examples=50, deadline=None)
 def test_predicted_variances_are_positive_and_finite(seeds, scale):
     earlier, before, now = (of_bands(picture(seed)) for seed in seeds)
     now = Moments(now.variance * scale, now.mean * scale)

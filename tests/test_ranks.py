@@ -1,0 +1,29 @@
+"""What `run_ranks` says of ranks that fail, or do not end."""
+
+import os
+import time
+
+import pytest
+
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def dies(rank, others_sleep_s):
+    if rank == 1:
+        os._exit(3)
+    time.sleep(others_sleep_s)
+    raise ValueError("has something to say")
+
+
+def test_ranks_that_end_after_a_failure_failed():
+    with pytest.raises(RankError, match=r"ranks failed\n(?s:.*)something to say") as caught:
+        run_ranks(dies, 2, 0.2)
+    assert "rank 1 (exit code 3)" in str(caught.value)
+
+
+def test_a_rank_that_hangs_after_another_failed_is_named():
+    """History: who was killed while it waited for a dead rank counted as ended in time."""
+    with pytest.raises(RankError, match=r"ranks \[0\] did not end in time"):
+        run_ranks(dies, 2, 60.0, grace_s=0.5)
