@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.predictor.scenarios import (
+    cancelled,
     counts_tokens,
     draw,
     draw_as_chosen,
@@ -338,6 +341,36 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     assert first == second
     for message, said in zip(cases, first, strict=True):
         assert message in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("pixart", {"method": "pipefusion", "num_patches": 4}), ("dit", {"method": "single"})],
+)
+def test_requests_are_drawn_after_one_that_was_cancelled(name, options, job):
+    """By all ranks, or by one of them.
+
+    History: ranks kept their connections, on which each had sent and received others; the process was aborted.
+    """
+    each = job(name, 4, **options)
+    arguments = (*each[:3], options | {"timeout_s": 20.0}, [(0, 1), (1,)])
+    found = run_ranks(cancelled, 2, *arguments, timeout_s=60.0)
+    for rank, (errors, _) in enumerate(found):
+        ends = ["ValueError" if rank in who else "PipelineTimeoutError" for who in arguments[-1]]
+        assert [end for end, _ in errors] == ends
+        assert all(seconds < 10 for _, seconds in errors), errors
+    expected, _ = draw(0, *each)
+    assert close(found[0][1], expected)
+
+
+def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
+    """What was posted there cannot be taken back."""
+    path, prompts, settings, _ = job("dit", 2)
+    predictor = Predictor.from_pretrained(path, method="single", alone=True)
+    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2)
+    predictor._break_off(ValueError("enough"))
+    with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
+        predictor(prompts, **settings)
 
 
 @pytest.mark.slow
