@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.sampling import kept
 from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
@@ -119,6 +120,23 @@ def test_a_layout_fits_requests_of_its_shapes():
     assert fits(layout, request)
     request.latents = request.latents[..., :8]
     assert not fits(layout, request)
+
+
+def test_a_probe_keeps_no_activations(monkeypatch):
+    """History: of the run on latents as they are, every result was kept twice; 40 GB of a large model."""
+    kept_bytes, independent = [], kept._independent
+
+    def held(calls):
+        return sum(x.nbytes for call in calls for x in (*call.results, *call.copies))
+
+    def noting(*runs):
+        kept_bytes.extend(map(held, runs))
+        return independent(*runs)
+
+    monkeypatch.setattr(kept, "_independent", noting)
+    probe(request_for("pixart"))
+    assert len(kept_bytes) == 4
+    assert max(kept_bytes) == kept_bytes[0] > 0  # what does not depend on the latents
 
 
 def as_data(layout):
