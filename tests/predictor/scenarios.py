@@ -170,6 +170,19 @@ def killed(rank, path, prompts, settings, options, victim, told):
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
 
 
+def killed_early(rank, path, prompts, settings, options, victim, when, told):
+    """One rank is killed while it loads, or encodes prompts; the others write as in `killed`."""
+
+    def die(*arguments, **options):
+        time.sleep(1.0)  # the others wait by now
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    with mock.patch(when, die) if rank == victim else contextlib.nullcontext():
+        said = failure(rank, path, prompts, settings, options)
+    (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+
+
 def hung(rank, path, prompts, settings, options, victim, told):
     """One rank sleeps in mid-sample until the others have written what their errors say into the folder `told`."""
 

@@ -25,6 +25,7 @@ from tests.predictor.scenarios import (
     failure_of_each,
     hung,
     killed,
+    killed_early,
     latents_of_each,
     requests_in_turn,
     take_a_second,
@@ -400,6 +401,25 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
     assert all(float(each.split()[-1]) < 30 for each in told), told
     assert any(f"lost rank {victim}, which stopped" in each for each in told), told
+
+
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [
+        pytest.param(1, "lightning_diffpipe.predictor.open_source", marks=pytest.mark.slow),
+        (0, "lightning_diffpipe.sampling.families.source.draw_with"),
+    ],
+)
+def test_a_rank_killed_before_the_first_step_ends_the_others(victim, when, job, tmp_path):
+    """At once, though they would wait half an hour for one that takes long."""
+    arguments = (*job("dit", 2, method="single"), victim, when, tmp_path)
+    with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
+        run_ranks(killed_early, 3, *arguments, timeout_s=60.0)
+    for rank in {0, 1, 2} - {victim}:
+        said, seconds = (tmp_path / str(rank)).read_text().splitlines()
+        assert said.startswith("PipelineTimeoutError: rank"), said
+        assert "which stopped" in said
+        assert float(seconds) < 30
 
 
 @pytest.mark.slow
