@@ -40,7 +40,7 @@ from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.mesh import fit_mesh
 from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
-from lightning_diffpipe.sampling.world import World, join_world
+from lightning_diffpipe.sampling.world import World, forget_variables, join_world
 
 OnStep = Callable[[int, int], None]
 
@@ -82,6 +82,7 @@ class Predictor:
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._announced = False
+        self._broken_by: str | None = None  # the error in the middle of an earlier request
 
     @classmethod
     def from_pretrained(
@@ -182,7 +183,8 @@ class Predictor:
             seed: Of the start noise: as `generator=torch.Generator().manual_seed(seed)` in diffusers.
             height: In pixels; None takes the pipeline's default.
             width: In pixels.
-            on_step: Called with (steps done, steps) after each denoising step of this rank.
+            on_step: Called with (steps done, steps) after each denoising step of this rank. What it raises ends the
+                request, on all ranks; ranks connect anew for the next one.
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
@@ -193,7 +195,9 @@ class Predictor:
             ConfigurationError: An argument cannot work; on all ranks.
             SamplingError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
+            DiffPipeError: Over NCCL, an earlier request ended in the middle.
         """
+        self._connect_anew()
         settings = Settings(
             prompts, num_inference_steps, guidance_scale, seed, height, width, options
         )
@@ -213,7 +217,10 @@ class Predictor:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        self._world.disconnect()
+        if self._broken_by is None:
+            self._world.disconnect()
+        else:
+            self._world.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -242,9 +249,15 @@ class Predictor:
         return self._sample(self._world.requests.broadcast_object(call.packed))
 
     def _sample(self, packed: Call) -> Tensor:
-        worker, latents = self._sampled(packed)
-        # Before decoding, so that no rank waits for rank 0 if that fails.
-        reports = self._world.gather(worker.report())
+        try:
+            worker, latents = self._sampled(packed)
+            # Before decoding, so that no rank waits for rank 0 if that fails.
+            reports = self._world.gather(worker.report())
+        except (ConfigurationError, GraphError):
+            raise  # by all ranks, whose messages have all been received
+        except BaseException as error:
+            self._break_off(error)
+            raise
         self.report = merge(reports) if self._world.rank == 0 else None
         _refuse_unless_finite(reports, packed)
         return latents
@@ -269,6 +282,29 @@ class Predictor:
                 self._chooser.refuse(worker.options, error)
                 worker.abandon()
                 self._worker = None
+
+    def _break_off(self, error: BaseException) -> None:
+        """Ends the messages of a request, of which each rank has sent and received others by now."""
+        if self._world.num_ranks == 1:
+            return
+        self._broken_by, worker, self._worker = repr(error), self._worker, None
+        if self._world.backend == "gloo":
+            forget_variables(error)
+            if worker is not None:
+                worker.abandon()
+
+    def _connect_anew(self) -> None:
+        """Joins all ranks again after an error in the middle of a request; collective."""
+        if self._broken_by is None:
+            return
+        if self._world.backend != "gloo":
+            raise DiffPipeError(
+                f"an earlier request ended in the middle: {self._broken_by}; over NCCL its messages cannot be "
+                "taken back, so that this predictor draws no more: start its processes again"
+            )
+        self._world.abandon()
+        self._world = join_world(self.device, self.timeout_s)
+        self._broken_by = None
 
     def _step_of(self, call: Call) -> Callable[[int], None]:
         num_steps, progress = len(call.scheduler.timesteps), self._world.progress

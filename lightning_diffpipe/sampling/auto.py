@@ -210,8 +210,8 @@ def profile_request(
         patched.know(request, layout)
     microbatches, glue_s, call_s, refusal = 1, 0.0, 0.0, ""
     try:
-        setting = patched.prepare(request)
         with failing("in 2 patches"):
+            setting = patched.prepare(request)
             patch_s = _patch_s(request, patched, step_s)
         layout, microbatches = setting.layout, setting.plan.warmup_microbatches
         glue_s = min(_glue_s(request, layout), step_s)

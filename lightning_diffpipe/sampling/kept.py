@@ -51,14 +51,15 @@ def find_kept(
     names = _candidates(model, blocks)
     unknown = torch.full_like(latents, float("nan"))
 
-    def record(x: Tensor, at: Tensor) -> list[_Call]:
-        recorder = _Recorder()
+    def record(x: Tensor, at: Tensor, among: list[_Call] | None = None) -> list[_Call]:
+        recorder = _Recorder(among)
         # What is not known stays so; equal numbers are looked for in the rest.
         with InkOnly(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
         return recorder.calls
 
-    here, known, later = record(unknown, t), record(latents, t), record(unknown, other_t)
+    here = record(unknown, t)
+    known, later = record(latents, t, here), record(unknown, other_t, here)
     in_step = _independent(here, known)
     in_request = _independent(here, later) & in_step if not torch.equal(t, other_t) else set()
     in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
@@ -90,10 +91,16 @@ class _Call:
 
 
 class _Recorder:
-    """Notes the calls of one run, in order."""
+    """Notes the calls of one run, in order.
 
-    def __init__(self) -> None:
+    Args:
+        among: Calls of an earlier run. Only what came out without NaN there is kept: of latents that are no NaN
+            it would be every activation of the model, twice. None keeps all.
+    """
+
+    def __init__(self, among: list[_Call] | None) -> None:
         self.calls: list[_Call] = []
+        self._among = among
         self._block = BETWEEN
         self._inside, self._open = False, list[int]()
 
@@ -114,18 +121,27 @@ class _Recorder:
             # Between blocks everything has its full shape.
             shapes = shapes_of_call(args, kwargs) if self._inside else ()
             call = _Call(where, name, parent, shapes)
-            self._open.append(len(self.calls))
+            index = len(self.calls)
+            self._open.append(index)
             self.calls.append(call)
             try:
                 out = forward(*args, **kwargs)
             finally:
                 self._open.pop()
             leaves = pytree.tree_leaves(out)
-            if all(isinstance(x, Tensor) and not _has_nan(x) for x in leaves):
+            if self._is_wanted(index) and all(
+                isinstance(x, Tensor) and not _has_nan(x) for x in leaves
+            ):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 
         return recorded
+
+    def _is_wanted(self, index: int) -> bool:
+        """Whether it may be kept, as far as the earlier run says."""
+        if self._among is None:
+            return True
+        return index < len(self._among) and bool(self._among[index].copies)
 
 
 def _candidates(model: nn.Module, blocks: list[str]) -> set[str]:

@@ -17,9 +17,12 @@ from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.sampling.glue import find_glue
 from lightning_diffpipe.sampling.layout import Layout, shapes_of
 from lightning_diffpipe.sampling.probe import probe
+from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
 
 MAX_LAYOUTS = 8
+
+_WRITES = "code between blocks writes into what a block returned"
 
 
 class LayoutStore:
@@ -37,13 +40,14 @@ class LayoutStore:
         """A layout that fits the request: a known one, or one found by probing.
 
         Raises:
-            LayoutError: The model cannot be sampled in parts.
+            LayoutError: The model cannot be sampled in parts, or fails while it is probed.
         """
         key = (request.latents.shape, request.latents.dtype)
         for known, layout in self._known:
             if known == key and fits(layout, request):
                 return layout
-        layout = probe(request, self._axis)
+        with failing("while it is probed", "sample it with method=single", _WRITES):
+            layout = probe(request, self._axis)
         self.add(request, layout)
         return layout
 

@@ -131,12 +131,15 @@ def _refuse_if_other(
 
 
 @contextlib.contextmanager
-def failing(where: str, remedy: str = _REMEDY) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on all tokens, but not on some.
+def failing(
+    where: str, remedy: str = _REMEDY, cause: str = "a block expects all tokens"
+) -> Iterator[None]:
+    """Gives a reason for errors of a model that runs on all tokens, but not otherwise.
 
     Args:
-        where: How tokens are divided.
+        where: How it is run.
         remedy: What to do about it.
+        cause: What is most likely.
 
     Raises:
         LayoutError: The model failed.
@@ -147,7 +150,7 @@ def failing(where: str, remedy: str = _REMEDY) -> Iterator[None]:
         raise
     except Exception as error:
         raise LayoutError(
-            f"{where} this model fails, most likely because a block expects all tokens: "
+            f"{where} this model fails, most likely because {cause}: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
 

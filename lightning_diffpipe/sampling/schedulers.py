@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -78,26 +79,40 @@ class PatchSchedulers:
 class InputScaler:
     """`scale_model_input` on ranks that never step the scheduler.
 
+    Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
+    model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
+    scaled by what the copy was in front of it.
+
     Args:
         request: Its scheduler is copied.
     """
 
     def __init__(self, request: Request) -> None:
-        scheduler = request.scheduler
-        wanted = request.scale_input and hasattr(scheduler, "scale_model_input")
-        self._scheduler = copy.deepcopy(scheduler) if wanted else None
-        self._first: int | None = None
+        wanted = request.scale_input and hasattr(request.scheduler, "scale_model_input")
+        self._in_front = _in_front_of_steps(request) if wanted else None
 
     def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
         """What `denoise` is given at a step."""
-        if self._scheduler is None:
+        if self._in_front is None:
             return latents
-        if self._first is not None:
-            # Schedulers count in `step`, which is not called here.
-            self._scheduler._step_index = self._first + step
-        scaled: Tensor = self._scheduler.scale_model_input(latents, t)
-        self._first = getattr(self._scheduler, "_step_index", None) if step == 0 else self._first
+        scaled: Tensor = self._in_front[step].scale_model_input(latents, t)
         return scaled
+
+
+def _in_front_of_steps(request: Request) -> list[Any] | None:
+    """The scheduler as it is in front of each step; None if it gives the model the latents as they are."""
+    scheduler = copy.deepcopy(request.scheduler)
+    x = request.latents.new_zeros((1,) * request.latents.ndim)
+    if scheduler.scale_model_input(x, request.timesteps[0]) is x:
+        return None
+    options = {"generator": torch.Generator()} if _takes_generator(scheduler) else {}
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for t in request.timesteps:
+            scheduler.scale_model_input(x, t)
+            found.append(copy.copy(scheduler))
+            scheduler.step(x, t, x, **options)
+    return found
 
 
 def refuse_unless_elementwise(request: Request, axis: int) -> None:
@@ -120,20 +135,24 @@ def refuse_unless_elementwise(request: Request, axis: int) -> None:
 
 
 def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> bool:
-    """Whether stepping two halves with two copies equals stepping the whole, over all timesteps."""
+    """Whether stepping two halves with two copies equals stepping the whole, over all timesteps.
+
+    On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
+    """
+    scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
     shape[axis] = 4
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=draw, dtype=torch.float64)
     predictions = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in timesteps]
-    takes_generator = "generator" in inspect.signature(scheduler.step).parameters
+    takes_generator = _takes_generator(scheduler)
 
     def run(slices: Sequence[tuple[int, int]]) -> Tensor:
         x = start.clone()
         seeded = {"generator": torch.Generator().manual_seed(1)} if takes_generator else {}
         schedulers = PatchSchedulers(scheduler, seeded, slices, axis)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2)
+            torch.default_generator.manual_seed(2)  # torch.manual_seed would seed GPUs, too
             for t, prediction in zip(timesteps, predictions, strict=True):
                 for m in range(len(slices)):
                     schedulers.step(x, prediction, t, m)
@@ -141,6 +160,17 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
 
     whole, halves = run([(0, 4)]), run([(0, 2), (2, 2)])
     return torch.allclose(whole, halves, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+def on_host(scheduler: Any) -> Any:
+    """A copy whose tensors are on the host."""
+    twin = copy.copy(scheduler)
+    vars(twin).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
+    return twin
+
+
+def _takes_generator(scheduler: Any) -> bool:
+    return "generator" in inspect.signature(scheduler.step).parameters
 
 
 class _NoiseOfWhole(TorchFunctionMode):

@@ -332,8 +332,12 @@ def _partial(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     norm = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - norm).exp().nan_to_num(0.0)  # no key of this rank can be seen
-    return weights @ v.to(wide), norm
+    return _weights(scores, norm, norm) @ v.to(wide), norm
+
+
+def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
+    """Of scores under a normaliser; zero where the own one says that no key can be seen. NaN stays NaN."""
+    return (scores - norm).exp().masked_fill(own == -math.inf, 0.0)
 
 
 def _merged(
@@ -343,7 +347,7 @@ def _merged(
     if total is None:
         return part
     norm = torch.logaddexp(total[1], part[1])
-    weigh = [(n - norm).exp().nan_to_num(0.0) for n in (total[1], part[1])]
+    weigh = [_weights(n, norm, n) for n in (total[1], part[1])]
     return total[0] * weigh[0] + part[0] * weigh[1], norm
 
 

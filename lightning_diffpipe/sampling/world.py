@@ -81,7 +81,7 @@ class World:
         try:
             value = make()
             self.progress.note("done")
-        except Exception as raised:
+        except BaseException as raised:
             refuses = isinstance(raised, DiffPipeError)
             if isinstance(raised, PipelineTimeoutError):
                 # Who lost a rank may have lost one that refuses.
@@ -108,7 +108,7 @@ class World:
             nonlocal has_given_up
             if error is not None and not has_given_up:
                 has_given_up = True
-                _forget_variables(error)
+                forget_variables(error)
                 give_up()
 
         try:
@@ -157,6 +157,12 @@ class World:
             if isinstance(links, ProcessLinks):
                 links.disconnect()
 
+    def abandon(self) -> None:
+        """The same at once, with messages under way."""
+        for links in (self.links, self.requests):
+            if isinstance(links, ProcessLinks):
+                links.abandon()
+
 
 def _gathered(links: Links, value: Any) -> list[Any]:
     if not isinstance(links, ProcessLinks):
@@ -177,7 +183,7 @@ def _losing_peers(links: Links) -> Iterator[None]:
         ) from error
 
 
-def _forget_variables(error: BaseException | None) -> None:
+def forget_variables(error: BaseException | None) -> None:
     """Lets go of what functions behind an error hold: a posted receive keeps its connection open."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

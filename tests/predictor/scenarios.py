@@ -170,6 +170,19 @@ def killed(rank, path, prompts, settings, options, victim, told):
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
 
 
+def killed_early(rank, path, prompts, settings, options, victim, when, told):
+    """One rank is killed while it loads, or encodes prompts; the others write as in `killed`."""
+
+    def die(*arguments, **options):
+        time.sleep(1.0)  # the others wait by now
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    with mock.patch(when, die) if rank == victim else contextlib.nullcontext():
+        said = failure(rank, path, prompts, settings, options)
+    (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+
+
 def hung(rank, path, prompts, settings, options, victim, told):
     """One rank sleeps in mid-sample until the others have written what their errors say into the folder `told`."""
 
@@ -182,6 +195,25 @@ def hung(rank, path, prompts, settings, options, victim, told):
     started_s = time.monotonic()
     said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+
+
+def cancelled(rank, path, prompts, settings, options, who):
+    """Requests that some ranks end, then a whole one: errors with their seconds, and pictures of rank 0."""
+
+    def enough(done, steps):
+        if done == 2:
+            raise ValueError("enough")
+
+    errors = []
+    with Predictor.from_pretrained(path, **options) as predictor:
+        for ranks in who:
+            started_s = time.monotonic()
+            try:
+                predictor(prompts, **settings, on_step=enough if rank in ranks else None)
+            except (ValueError, DiffPipeError) as error:
+                errors.append((type(error).__name__, time.monotonic() - started_s))
+        pictures = predictor(prompts, **settings)
+    return errors, None if rank else as_array(pictures)
 
 
 def take_a_second(done, steps):

@@ -158,6 +158,7 @@ BAD = [
     ("stable_diffusion", {}, {"negative_prompt": 3}, "`negative_prompt` should be the same type"),
     ("wan", {}, {"prompts": ["a", 4]}, "prompts of this model are texts, in quotes; got 4"),
     ("dit", {}, {"prompts": ["a"]}, "a class, must be a whole number; got 'a'"),
+    ("dit", {}, {"prompts": [3, 1001]}, "1001 is none of the 1000 classes of this model; choose 0"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
     ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.predictor.scenarios import (
+    cancelled,
     counts_tokens,
     draw,
     draw_as_chosen,
@@ -22,6 +25,7 @@ from tests.predictor.scenarios import (
     failure_of_each,
     hung,
     killed,
+    killed_early,
     latents_of_each,
     requests_in_turn,
     take_a_second,
@@ -340,6 +344,36 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
         assert message in said
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("pixart", {"method": "pipefusion", "num_patches": 4}), ("dit", {"method": "single"})],
+)
+def test_requests_are_drawn_after_one_that_was_cancelled(name, options, job):
+    """By all ranks, or by one of them.
+
+    History: ranks kept their connections, on which each had sent and received others; the process was aborted.
+    """
+    each = job(name, 4, **options)
+    arguments = (*each[:3], options | {"timeout_s": 20.0}, [(0, 1), (1,)])
+    found = run_ranks(cancelled, 2, *arguments, timeout_s=60.0)
+    for rank, (errors, _) in enumerate(found):
+        ends = ["ValueError" if rank in who else "PipelineTimeoutError" for who in arguments[-1]]
+        assert [end for end, _ in errors] == ends
+        assert all(seconds < 10 for _, seconds in errors), errors
+    expected, _ = draw(0, *each)
+    assert close(found[0][1], expected)
+
+
+def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
+    """What was posted there cannot be taken back."""
+    path, prompts, settings, _ = job("dit", 2)
+    predictor = Predictor.from_pretrained(path, method="single", alone=True)
+    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2)
+    predictor._break_off(ValueError("enough"))
+    with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
+        predictor(prompts, **settings)
+
+
 @pytest.mark.slow
 def test_a_rank_without_a_prompt_waits_for_the_others(job):
     """Longer than for a message: six steps of a second."""
@@ -367,6 +401,25 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
     assert all(float(each.split()[-1]) < 30 for each in told), told
     assert any(f"lost rank {victim}, which stopped" in each for each in told), told
+
+
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [
+        pytest.param(1, "lightning_diffpipe.predictor.open_source", marks=pytest.mark.slow),
+        (0, "lightning_diffpipe.sampling.families.source.draw_with"),
+    ],
+)
+def test_a_rank_killed_before_the_first_step_ends_the_others(victim, when, job, tmp_path):
+    """At once, though they would wait half an hour for one that takes long."""
+    arguments = (*job("dit", 2, method="single"), victim, when, tmp_path)
+    with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
+        run_ranks(killed_early, 3, *arguments, timeout_s=60.0)
+    for rank in {0, 1, 2} - {victim}:
+        said, seconds = (tmp_path / str(rank)).read_text().splitlines()
+        assert said.startswith("PipelineTimeoutError: rank"), said
+        assert "which stopped" in said
+        assert float(seconds) < 30
 
 
 @pytest.mark.slow

@@ -29,6 +29,14 @@ def test_a_scheduler_that_looks_at_all_rows_keeps_patches_out_of_the_choice():
     assert "DDPMScheduler looks at all rows" in profile.refusal
 
 
+def test_a_scheduler_that_cannot_be_tried_keeps_patches_out_of_the_choice():
+    """History: its error ended the request, though one process could have drawn it."""
+    scheduler = diffusers.DDPMScheduler(variance_type="learned_range")  # wants twice the channels
+    scheduler.set_timesteps(MIN_STEPS)
+    request = request_for("dit", scheduler, tiny=build("dit"))
+    assert "in 2 patches this model fails" in profile_request(request, 2 * B, 1).refusal
+
+
 def test_weights_that_are_yet_to_be_loaded_are_counted():
     request = request_for("flux", num_steps=MIN_STEPS)
     held = profile_request(request, B, 1)

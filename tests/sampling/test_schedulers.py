@@ -9,7 +9,12 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.schedulers import PatchSchedulers, for_samples, is_elementwise
+from lightning_diffpipe.sampling.schedulers import (
+    InputScaler,
+    PatchSchedulers,
+    for_samples,
+    is_elementwise,
+)
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
@@ -20,6 +25,7 @@ DETERMINISTIC = [
     "EulerDiscreteScheduler",
     "FlowMatchEulerDiscreteScheduler",
     "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
     "PNDMScheduler",
     "UniPCMultistepScheduler",
 ]
@@ -49,7 +55,10 @@ def synchronous(tiny):
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_synchronous_steps_in_patches_are_one_process(name, tiny, synchronous):
-    """Histories of multistep solvers and the scaling of Euler's input included."""
+    """Histories of multistep solvers and the scaling of Euler's input included.
+
+    History: every second model input of KDPM2 was scaled for another noise level, and pictures were wrong.
+    """
     request = request_for("pixart", make(name), tiny=tiny)
     expected = sample_plainly(request)
     result = synchronous.sample(request)
@@ -66,7 +75,10 @@ def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny, synchron
     torch.testing.assert_close(result, sample_plainly(request()), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"])
+@pytest.mark.parametrize(
+    "name",
+    ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"],
+)
 def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
     options = {"make_generator": generator} if name in STOCHASTIC else {}
     kwargs = {"generator": generator()} if options else {}
@@ -107,6 +119,46 @@ def test_trying_leaves_the_random_state_alone():
     torch.manual_seed(11)
     assert is_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
     assert torch.equal(torch.randn(3), expected)
+
+
+def test_scaling_inputs_draws_nothing_from_outside(tiny):
+    """Though a copy of the scheduler is stepped to know what it is in front of each step."""
+    request = request_for("pixart", make("EulerAncestralDiscreteScheduler"), tiny=tiny)
+    before = torch.get_rng_state()
+    InputScaler(request)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trying_leaves_generators_of_gpus_alone(monkeypatch):
+    """History: every GPU of rank 0 went on with seed 2 after its first request in patches."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    scheduler = make("DDPMScheduler")
+    assert is_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
+    assert not seeded
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a tensor of another device: works with those and with scalars, until it is brought to the host."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        host = [x for x in args if isinstance(x, torch.Tensor) and not isinstance(x, cls)]
+        if any(x.ndim for x in host) and func is not torch.Tensor.__getitem__:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else out
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+
+def test_a_scheduler_is_tried_on_the_host_wherever_it_is():
+    """History: LCM weighs latents by a function of the timestep, which failed where that was on a GPU."""
+    scheduler = make("LCMScheduler")
+    scheduler.timesteps = scheduler.timesteps.as_subclass(OnGpu)
+    assert is_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
+    assert isinstance(scheduler.timesteps, OnGpu)  # the given one is untouched
 
 
 def test_patches_of_unequal_length_share_their_noise():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -91,6 +92,25 @@ def test_shares_of_keys_in_half_precision_are_merged_to_its_rounding():
     exact = scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.5)
     # Each share and the result are rounded once.
     torch.testing.assert_close(total[0].bfloat16().float(), exact, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_overflow_before_ring_attention_is_not_hidden(where, poison, masked):
+    """History: such weights became zero, and a wrong picture came out. Keys that are hidden weigh zero."""
+    q, k, v = (normal(1, 1, 64, 4, seed=seed) for seed in (1, 2, 3))
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    if masked:
+        mask[:32, 32:] = False  # of one share these queries see nothing
+    (q if where == "query" else k)[0, 0, 40, 1] = poison
+    total = None
+    for rows in (slice(0, 32), slice(32, 64)):
+        part = mask[:, rows] if masked else None
+        total = _merged(total, _partial(q, k[:, :, rows], v[:, :, rows], part, 0.5))
+    expected = (0.5 * q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1) @ v
+    assert expected.isnan().any()
+    torch.testing.assert_close(total[0], expected, equal_nan=True)
 
 
 def test_more_ranks_than_heads():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.family import Family, family_named
 from lightning_diffpipe.sampling.request import Combine, Denoise, Request
-from lightning_diffpipe.sampling.schedulers import for_samples
+from lightning_diffpipe.sampling.schedulers import for_samples, on_host
 
 
 @dataclass
@@ -172,17 +172,15 @@ class Call:
 
     def packed(self) -> Call:
         """The call as it travels: on the host, generators as their states."""
-        on_host = pytree.tree_map(_to("cpu"), (self.arguments, self.latents, self.step_arguments))
-        scheduler = pytree.tree_map(_to("cpu"), dict(vars(self.scheduler)))
-        twin = copy.copy(self.scheduler)
-        vars(twin).update(scheduler)
-        arguments, latents, step_arguments = on_host
+        arguments, latents, step_arguments = pytree.tree_map(
+            _to("cpu"), (self.arguments, self.latents, self.step_arguments)
+        )
         packed = {k: _Generator.of(v) for k, v in step_arguments.items()}
         return replace(
             self,
             arguments=arguments,
             latents=latents,
-            scheduler=twin,
+            scheduler=on_host(self.scheduler),
             step_arguments=packed,
             random_states=_random_states(self.latents.device),
         )

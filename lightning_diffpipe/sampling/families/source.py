@@ -192,7 +192,9 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         ConfigurationError: An option is unknown, or cannot be used here.
     """
     known = inspect.signature(type(pipeline).__call__).parameters
-    refuse_prompts(settings.prompts, family.option)
+    denoiser = getattr(pipeline, family.denoiser)
+    classes = getattr(denoiser.config, "num_embeds_ada_norm", None)
+    refuse_prompts(settings.prompts, family.option, classes)
     arguments = settings.given()
     for name in arguments:
         _check_option(name, known, type(pipeline).__name__, family.option)
@@ -208,7 +210,7 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         "rescale": float(used.get("guidance_rescale") or 0.0),
         "true_scale": _number(used.get("true_cfg_scale"), 1.0),
     }
-    denoiser, begun = getattr(pipeline, family.denoiser), []
+    begun = []
 
     def sample_once(call: Call) -> Tensor:
         begun.append(True)
@@ -229,18 +231,26 @@ def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample)
         raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
 
 
-def refuse_prompts(prompts: Sequence[Any], option: str = "prompt") -> None:
+def refuse_prompts(
+    prompts: Sequence[Any], option: str = "prompt", num_classes: int | None = None
+) -> None:
     """Raises ConfigurationError unless prompts are what a model draws.
 
     Args:
         prompts: Of the request.
         option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
+        num_classes: Classes of the model, behind which comes one for no class; None if they are not known.
     """
     for prompt in prompts:
         if option == "prompt" and not isinstance(prompt, str):
             raise ConfigurationError(f"prompts of this model are texts, in quotes; got {prompt!r}")
         if option == "class_labels":
             refuse_unless_whole("a prompt of this model, a class,", prompt, 0)
+            if num_classes is not None and prompt > num_classes:
+                raise ConfigurationError(
+                    f"{prompt} is none of the {num_classes} classes of this model; choose 0 .. {num_classes - 1}, "
+                    f"or {num_classes} for no class"
+                )
 
 
 def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
