@@ -35,6 +35,7 @@ from lightning_diffpipe.planning.proposals import (
     Shape,
     all_cuts,
     count_of_cuts,
+    is_long,
     replicas_of,
     shapes,
 )
@@ -122,8 +123,8 @@ def _with_effort(plan: PipelinePlan) -> float:
 def _fastest(search: Search) -> list[PipelinePlan]:
     """The best proposals as plans; none if nothing fits into memory."""
     model, options = search.model, search.options
-    for shape in sorted(shapes(model, options), key=search.estimate_s):
-        if search.is_over:
+    for shape in sorted(shapes(model, options), key=search.order):
+        if search.is_over or (is_long(shape) and search.best is not None):
             break
         search.try_shape(shape)
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
@@ -191,6 +192,17 @@ class Search:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
+    def _most_s(self, bounds: Bounds) -> float:
+        """What a pipeline alone may take at most to be better than the best so far: `_least_s` turned round."""
+        if not self.evaluator.fills:
+            return self.best_s
+        left_s = self.best_s - bounds.all_work_s
+        return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
+
+    def order(self, shape: Shape) -> tuple[bool, float, int, int]:
+        """By this shapes are sorted: the long ones are only needed where nothing else fits into memory."""
+        return is_long(shape), *self.estimate_s(shape)
+
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
         sums = self.model.sums(0, shape.sizes[0])
@@ -202,15 +214,17 @@ class Search:
 
     def try_shape(self, shape: Shape) -> None:
         """Improves `best` if some way to cut this shape does."""
-        if not self._may_fit(shape):
+        bounds = self.bounds(shape)
+        may_be_better = self._is_better(self._least_s(bounds, bounds.all_work_s))
+        if not may_be_better or not self._may_fit(shape):
             return
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
             cuts = all_cuts(self.model, self.options, shape)
-            self._try_all(shape, self._promising(self.bounds(shape), cuts))
+            self._try_all(shape, self._promising(bounds, cuts))
         else:
-            self._try_best_bounds(shape)
+            self._try_best_bounds(shape, bounds)
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether all ranks that hold one copy of the model have enough memory together."""
@@ -232,9 +246,9 @@ class Search:
             if self._is_better(bound_s) and self._is_better(self.least_s(bounds, cut)):
                 yield cut
 
-    def _try_best_bounds(self, shape: Shape) -> None:
+    def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
-        starts, bounds = [], self.bounds(shape)
+        starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
             if bound_s >= self.best_s * (1 - WORTHWHILE):
                 break
@@ -267,7 +281,7 @@ class Search:
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
-        limit_s = self.best_s * (1 - WORTHWHILE)
+        limit_s = self._most_s(bounds) * (1 - WORTHWHILE)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)

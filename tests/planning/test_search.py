@@ -20,7 +20,12 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.planning.proposals import all_cuts, microbatch_counts, replicas_of, shapes
+from lightning_diffpipe.planning.proposals import (
+    all_cuts,
+    microbatch_counts,
+    replicas_of,
+    shapes,
+)
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES, SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
@@ -38,6 +43,13 @@ def seeds(num_seeds, num_fast):
     ]
 
 
+def every_count(options, samples):
+    """All numbers of microbatches; those the search leaves out must not be missed."""
+    wanted = options.num_microbatches
+    counts = range(1, samples + 1) if wanted == "auto" else [wanted]
+    return [M for M in counts if samples >= M]
+
+
 def every_way(profile, cluster, options):
     """All pipelines, microbatches, cuts and replicas, without any cleverness."""
     batch, num_layers = options.global_batch_size, len(profile.backbones[0].layers)
@@ -45,9 +57,7 @@ def every_way(profile, cluster, options):
         if cluster.num_ranks % pipelines or batch % pipelines:
             continue
         ranks, samples = cluster.num_ranks // pipelines, batch // pipelines
-        for M in microbatch_counts(options, samples):
-            if samples < M:
-                continue
+        for M in every_count(options, samples):
             for S in range(1, min(ranks, num_layers) + 1):
                 for marks in combinations(range(1, num_layers), S - 1):
                     for shares in combinations(range(1, ranks), S - 1):
@@ -63,8 +73,8 @@ def every_interleaved_way(profile, cluster, options):
         ranks, samples = cluster.num_ranks // pipelines, batch // pipelines
         if cluster.num_ranks % pipelines or batch % pipelines or ranks < 2:
             continue
-        for M in microbatch_counts(options, samples):
-            if samples < M or M % ranks:
+        for M in every_count(options, samples):
+            if M % ranks:
                 continue
             for S in (v * ranks for v in (2, 3, 4) if v * ranks <= num_layers):
                 for marks in combinations(range(1, num_layers), S - 1):
@@ -187,6 +197,45 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     found = find_plan(profile, cluster, options)
     assert found.planned.iteration_s == pytest.approx(best_s)
     assert PipelinePlan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "batch", "step_s"),
+    [(10, 4, 20, 195), (40, 8, 100, 1605), (10, 5, 25, 174)],
+)
+def test_divisors_of_the_batch_are_tried(num_layers, num_stages, batch, step_s):
+    """History: only powers of two and three times them were, so that some microbatches were larger."""
+    options = PlanOptions(batch, num_stages=num_stages, data_parallel=1)
+    plan = find_plan(equal_profile(num_layers), Cluster(num_stages), options)
+    assert plan.planned.iteration_s == pytest.approx(step_s)
+    assert plan.num_microbatches == batch
+
+
+@pytest.mark.parametrize("num_ranks", [5, 10])
+def test_stages_are_interleaved_on_any_number_of_ranks(num_ranks):
+    """History: no number of microbatches that was tried is a multiple of 5, so that none was possible."""
+    options = PlanOptions(64, schedule="interleaved", data_parallel=1)
+    plan = find_plan(equal_profile(20), Cluster(num_ranks), options)
+    assert plan.num_microbatches % num_ranks == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages", "batch"), [(1, 1, 1024), (2, 2, 600)])
+def test_there_are_more_microbatches_where_fewer_do_not_fit(num_ranks, num_stages, batch):
+    """History: 256 were the most, and an error said that nothing fits."""
+    profile = equal_profile(2, activation_bytes_per_sample=100)
+    cluster = Cluster(num_ranks, memory_bytes=210)
+    options = PlanOptions(batch, num_stages=num_stages, data_parallel=1)
+    plan = find_plan(profile, cluster, options)
+    assert plan.num_microbatches == batch
+    assert max(plan.planned.peak_memory_bytes) == 200
+
+
+def test_as_many_microbatches_are_tried_as_there_is_time_for():
+    model = CostModel(equal_profile(2), Cluster(1))
+    assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
+    assert max(microbatch_counts(model, PlanOptions(5040), 1)) == 256
+    assert len(microbatch_counts(model, PlanOptions(5040), 1)) < 60
+    assert microbatch_counts(model, PlanOptions(5040, num_microbatches=7), 1) == (7,)
 
 
 def test_more_stages_than_ranks_are_interleaved():
