@@ -44,7 +44,7 @@ class Bounds:
         num_ranks: Ranks of one pipeline.
         num_pipelines: Pipelines side by side.
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
-        group_size: Samples on which frozen layers run at a time; None if they cannot be split.
+        group_size: Samples on which frozen layers run at a time; None for whole microbatches.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
         stages_per_rank: More than one if stages are dealt out round robin.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
@@ -88,7 +88,8 @@ class Bounds:
         work_s = self._work_s(1)[-1]
         if self.model.profile.encoders and not self.frozen_first:
             share = sum(self.sizes) / self.num_ranks
-            work_s += self.num_ranks * self.model.encode_s(share, self.group_size)
+            group = self.group_size or self.sizes[0]
+            work_s += self.num_ranks * self.model.encode_s(share, group)
         return work_s / self.num_ranks
 
     @cached_property

@@ -208,8 +208,7 @@ class Search:
         sums = self.model.sums(0, shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
         steps = len(shape.sizes) + (shape.num_stages - 1) / shape.stages_per_rank
-        group = self.evaluator.group_size(shape)
-        frozen_s = self.model.encode_s(sum(shape.sizes) / shape.num_ranks, group)
+        frozen_s = self.evaluator.encode_share_s(shape)
         return frozen_s + steps * work_s / shape.num_ranks, shape.num_stages, len(shape.sizes)
 
     def try_shape(self, shape: Shape) -> None:

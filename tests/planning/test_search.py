@@ -95,9 +95,14 @@ def step_and_memory(model, options, way):
     return simulated(model, options, pipelines, sizes, runs, schedule)
 
 
+def group_size(model, sizes, num_ranks):
+    """A rank alone runs frozen layers where they are called, on whole microbatches."""
+    return max(sizes) if num_ranks == 1 else model.group_size(sizes, num_ranks)
+
+
 def simulated(model, options, pipelines, sizes, runs, schedule):
     placement = schedule.placement
-    group = model.group_size(sizes, placement.num_ranks)
+    group = group_size(model, sizes, placement.num_ranks)
     parts = ()
     if model.profile.encoders:
         parts = encode_parts(sizes, placement.num_ranks, group_size=group)
@@ -187,7 +192,7 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
     for pipelines, sizes, edges, ranks in ways[::7]:
         bounds = Bounds(
-            model, sizes, ranks, pipelines, group_size=model.group_size(sizes, ranks),
+            model, sizes, ranks, pipelines, group_size=group_size(model, sizes, ranks),
             stages_per_rank=(len(edges) - 1) // ranks,
         )  # fmt: skip
         cuts = tuple((a, b, 1) for a, b in pairwise(edges))
@@ -280,7 +285,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
     for way in list(every_way(profile, cluster, options))[::3]:
         pipelines, sizes, edges, replicas = way
         ranks = sum(replicas)
-        group = model.group_size(sizes, ranks)
+        group = group_size(model, sizes, ranks)
         bounds = Bounds(model, sizes, ranks, pipelines, group_size=group)
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
@@ -362,6 +367,20 @@ def test_plain_data_parallelism_is_a_candidate():
     assert (free.num_stages, free.num_pipelines) == (1, 4)
     slow = Cluster(4, p2p=Link(1e9), all_reduce=Link(1e8))
     assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
+
+
+def test_a_rank_alone_runs_frozen_layers_on_whole_microbatches():
+    """History: it was charged for groups that it does not make, and a pipeline was taken instead."""
+    profile = equal_profile(4, frozen_share=0.1)
+    encoder = profile.encoders[0]
+    layer = replace(encoder.layers[0], forward_s=Seconds.of({1: 4.0, 16: 10.0}))
+    profile = replace(profile, encoders=(replace(encoder, layers=(layer,)),))
+    for group in ("auto", 1):
+        options = PlanOptions(32, num_stages=1, data_parallel=2, frozen_group_size=group)
+        plan = find_plan(profile, Cluster(2), options)
+        assert plan.num_microbatches == 1
+        assert plan.planned.iteration_s == pytest.approx(16 * 12 + 10)
+        assert plan.options.frozen_group_size == 16
 
 
 def test_nothing_is_filled_where_there_is_no_bubble():
