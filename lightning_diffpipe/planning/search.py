@@ -27,11 +27,12 @@ from lightning_diffpipe.planning.evaluation import (
     preference,
     preference_s,
 )
-from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import (
+    MOST_UNEQUAL_RANKS,
     Shape,
     all_cuts,
     count_of_cuts,
@@ -86,8 +87,9 @@ def find_plan(
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, or the
-            profile has two backbones.
+        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
+            was found within `within_s`, the ranks cannot be shared among the stages, or the profile has two
+            backbones.
     """
     if len(profile.backbones) > 1:
         names = ", ".join(backbone.name for backbone in profile.backbones)
@@ -110,8 +112,10 @@ def find_plan(
     plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
+    if not plans and search.is_over:
+        raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
-        raise _nothing_fits(model, options)
+        raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
 
 
@@ -349,6 +353,27 @@ def _neighbours(cuts: tuple[Cut, ...]) -> Iterator[tuple[Cut, ...]]:
             if first < middle + shift < stop:
                 moved = ((first, middle + shift, r), (middle + shift, stop, s))
                 yield (*cuts[:i], *moved, *cuts[i + 2 :])
+
+
+def _nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
+    """Says why there is no way to share the ranks among stages, if there is none."""
+    found = tuple(shapes(model, options))
+    if not any(any(replicas_of(options, shape)) for shape in found):
+        stages = " or ".join(map(str, sorted({shape.num_stages for shape in found})))
+        return PlanError(
+            f"the ranks of a pipeline cannot be shared among {stages} stages: a stage gets no more ranks than "
+            f"there are microbatches, and stages on more than {MOST_UNEQUAL_RANKS} ranks "
+            "get equal shares; use another num_stages or more microbatches, or name the ranks of "
+            "every stage in num_replicas"
+        )
+    if options.partition not in PARTITIONS_WITH_REPLICAS:
+        return None
+    if any(any(baseline_cuts(model, options, shape)) for shape in found):
+        return None
+    return PlanError(
+        f"partition={options.partition} chooses the replicas itself, and never as num_replicas="
+        f"{options.num_replicas} asks for; leave num_replicas=auto, or choose partition=auto"
+    )
 
 
 def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
