@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, minimax_cuts, partition_fronts
 from lightning_diffpipe.planning.pipedream import pipedream_code, pipedream_published
 from lightning_diffpipe.planning.proposals import Shape, replicas_of
@@ -20,19 +20,15 @@ def baseline_cuts(
     stage as fast as possible) say nothing of replicas: all ways to share the ranks are proposed.
     `diffusionpipe` proposes the Pareto front of its recurrences, `diffusionpipe_exact` the same with the
     time that really hides a synchronisation, `pipedream` and `pipedream_code` the one cut of theirs; all
-    of these choose the replicas as well.
+    of these choose the replicas as well, and propose nothing if others are asked for.
     """
-    size = shape.sizes[0]
-    if options.partition in ("diffusionpipe", "diffusionpipe_exact"):
-        yield from diffusionpipe_cuts(model, shape, options.partition == "diffusionpipe_exact")
+    if options.partition in PARTITIONS_WITH_REPLICAS:
+        wanted = set(replicas_of(options, shape)) if options.num_replicas != "auto" else None
+        for cuts in _cuts_with_replicas(model, options.partition, shape):
+            if wanted is None or tuple(replicas for _, _, replicas in cuts) in wanted:
+                yield cuts
         return
-    if options.partition in ("pipedream", "pipedream_code"):
-        rule = pipedream_published if options.partition == "pipedream" else pipedream_code
-        found = rule(model, shape.num_ranks, size, shape.num_stages)
-        if found is not None:
-            yield found.cuts
-        return
-    layers = model.profile.backbones[0].layers
+    size, layers = shape.sizes[0], model.profile.backbones[0].layers
     if options.partition == "uniform":
         weights = [1.0] * len(layers)
     elif options.partition == "parameters":
@@ -42,6 +38,19 @@ def baseline_cuts(
     firsts = minimax_cuts(weights, shape.num_stages)
     for replicas in replicas_of(options, shape):
         yield tuple(zip(firsts, (*firsts[1:], len(layers)), replicas, strict=True))
+
+
+def _cuts_with_replicas(
+    model: CostModel, partition: str, shape: Shape
+) -> Iterator[tuple[Cut, ...]]:
+    """What the rules propose that choose the replicas as well."""
+    if partition in ("diffusionpipe", "diffusionpipe_exact"):
+        yield from diffusionpipe_cuts(model, shape, partition == "diffusionpipe_exact")
+        return
+    rule = pipedream_published if partition == "pipedream" else pipedream_code
+    found = rule(model, shape.num_ranks, shape.sizes[0], shape.num_stages)
+    if found is not None:
+        yield found.cuts
 
 
 def diffusionpipe_cuts(

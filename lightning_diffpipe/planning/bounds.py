@@ -44,7 +44,7 @@ class Bounds:
         num_ranks: Ranks of one pipeline.
         num_pipelines: Pipelines side by side.
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
-        group_size: Samples on which frozen layers run at a time; None if they cannot be split.
+        group_size: Samples on which frozen layers run at a time; None for whole microbatches.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
         stages_per_rank: More than one if stages are dealt out round robin.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
@@ -88,7 +88,8 @@ class Bounds:
         work_s = self._work_s(1)[-1]
         if self.model.profile.encoders and not self.frozen_first:
             share = sum(self.sizes) / self.num_ranks
-            work_s += self.num_ranks * self.model.encode_s(share, self.group_size)
+            group = self.group_size or self.sizes[0]
+            work_s += self.num_ranks * self.model.encode_s(share, group)
         return work_s / self.num_ranks
 
     @cached_property
@@ -180,15 +181,17 @@ class Bounds:
         limit = self.model.cluster.memory_bytes
         if limit is None:
             return True
-        run, alive = LayerRun(0, first, stop), self._alive(replicas, later_ranks)
-        kept = alive * self.model.activation_bytes(run, self.sizes[0])
+        run = LayerRun(0, first, stop)
+        kept = self.model.activation_bytes(run, self.alive_samples(replicas, later_ranks))
         kept += self.model.resident_bytes(run) + self._encoding_bytes(run, replicas)
         return self.model.frozen_bytes + kept <= limit
 
-    def _alive(self, replicas: int, later_ranks: int) -> int:
-        """Microbatches whose activations a rank keeps at least, at a time."""
-        own = -(-len(self.sizes) // replicas)
-        return own if self.keeps_all else min(forwards_ahead(replicas, later_ranks) + 1, own)
+    def alive_samples(self, replicas: int, later_ranks: int) -> int:
+        """Samples whose activations the first replica of a stage keeps at least, at a time."""
+        own = self.sizes[::replicas]
+        if self.keeps_all:
+            return sum(own)
+        return sum(own[: forwards_ahead(replicas, later_ranks) + 1])
 
     def _encoding_bytes(self, run: LayerRun, replicas: int) -> float:
         """Encodings that are held beside activations, at least."""
@@ -279,7 +282,7 @@ class Bounds:
     def _furthest_in_memory(self, first: int, r: int, later_ranks: int) -> int:
         limit = self.model.cluster.memory_bytes
         assert limit is not None
-        needs = self.model.need_bytes(0, self._alive(r, later_ranks) * self.sizes[0])
+        needs = self.model.need_bytes(0, self.alive_samples(r, later_ranks))
         left = limit - self.model.frozen_bytes + needs[first]
         return bisect_right(needs, left * (1 + _SLACK)) - 1
 

@@ -139,17 +139,25 @@ class Evaluator:
         return self.model.encode_parts(shape.sizes, shape.num_ranks, self.group_size(shape))
 
     def group_size(self, shape: Shape) -> int | None:
-        """Samples on which frozen layers run at a time; None if they cannot be split."""
+        """Samples on which frozen layers run at a time; None for whole microbatches.
+
+        Those that cannot be split run so, and those of a rank alone: they run where they are called.
+        """
         wanted = self.options.frozen_group_size
-        if not self.options.frozen_splittable:
+        if not self.options.frozen_splittable or shape.num_ranks == 1:
             return None
         return self.model.group_size(shape.sizes, shape.num_ranks) if wanted == "auto" else wanted
+
+    def encode_share_s(self, shape: Shape) -> float:
+        """Frozen work of each rank if all take equal shares."""
+        group = self.group_size(shape) or max(shape.sizes)
+        return self.model.encode_s(sum(shape.sizes) / shape.num_ranks, group)
 
     def share_steps(self, shape: Shape) -> tuple[int, ...]:
         """Samples of every piece of a batch that a rank may take or leave, on average over batches.
 
-        Parts of groups, as a rank may take another number of groups of the next batch; microbatches that
-        cannot be split are whole.
+        Parts of groups, as a rank may take another number of groups of the next batch; without groups whole
+        microbatches.
         """
         group = self.group_size(shape)
         return group_samples(
@@ -202,9 +210,7 @@ class Evaluator:
             for rank, forward_s, backward_s in zip(in_turn, *times, strict=False):
                 busy_s[rank] += forward_s + backward_s
         num_steps = len(self.share_steps(proposal.shape))
-        samples = sum(proposal.shape.sizes)
-        group = self.group_size(proposal.shape)
-        step_s = num_ranks * self.model.encode_s(samples / num_ranks, group) / num_steps
+        step_s = num_ranks * self.encode_share_s(proposal.shape) / num_steps
         return all_done_s(busy_s, even_shares(busy_s, step_s, num_steps), step_s)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import Node
-from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
+from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES
 
 Auto = Literal["auto"]
 
@@ -23,6 +23,9 @@ PARTITIONS = (
     "uniform",
     "parameters",
 )
+PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "diffusionpipe_exact", "pipedream", "pipedream_code")
+"""Those that share the ranks among the stages as well; so every rank holds one stage."""
+
 FILLINGS = ("none", "diffusionpipe", "shares", "auto")
 
 
@@ -86,6 +89,13 @@ class PlanOptions:
                 raise ConfigurationError(
                     f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
+
+        if self.schedule == INTERLEAVED and self.partition in PARTITIONS_WITH_REPLICAS:
+            others = [name for name in PARTITIONS if name not in PARTITIONS_WITH_REPLICAS]
+            raise ConfigurationError(
+                f"partition={self.partition} gives every stage ranks of its own, schedule=interleaved every rank "
+                f"several stages; choose another schedule, or a partition of {', '.join(others)}"
+            )
 
     @staticmethod
     def _check_count(name: str, value: object, auto: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from math import comb
+from math import comb, isqrt
 
 from lightning_diffpipe.errors import ConfigurationError, PartitionError
 from lightning_diffpipe.planning.cost import CostModel
@@ -20,6 +20,12 @@ MOST_UNEQUAL_RANKS = 8
 
 STAGES_PER_RANK = (2, 3, 4)
 """Interleaved stages that are tried; more of them send more than they gain."""
+
+FEW_SAMPLES = 12
+"""For batches of up to so many samples, all numbers of microbatches are tried."""
+
+MOST_MICROBATCHES = 256
+"""More of them are proposed only where memory is limited: they need less of it, but gain hardly any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,11 @@ class Shape:
         if self.schedule == INTERLEAVED:
             return Placement.round_robin(self.num_stages, self.num_ranks)
         return Placement.of_replicas(replicas)
+
+
+def is_long(shape: Shape) -> bool:
+    """Whether a pipeline has so many microbatches that simulating it takes long; a rank alone is quick."""
+    return shape.num_ranks > 1 and len(shape.sizes) > MOST_MICROBATCHES
 
 
 def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
@@ -88,7 +99,7 @@ def _chained_shapes(
         for num_stages in _stage_counts(model, options, num_ranks):
             if num_stages == 1 < num_ranks and free and model.cluster.num_ranks in counts:
                 continue  # The same as one pipeline for each rank, which is proposed as well.
-            for num_microbatches in microbatch_counts(options, samples):
+            for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 sizes = split_evenly(samples, num_microbatches)
                 # Without a neighbour there is nothing to overlap: all schedules are the same.
                 for schedule in schedules[:1] if num_stages == 1 else schedules:
@@ -110,7 +121,7 @@ def _interleaved_shapes(model: CostModel, options: PlanOptions) -> Iterator[Shap
         for num_stages in counts:
             if num_ranks < 2 or num_stages % num_ranks or not num_ranks < num_stages <= num_layers:
                 continue
-            for num_microbatches in microbatch_counts(options, samples):
+            for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and num_microbatches % num_ranks == 0:
                     sizes = split_evenly(samples, num_microbatches)
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, INTERLEAVED)
@@ -199,12 +210,29 @@ def _stage_counts(model: CostModel, options: PlanOptions, num_ranks: int) -> tup
     )
 
 
-def microbatch_counts(options: PlanOptions, samples: int) -> tuple[int, ...]:
-    """Numbers of microbatches to try: powers of two, and three times them."""
+def microbatch_counts(
+    model: CostModel, options: PlanOptions, num_pipelines: int
+) -> tuple[int, ...]:
+    """Numbers of microbatches to try.
+
+    Of few samples all; of more the divisors, which leave no microbatch larger than others, powers of two and
+    three times them, and as many times the ranks of a pipeline, as interleaved stages need them.
+    """
     if options.num_microbatches != "auto":
         return (options.num_microbatches,)
-    powers = {factor << shift for factor in (1, 3) for shift in range(12)}
-    return tuple(sorted(count for count in powers if count <= min(samples, 256)))
+    samples = options.global_batch_size // num_pipelines
+    if samples <= FEW_SAMPLES:
+        return tuple(range(1, samples + 1))
+    most = samples if model.cluster.memory_bytes is not None else min(samples, MOST_MICROBATCHES)
+    num_ranks = model.cluster.num_ranks // num_pipelines
+    powers = {factor << shift for factor in (1, 3) for shift in range(most.bit_length())}
+    counts = powers | {num_ranks * power for power in powers} | _divisors(samples)
+    return tuple(sorted(count for count in counts if count <= most))
+
+
+def _divisors(number: int) -> set[int]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return {*small, *(number // divisor for divisor in small)}
 
 
 def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]:

@@ -27,14 +27,16 @@ from lightning_diffpipe.planning.evaluation import (
     preference,
     preference_s,
 )
-from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import (
+    MOST_UNEQUAL_RANKS,
     Shape,
     all_cuts,
     count_of_cuts,
+    is_long,
     replicas_of,
     shapes,
 )
@@ -85,8 +87,9 @@ def find_plan(
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, or the
-            profile has two backbones.
+        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
+            was found within `within_s`, the ranks cannot be shared among the stages, or the profile has two
+            backbones.
     """
     if len(profile.backbones) > 1:
         names = ", ".join(backbone.name for backbone in profile.backbones)
@@ -109,8 +112,10 @@ def find_plan(
     plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
+    if not plans and search.is_over:
+        raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
-        raise _nothing_fits(model, options)
+        raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
 
 
@@ -122,8 +127,8 @@ def _with_effort(plan: PipelinePlan) -> float:
 def _fastest(search: Search) -> list[PipelinePlan]:
     """The best proposals as plans; none if nothing fits into memory."""
     model, options = search.model, search.options
-    for shape in sorted(shapes(model, options), key=search.estimate_s):
-        if search.is_over:
+    for shape in sorted(shapes(model, options), key=search.order):
+        if search.is_over or (is_long(shape) and search.best is not None):
             break
         search.try_shape(shape)
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
@@ -191,26 +196,38 @@ class Search:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
+    def _most_s(self, bounds: Bounds) -> float:
+        """What a pipeline alone may take at most to be better than the best so far: `_least_s` turned round."""
+        if not self.evaluator.fills:
+            return self.best_s
+        left_s = self.best_s - bounds.all_work_s
+        return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
+
+    def order(self, shape: Shape) -> tuple[bool, float, int, int]:
+        """By this shapes are sorted: the long ones are only needed where nothing else fits into memory."""
+        return is_long(shape), *self.estimate_s(shape)
+
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
         sums = self.model.sums(0, shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
         steps = len(shape.sizes) + (shape.num_stages - 1) / shape.stages_per_rank
-        group = self.evaluator.group_size(shape)
-        frozen_s = self.model.encode_s(sum(shape.sizes) / shape.num_ranks, group)
+        frozen_s = self.evaluator.encode_share_s(shape)
         return frozen_s + steps * work_s / shape.num_ranks, shape.num_stages, len(shape.sizes)
 
     def try_shape(self, shape: Shape) -> None:
         """Improves `best` if some way to cut this shape does."""
-        if not self._may_fit(shape):
+        bounds = self.bounds(shape)
+        may_be_better = self._is_better(self._least_s(bounds, bounds.all_work_s))
+        if not may_be_better or not self._may_fit(shape):
             return
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
             cuts = all_cuts(self.model, self.options, shape)
-            self._try_all(shape, self._promising(self.bounds(shape), cuts))
+            self._try_all(shape, self._promising(bounds, cuts))
         else:
-            self._try_best_bounds(shape)
+            self._try_best_bounds(shape, bounds)
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether all ranks that hold one copy of the model have enough memory together."""
@@ -232,9 +249,9 @@ class Search:
             if self._is_better(bound_s) and self._is_better(self.least_s(bounds, cut)):
                 yield cut
 
-    def _try_best_bounds(self, shape: Shape) -> None:
+    def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
-        starts, bounds = [], self.bounds(shape)
+        starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
             if bound_s >= self.best_s * (1 - WORTHWHILE):
                 break
@@ -267,7 +284,7 @@ class Search:
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
-        limit_s = self.best_s * (1 - WORTHWHILE)
+        limit_s = self._most_s(bounds) * (1 - WORTHWHILE)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)
@@ -336,6 +353,27 @@ def _neighbours(cuts: tuple[Cut, ...]) -> Iterator[tuple[Cut, ...]]:
             if first < middle + shift < stop:
                 moved = ((first, middle + shift, r), (middle + shift, stop, s))
                 yield (*cuts[:i], *moved, *cuts[i + 2 :])
+
+
+def _nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
+    """Says why there is no way to share the ranks among stages, if there is none."""
+    found = tuple(shapes(model, options))
+    if not any(any(replicas_of(options, shape)) for shape in found):
+        stages = " or ".join(map(str, sorted({shape.num_stages for shape in found})))
+        return PlanError(
+            f"the ranks of a pipeline cannot be shared among {stages} stages: a stage gets no more ranks than "
+            f"there are microbatches, and stages on more than {MOST_UNEQUAL_RANKS} ranks "
+            "get equal shares; use another num_stages or more microbatches, or name the ranks of "
+            "every stage in num_replicas"
+        )
+    if options.partition not in PARTITIONS_WITH_REPLICAS:
+        return None
+    if any(any(baseline_cuts(model, options, shape)) for shape in found):
+        return None
+    return PlanError(
+        f"partition={options.partition} chooses the replicas itself, and never as num_replicas="
+        f"{options.num_replicas} asks for; leave num_replicas=auto, or choose partition=auto"
+    )
 
 
 def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:

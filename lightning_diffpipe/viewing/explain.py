@@ -19,11 +19,14 @@ from lightning_diffpipe.planning.caching import (
     with_stored,
 )
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.evaluation import Evaluator
 from lightning_diffpipe.planning.instruction import Staged
-from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.options import Auto, PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
 from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds
@@ -197,7 +200,8 @@ def _changes(
 
     Those still to come share what is left of the time until `until_s`; none takes more than half of it.
     """
-    fixed, below_s = plan.options, plan.planned.iteration_s * (1 - WORTH_TELLING)
+    below_s = plan.planned.iteration_s * (1 - WORTH_TELLING)
+    fixed = replace(plan.options, frozen_group_size=_wished_group_size(plan, profile, cluster))
     free = replace(fixed, num_replicas="auto", partition="auto")
     count, stages = plan.num_microbatches, plan.num_stages
     stored = cacheable_encoders(profile)
@@ -240,6 +244,16 @@ def _changes(
         yield PlannedChange(f"{description}{details}", found.planned.iteration_s + disk_s)
 
 
+def _wished_group_size(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> int | Auto:
+    """`"auto"` where the plan has the size that it would choose itself, as changed plans choose theirs anew."""
+    options = replace(plan.options, frozen_group_size="auto")
+    evaluator = Evaluator(CostModel(profile, cluster), options)
+    ranks, sizes = plan.ranks_per_pipeline, plan.microbatch_sizes
+    shape = Shape(plan.num_pipelines, ranks, plan.num_stages, sizes, options.schedule)
+    chosen = evaluator.group_size(shape) or max(sizes)
+    return "auto" if plan.options.frozen_group_size == chosen else plan.options.frozen_group_size
+
+
 def _with(options: PlanOptions, **values: int) -> PlanOptions:
     """Replaces numbers, never below one."""
     return PlanOptions.from_dict(
@@ -278,6 +292,7 @@ def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:
         num_replicas=1,
         data_parallel=cluster.num_ranks,
         num_microbatches="auto",
+        schedule="1f1b",
     )
 
 

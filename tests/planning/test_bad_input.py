@@ -362,3 +362,39 @@ def test_two_backbones_are_refused_rather_than_half_planned():
         find_plan(
             replace(profile, backbones=(*profile.backbones, other)), Cluster(2), PlanOptions(8)
         )
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 10])
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "message"),
+    [
+        (4, {"num_stages": 2, "num_replicas": 2, "partition": "pipedream"}, "and never as num_replicas=2"),
+        (4, {"num_stages": 2, "num_replicas": 2, "partition": "diffusionpipe"}, "never as num_replicas"),
+        (4, {"num_stages": 2, "num_microbatches": 1}, "cannot be shared among 2 stages: a stage gets no more"),
+        (16, {"num_stages": 3, "num_microbatches": 8}, "cannot be shared among 3 stages.*more than 8 ranks"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_be_shared_among_stages(num_ranks, memory_bytes, options, message):
+    """History: an AssertionError, or a plan with other replicas than those asked for."""
+    cluster = Cluster(num_ranks, memory_bytes=memory_bytes)
+    with pytest.raises(PlanError, match=message):
+        find_plan(equal_profile(8), cluster, PlanOptions(8, data_parallel=1, **options))
+
+
+def test_replicas_that_a_rule_chooses_may_be_those_asked_for():
+    options = PlanOptions(8, num_replicas=(1, 3), partition="pipedream", data_parallel=1)
+    plan = find_plan(equal_profile(8), Cluster(4), options)
+    assert plan.options.num_replicas == (1, 3)
+
+
+@pytest.mark.parametrize("partition", ["diffusionpipe", "pipedream", "pipedream_code"])
+def test_rules_that_choose_replicas_do_not_interleave(partition):
+    """History: no cut of theirs was found, and that ended in an AssertionError."""
+    with pytest.raises(ConfigurationError, match=f"partition={partition} gives every stage ranks"):
+        PlanOptions(8, schedule="interleaved", partition=partition)
+
+
+def test_a_search_without_time_says_so():
+    """History: an AssertionError."""
+    with pytest.raises(PlanError, match="no plan was found within 0 s"):
+        find_plan(equal_profile(8), Cluster(4), PlanOptions(8), within_s=0)

@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.frozen_parts import split_evenly
+from lightning_diffpipe.planning.memory import peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import (
     EncoderLayerProfile,
@@ -16,6 +19,8 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
@@ -51,6 +56,38 @@ def test_a_small_case_by_hand():
         1000 + 2 * 40 + 120 + 2 * 60 + 200,
         1000 + 40 + 40 + 2 * 60 + 200,
     )
+
+
+def test_microbatches_that_differ_do_not_count_as_the_largest():
+    """History: eight microbatches of nine samples counted as sixteen, and a plan that fits was refused.
+
+    Three ranks with 20 layers each, a byte a layer and sample; GPipe keeps all nine samples.
+    """
+    profile = equal_profile(60, activation_bytes_per_sample=1)
+    options = PlanOptions(9, 3, 8, schedule="gpipe", data_parallel=1)
+    plan = find_plan(profile, Cluster(3, memory_bytes=180), options)
+    assert plan.planned.peak_memory_bytes == (180, 180, 180)
+    with pytest.raises(
+        PlanError, match="no plan fits into 179 bytes a rank: the smallest needs 180"
+    ):
+        find_plan(profile, Cluster(3, memory_bytes=179), options)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != INTERLEAVED])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
+    """For random microbatches, larger ones first, stages and replicas."""
+    rng = random.Random(seed)
+    sizes = split_evenly(rng.randint(8, 40), rng.randint(1, 8))
+    replicas = [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
+    placement = Placement.of_replicas(replicas)
+    model = CostModel(FOUR, Cluster(sum(replicas)))
+    bounds = Bounds(model, sizes, sum(replicas), keeps_all=schedule == "gpipe")
+    peaks = peak_samples(schedule_of(schedule, placement, len(sizes)), sizes)
+    for stage, ranks in enumerate(placement.stage_ranks):
+        later_ranks = sum(replicas[stage + 1 :])
+        least = bounds.alive_samples(replicas[stage], later_ranks)
+        assert sizes[0] <= least <= max(peaks[rank][stage] for rank in ranks)
 
 
 @pytest.mark.parametrize("seed", range(20))

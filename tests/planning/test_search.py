@@ -20,7 +20,12 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.planning.proposals import all_cuts, microbatch_counts, replicas_of, shapes
+from lightning_diffpipe.planning.proposals import (
+    all_cuts,
+    microbatch_counts,
+    replicas_of,
+    shapes,
+)
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES, SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
@@ -38,6 +43,13 @@ def seeds(num_seeds, num_fast):
     ]
 
 
+def every_count(options, samples):
+    """All numbers of microbatches; those the search leaves out must not be missed."""
+    wanted = options.num_microbatches
+    counts = range(1, samples + 1) if wanted == "auto" else [wanted]
+    return [M for M in counts if samples >= M]
+
+
 def every_way(profile, cluster, options):
     """All pipelines, microbatches, cuts and replicas, without any cleverness."""
     batch, num_layers = options.global_batch_size, len(profile.backbones[0].layers)
@@ -45,9 +57,7 @@ def every_way(profile, cluster, options):
         if cluster.num_ranks % pipelines or batch % pipelines:
             continue
         ranks, samples = cluster.num_ranks // pipelines, batch // pipelines
-        for M in microbatch_counts(options, samples):
-            if samples < M:
-                continue
+        for M in every_count(options, samples):
             for S in range(1, min(ranks, num_layers) + 1):
                 for marks in combinations(range(1, num_layers), S - 1):
                     for shares in combinations(range(1, ranks), S - 1):
@@ -63,8 +73,8 @@ def every_interleaved_way(profile, cluster, options):
         ranks, samples = cluster.num_ranks // pipelines, batch // pipelines
         if cluster.num_ranks % pipelines or batch % pipelines or ranks < 2:
             continue
-        for M in microbatch_counts(options, samples):
-            if samples < M or M % ranks:
+        for M in every_count(options, samples):
+            if M % ranks:
                 continue
             for S in (v * ranks for v in (2, 3, 4) if v * ranks <= num_layers):
                 for marks in combinations(range(1, num_layers), S - 1):
@@ -85,9 +95,14 @@ def step_and_memory(model, options, way):
     return simulated(model, options, pipelines, sizes, runs, schedule)
 
 
+def group_size(model, sizes, num_ranks):
+    """A rank alone runs frozen layers where they are called, on whole microbatches."""
+    return max(sizes) if num_ranks == 1 else model.group_size(sizes, num_ranks)
+
+
 def simulated(model, options, pipelines, sizes, runs, schedule):
     placement = schedule.placement
-    group = model.group_size(sizes, placement.num_ranks)
+    group = group_size(model, sizes, placement.num_ranks)
     parts = ()
     if model.profile.encoders:
         parts = encode_parts(sizes, placement.num_ranks, group_size=group)
@@ -177,7 +192,7 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
     for pipelines, sizes, edges, ranks in ways[::7]:
         bounds = Bounds(
-            model, sizes, ranks, pipelines, group_size=model.group_size(sizes, ranks),
+            model, sizes, ranks, pipelines, group_size=group_size(model, sizes, ranks),
             stages_per_rank=(len(edges) - 1) // ranks,
         )  # fmt: skip
         cuts = tuple((a, b, 1) for a, b in pairwise(edges))
@@ -187,6 +202,45 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     found = find_plan(profile, cluster, options)
     assert found.planned.iteration_s == pytest.approx(best_s)
     assert PipelinePlan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "batch", "step_s"),
+    [(10, 4, 20, 195), (40, 8, 100, 1605), (10, 5, 25, 174)],
+)
+def test_divisors_of_the_batch_are_tried(num_layers, num_stages, batch, step_s):
+    """History: only powers of two and three times them were, so that some microbatches were larger."""
+    options = PlanOptions(batch, num_stages=num_stages, data_parallel=1)
+    plan = find_plan(equal_profile(num_layers), Cluster(num_stages), options)
+    assert plan.planned.iteration_s == pytest.approx(step_s)
+    assert plan.num_microbatches == batch
+
+
+@pytest.mark.parametrize("num_ranks", [5, 10])
+def test_stages_are_interleaved_on_any_number_of_ranks(num_ranks):
+    """History: no number of microbatches that was tried is a multiple of 5, so that none was possible."""
+    options = PlanOptions(64, schedule="interleaved", data_parallel=1)
+    plan = find_plan(equal_profile(20), Cluster(num_ranks), options)
+    assert plan.num_microbatches % num_ranks == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages", "batch"), [(1, 1, 1024), (2, 2, 600)])
+def test_there_are_more_microbatches_where_fewer_do_not_fit(num_ranks, num_stages, batch):
+    """History: 256 were the most, and an error said that nothing fits."""
+    profile = equal_profile(2, activation_bytes_per_sample=100)
+    cluster = Cluster(num_ranks, memory_bytes=210)
+    options = PlanOptions(batch, num_stages=num_stages, data_parallel=1)
+    plan = find_plan(profile, cluster, options)
+    assert plan.num_microbatches == batch
+    assert max(plan.planned.peak_memory_bytes) == 200
+
+
+def test_as_many_microbatches_are_tried_as_there_is_time_for():
+    model = CostModel(equal_profile(2), Cluster(1))
+    assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
+    assert max(microbatch_counts(model, PlanOptions(5040), 1)) == 256
+    assert len(microbatch_counts(model, PlanOptions(5040), 1)) < 60
+    assert microbatch_counts(model, PlanOptions(5040, num_microbatches=7), 1) == (7,)
 
 
 def test_more_stages_than_ranks_are_interleaved():
@@ -231,7 +285,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
     for way in list(every_way(profile, cluster, options))[::3]:
         pipelines, sizes, edges, replicas = way
         ranks = sum(replicas)
-        group = model.group_size(sizes, ranks)
+        group = group_size(model, sizes, ranks)
         bounds = Bounds(model, sizes, ranks, pipelines, group_size=group)
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
@@ -313,6 +367,20 @@ def test_plain_data_parallelism_is_a_candidate():
     assert (free.num_stages, free.num_pipelines) == (1, 4)
     slow = Cluster(4, p2p=Link(1e9), all_reduce=Link(1e8))
     assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
+
+
+def test_a_rank_alone_runs_frozen_layers_on_whole_microbatches():
+    """History: it was charged for groups that it does not make, and a pipeline was taken instead."""
+    profile = equal_profile(4, frozen_share=0.1)
+    encoder = profile.encoders[0]
+    layer = replace(encoder.layers[0], forward_s=Seconds.of({1: 4.0, 16: 10.0}))
+    profile = replace(profile, encoders=(replace(encoder, layers=(layer,)),))
+    for group in ("auto", 1):
+        options = PlanOptions(32, num_stages=1, data_parallel=2, frozen_group_size=group)
+        plan = find_plan(profile, Cluster(2), options)
+        assert plan.num_microbatches == 1
+        assert plan.planned.iteration_s == pytest.approx(16 * 12 + 10)
+        assert plan.options.frozen_group_size == 16
 
 
 def test_nothing_is_filled_where_there_is_no_bubble():

@@ -13,7 +13,7 @@ from lightning_diffpipe.planning.instruction import Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
@@ -149,6 +149,32 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     text = str(explanation)
     assert "Bottleneck: pipeline warm-up and cooldown." in text
     assert "The rest, 34.5%, is waiting" in text
+
+
+def changes_of(group_size, **options):
+    """What would help where frozen work is cheap in large groups, by the first words of its description."""
+    profile = equal_profile(8, frozen_share=0.1)
+    (vae,) = profile.encoders
+    layer = replace(vae.layers[0], forward_s=Seconds.of({1: 40.0, 16: 55.0}))
+    profile = replace(profile, encoders=(replace(vae, layers=(layer,)),))
+    wishes = PlanOptions(32, partition="uniform", frozen_group_size=group_size, **options)
+    plan = find_plan(profile, Cluster(4), wishes)
+    changes = explain(plan, profile, Cluster(4)).changes
+    return {change.description.split(":")[0]: change.iteration_s for change in changes}
+
+
+def test_what_would_help_chooses_its_own_groups_of_frozen_work():
+    """History: it kept those of the plan, so that what pays with larger groups was not told, or as too slow."""
+    options = {"num_stages": 4, "num_microbatches": 16}
+    # Stages of 6 s a sample; each rank encodes 8 samples, in groups of 4 instead of 2.
+    assert changes_of("auto", **options)["8 microbatches"] == 11 * 24 + 2 * 43
+    assert "8 microbatches" not in changes_of(1, **options)  # as the user wants it
+
+
+def test_data_parallelism_is_told_beside_interleaved_stages():
+    """History: it was to be interleaved as well, which cannot be, and so it was left out."""
+    changes = changes_of("auto", num_stages=8, num_microbatches=4, schedule="interleaved")
+    assert changes["no pipeline"] == 8 * 24 + 47
 
 
 def test_layers_that_follow_noise_are_not_said_to_be_stored():
