@@ -46,7 +46,8 @@ class PlanOptions:
             plan of a profile with an encoder that may not.
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
             ones balance better and large ones run faster; `auto` weighs the two by the profile.
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; a number >= 0.
+        optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
+            gradient; a number >= 0.
 
     Raises:
         ConfigurationError: A value that cannot be.

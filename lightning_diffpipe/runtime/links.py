@@ -24,6 +24,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 
 _TAG = 3_777_777
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
+_HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
 
 
 def measure_cluster(
@@ -42,11 +43,10 @@ def measure_cluster(
         budget_s: Seconds to spend, about.
 
     Returns:
-        The same cluster on all ranks, with the memory of a GPU as its limit.
+        The same cluster on all ranks, with `memory_bytes` of the device as its limit.
     """
-    memory_bytes = _memory_bytes(device)
     if group is None or dist.get_world_size(group) == 1:
-        return Cluster(1, memory_bytes=memory_bytes)
+        return Cluster(1, memory_bytes=memory_bytes(device))
     bench = _Bench(group, device, sizes)
     hosts = bench.hosts()
     num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
@@ -54,7 +54,7 @@ def measure_cluster(
     cluster = Cluster(
         num_ranks,
         ranks_per_host=per_host,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_bytes(device),
         p2p=replace(bench.point_to_point(1, each_s), holds_sender=bench.copies_itself),
         # The first rank of the second host.
         p2p_between_hosts=None if per_host is None else bench.point_to_point(per_host, each_s),
@@ -175,7 +175,14 @@ def _ranks_per_host(hosts: Sequence[str]) -> int | None:
     return count if regular and count < len(hosts) else None
 
 
-def _memory_bytes(device: torch.device) -> int | None:
+def memory_bytes(device: torch.device) -> int | None:
+    """What plans may use of a GPU's memory; None for other devices, which set no limit.
+
+    8 % of the card are held back, 1 GiB at least. Plans do not count the CUDA context and the kernels loaded
+    into it (0.3 to 0.7 GiB), buffers of NCCL, workspaces of cuBLAS and cuDNN, gradients on their way to be
+    summed (up to 16 buckets of 32 MiB) and what the allocator cannot hand out in one piece.
+    """
     if device.type != "cuda":
         return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)

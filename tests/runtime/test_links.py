@@ -1,9 +1,16 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.runtime.links import _ranks_per_host, fit_link, measure_cluster
+from lightning_diffpipe.runtime.links import (
+    _ranks_per_host,
+    fit_link,
+    measure_cluster,
+    memory_bytes,
+)
 from tests.ranks import run_ranks
 
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
@@ -40,6 +47,15 @@ def test_hosts_count_only_if_they_are_regular():
 
 def test_one_rank_has_no_links():
     assert measure_cluster(None, torch.device("cpu")) == Cluster(1)
+
+
+@pytest.mark.parametrize(("card_gib", "left_gib"), [(80, 80 * 0.92), (8, 7)])
+def test_plans_do_not_get_the_whole_card(monkeypatch, card_gib, left_gib):
+    """History: plans filled a card to its last byte, and the CUDA context did not fit beside them."""
+    card = SimpleNamespace(total_memory=card_gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert memory_bytes(torch.device("cuda")) == pytest.approx(left_gib * (1 << 30))
+    assert memory_bytes(torch.device("cpu")) is None
 
 
 def _measure(rank):
