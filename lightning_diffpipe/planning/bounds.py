@@ -279,7 +279,8 @@ class Bounds:
     def _furthest_in_memory(self, first: int, r: int, later_ranks: int) -> int:
         limit = self.model.cluster.memory_bytes
         assert limit is not None
-        needs = self.model.need_bytes(0, self._alive(r, later_ranks) * self.sizes[0])
+        alive = self._alive(r, later_ranks)
+        needs = self.model.need_bytes(0, alive * self.sizes[0], alive)
         left = limit - self.model.frozen_bytes + needs[first]
         return bisect_right(needs, left * (1 + _SLACK)) - 1
 
