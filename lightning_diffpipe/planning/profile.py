@@ -90,7 +90,8 @@ class Seconds:
         """Reads the JSON form."""
         times: dict[int, float] = {}
         for key, value in node.members():
-            if not key.isdecimal() or int(key) < 1:
+            # Not "01" either, which would be the same number again; more digits are no sample count.
+            if not key.isdecimal() or len(key) > 18 or str(int(key)) != key or key == "0":
                 raise node.expected(f'numbers of samples such as "4" as keys, not {key!r}')
             times[int(key)] = value.number()
         if not times:
