@@ -1,4 +1,6 @@
+import socket
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -73,3 +75,43 @@ def test_all_ranks_get_the_same_cluster(world_size):
     for link in (clusters[0].p2p, clusters[0].all_reduce):
         assert link.bandwidth_bytes_per_s > 1e6
         assert 0 <= link.latency_s < 1
+
+
+def _measure_on(rank, hosts):
+    """The cluster, and who took part in which messages: sizes of groups that were summed over, peers."""
+    sums, peers = set(), set()
+    all_reduce, send = dist.all_reduce, dist.send
+
+    def counted_sum(buffer, group):
+        sums.add(dist.get_world_size(group))
+        return all_reduce(buffer, group=group)
+
+    def counted_send(buffer, peer, **options):
+        peers.add(peer)
+        return send(buffer, peer, **options)
+
+    with (
+        mock.patch.object(dist, "all_reduce", counted_sum),
+        mock.patch.object(dist, "send", counted_send),
+        mock.patch.object(socket, "gethostname", return_value=hosts[rank]),
+    ):
+        return _measure(rank), sums, peers
+
+
+def _measure_on_hosts(rank):
+    return _measure_on(rank, "aabb"), _measure_on(rank, "aaab")
+
+
+@pytest.mark.distributed
+def test_links_inside_and_between_hosts_are_told_apart():
+    """History: the sum over all ranks counted inside a host, too; unequal hosts counted as one with NVLink."""
+    regular, irregular = zip(*run_ranks(_measure_on_hosts, 4), strict=True)
+    cluster = regular[0][0]
+    assert all(found == cluster for found, _, _ in regular)
+    assert (cluster.ranks_per_host, cluster.all_reduce_between_hosts is None) == (2, False)
+    assert [sums for _, sums, _ in regular] == [{2, 4}, {2, 4}, {4}, {4}]
+    assert regular[0][2] == {1, 2}
+    cluster = irregular[0][0]
+    assert (cluster.ranks_per_host, cluster.p2p_between_hosts) == (None, None)
+    assert [sums for _, sums, _ in irregular] == [{4}] * 4
+    assert irregular[0][2] == {3}
