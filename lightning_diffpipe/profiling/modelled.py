@@ -44,7 +44,7 @@ from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 6
+_VERSION = 7
 """Of what is modelled, and how: kept profiles of another one are not used."""
 
 
