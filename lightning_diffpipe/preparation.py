@@ -307,7 +307,7 @@ def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> 
         return source
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
-    if source == "measure":
+    if source is None or source == "measure":
         agree, pool = partial(_agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agree, pool=pool)
     path = Path(source)

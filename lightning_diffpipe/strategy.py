@@ -63,8 +63,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
         plan: A plan, or the path of one, to use instead of searching.
-        profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
-            from operation counts; or a profile, or the path of one.
+        profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
+            times from operation counts; or a profile, or the path of one.
         cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is

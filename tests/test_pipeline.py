@@ -10,7 +10,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import DiffPipeStrategy, find_plan, pipeline
+from lightning_diffpipe import DiffPipeStrategy, find_plan, pipeline, preparation
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
@@ -20,7 +20,7 @@ from lightning_diffpipe.pipeline import Pipeline, cut_positions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan
+from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan, _profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.verification import WholeRun, compare
@@ -155,3 +155,10 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
     process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
     cluster = _cluster(PipelineOptions(profile=profile), process)
     assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+
+
+@pytest.mark.parametrize("source", [None, "measure"])
+def test_without_a_profile_layers_are_timed(monkeypatch, source):
+    """History: profile=None ended in a TypeError of the path it was taken for."""
+    monkeypatch.setattr(preparation, "cached_profile", lambda subject, **options: "timed")
+    assert _profile(None, source, None) == "timed"
