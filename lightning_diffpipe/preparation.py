@@ -38,7 +38,7 @@ from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
-from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.runtime.links import measure_cluster, memory_bytes
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
 
@@ -46,11 +46,17 @@ _log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 _NUM_PROBED_SAMPLES = 2
 _PLANNING_TIMEOUT_S = 1800.0
+_ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a user may decide; the strategy's arguments, documented there."""
+    """What a user may decide; the strategy's arguments, documented there.
+
+    Attributes:
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; the strategy knows of
+            them.
+    """
 
     num_stages: int | Auto = "auto"
     num_microbatches: int | Auto = "auto"
@@ -65,6 +71,8 @@ class PipelineOptions:
     seed: int | None = None
     check_finite: bool = False
     verify: bool = False
+    optimizer_bytes_factor: float | Auto = "auto"
+    averages_bytes_factor: float = 0.0
 
     def __post_init__(self) -> None:
         # What cannot be is refused before anything is done.
@@ -76,7 +84,8 @@ class PipelineOptions:
         Raises:
             ConfigurationError: A value that cannot be.
         """
-        return PlanOptions(
+        factor = self.optimizer_bytes_factor
+        options = PlanOptions(
             global_batch_size=global_batch_size,
             data_parallel=data_parallel,
             num_stages=self.num_stages,
@@ -85,7 +94,11 @@ class PipelineOptions:
             schedule=self.schedule,
             filling=self.filling,
             frozen_group_size=self.frozen_group_size,
+            optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
         )
+        # Averages live as long as the optimizer's state, one for each trained weight.
+        all_bytes = options.optimizer_bytes_factor + self.averages_bytes_factor
+        return replace(options, optimizer_bytes_factor=all_bytes)
 
 
 def prepare(
@@ -207,7 +220,8 @@ def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfil
 def _cluster(options: PipelineOptions, process: Process) -> Cluster:
     """The links between the ranks: given, or measured. A collective call.
 
-    Without measured layers there is nothing to weigh them against, and they count as free.
+    Without measured layers there is nothing to weigh them against, and they count as free. A device's memory
+    is a limit all the same, on one rank as well.
     """
     if isinstance(options.cluster, Cluster):
         return options.cluster
@@ -218,7 +232,7 @@ def _cluster(options: PipelineOptions, process: Process) -> Cluster:
             f"cluster must be 'measure', a Cluster or a mapping; got {options.cluster!r}"
         )
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
-        return Cluster(num_ranks=process.world_size)
+        return Cluster(process.world_size, memory_bytes=memory_bytes(process.device))
     group = dist.new_group(backend=process.backend)
     cluster = measure_cluster(group, process.device)
     _close(group)
@@ -293,7 +307,7 @@ def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> 
         return source
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
-    if source == "measure":
+    if source is None or source == "measure":
         agree, pool = partial(_agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agree, pool=pool)
     path = Path(source)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,10 +63,14 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
         plan: A plan, or the path of one, to use instead of searching.
-        profile: `"measure"` times the layers of the model on this machine; `"flops"` derives times
-            from operation counts; or a profile, or the path of one.
+        profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
+            times from operation counts; or a profile, or the path of one.
         cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
             fields as a mapping.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
+            planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
+            float32 beside bfloat16. `"auto"` counts Adam, since the optimizer is made later. The averages of
+            an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
@@ -96,6 +101,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         check_finite: bool = False,
         verify: bool = False,
         process_group_backend: str | None = None,
+        optimizer_bytes_factor: float | Auto = "auto",
         **unsupported: Any,
     ) -> None:
         if unsupported:
@@ -120,6 +126,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             seed=seed,
             check_finite=check_finite,
             verify=verify,
+            optimizer_bytes_factor=optimizer_bytes_factor,
         )
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
@@ -166,12 +173,21 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert module is not None
         batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
-        self.pipeline = prepare(module, self._run_training_step, batch, self._options, self.process)
+        averages = self._averages_bytes_factor(trainer)
+        options = replace(self._options, averages_bytes_factor=averages)
+        self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
+
+    def _averages_bytes_factor(self, trainer: Any) -> float:
+        """Bytes that averages of the weights take on a rank, for each byte it trains."""
+        from lightning_diffpipe.callbacks.ema import EMA
+
+        kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
+        return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
 
     def _add_bubble_filling(self, trainer: Any) -> None:
         from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling

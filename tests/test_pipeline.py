@@ -10,8 +10,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import find_plan, pipeline
-from lightning_diffpipe.errors import GraphError, PlanError
+from lightning_diffpipe import DiffPipeStrategy, find_plan, pipeline, preparation
+from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
@@ -19,7 +20,7 @@ from lightning_diffpipe.pipeline import Pipeline, cut_positions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.preparation import _given_plan
+from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan, _profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.verification import WholeRun, compare
@@ -126,3 +127,38 @@ def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
     check(torch.float32, torch.bfloat16, torch.int64)
     with pytest.raises(GraphError, match=r"the gradient of weight by 2.0e-02 .* below 1e-03"):
         check(torch.float32, torch.int64)
+
+
+def test_averages_of_the_weights_and_the_optimizer_count_as_memory():
+    """History: an EMA, and any optimizer other than Adam, were unknown to plans in training."""
+    wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).wishes(8, 1)
+    assert wishes.optimizer_bytes_factor == 1.0
+    assert PipelineOptions().wishes(8, 1).optimizer_bytes_factor == 2.0
+    with pytest.raises(ConfigurationError, match="such as 2 for Adam; got 'adam'"):
+        PipelineOptions(optimizer_bytes_factor="adam")
+
+
+def test_the_strategy_counts_the_averages_of_its_callbacks():
+    strategy = DiffPipeStrategy()
+    strategy._lightning_module = nn.Linear(2, 2).bfloat16()
+    trainer = SimpleNamespace(callbacks=[EMA(), object()])
+    assert strategy._averages_bytes_factor(trainer) == 2.0
+    strategy._lightning_module.float()
+    assert strategy._averages_bytes_factor(trainer) == 1.0
+
+
+@pytest.mark.parametrize(("profile", "num_ranks"), [("flops", 4), ("measure", 1)])
+def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_ranks):
+    """History: with profile=flops, and on one rank, plans knew no limit and ran out of memory."""
+    card = SimpleNamespace(total_memory=100 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
+    cluster = _cluster(PipelineOptions(profile=profile), process)
+    assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+
+
+@pytest.mark.parametrize("source", [None, "measure"])
+def test_without_a_profile_layers_are_timed(monkeypatch, source):
+    """History: profile=None ended in a TypeError of the path it was taken for."""
+    monkeypatch.setattr(preparation, "cached_profile", lambda subject, **options: "timed")
+    assert _profile(None, source, None) == "timed"

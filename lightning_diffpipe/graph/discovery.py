@@ -176,6 +176,7 @@ class StepProbe:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
             glue_writes=frozenset(tracer.provenance.glue_writes),
+            autocast=frozenset(tracer.autocast),
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:

@@ -223,6 +223,8 @@ class LayerGraph:
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
             of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
+        autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
+            trace in a probe on the host.
     """
 
     layers: tuple[Layer, ...]
@@ -244,6 +246,7 @@ class LayerGraph:
         default=None, compare=False, repr=False
     )
     glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    autocast: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

@@ -128,6 +128,7 @@ class Tracer:
         self.fine_names: list[str] = []
         self.logged: set[Any] = set()
         self.drew_host_random = False
+        self.autocast: set[str] = set()
         self._module, self._layers, self._containers = module, set(layers), set(containers)
         self._fine, self._seeded, self._fake = set(fine), seeded, fake
         self._buffers = dict(module.named_buffers())
@@ -214,6 +215,11 @@ class Tracer:
         mode = self.provenance
         record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
         record.argument_dims = leading_dims((args, kwargs))
+        self.autocast |= {
+            f"{kind} {torch.get_autocast_dtype(kind)}"
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        }
         self.records.append(record)
         state, host_state = rng.capture(host=False), rng.host_state()
         mode.current = record

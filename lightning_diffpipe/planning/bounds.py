@@ -182,16 +182,15 @@ class Bounds:
         if limit is None:
             return True
         run = LayerRun(0, first, stop)
-        kept = self.model.activation_bytes(run, self.alive_samples(replicas, later_ranks))
+        alive = self.alive_sizes(replicas, later_ranks)
+        kept = self.model.activation_bytes(run, sum(alive), len(alive))
         kept += self.model.resident_bytes(run) + self._encoding_bytes(run, replicas)
         return self.model.frozen_bytes + kept <= limit
 
-    def alive_samples(self, replicas: int, later_ranks: int) -> int:
-        """Samples whose activations the first replica of a stage keeps at least, at a time."""
+    def alive_sizes(self, replicas: int, later_ranks: int) -> tuple[int, ...]:
+        """Samples of the microbatches whose activations the first replica of a stage keeps at least, at a time."""
         own = self.sizes[::replicas]
-        if self.keeps_all:
-            return sum(own)
-        return sum(own[: forwards_ahead(replicas, later_ranks) + 1])
+        return own if self.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
 
     def _encoding_bytes(self, run: LayerRun, replicas: int) -> float:
         """Encodings that are held beside activations, at least."""
@@ -282,7 +281,8 @@ class Bounds:
     def _furthest_in_memory(self, first: int, r: int, later_ranks: int) -> int:
         limit = self.model.cluster.memory_bytes
         assert limit is not None
-        needs = self.model.need_bytes(0, self.alive_samples(r, later_ranks))
+        alive = self.alive_sizes(r, later_ranks)
+        needs = self.model.need_bytes(0, sum(alive), len(alive))
         left = limit - self.model.frozen_bytes + needs[first]
         return bisect_right(needs, left * (1 + _SLACK)) - 1
 

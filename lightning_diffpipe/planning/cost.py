@@ -70,7 +70,7 @@ class CostModel:
     _works: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _needs: dict[tuple[int, float], tuple[float, ...]] = field(
+    _needs: dict[tuple[int, float, int], tuple[float, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _read_bytes: dict[LayerRun, int] = field(default_factory=dict, repr=False, compare=False)
@@ -104,13 +104,14 @@ class CostModel:
             self._works[key] = tuple(total)
         return self._works[key]
 
-    def need_bytes(self, backbone: int, samples: float) -> tuple[float, ...]:
+    def need_bytes(self, backbone: int, samples: float, microbatches: int) -> tuple[float, ...]:
         """Running sums of what all layers keep, with activations of that many samples."""
-        key = (backbone, samples)
+        key = (backbone, samples, microbatches)
         if key not in self._needs:
             runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
             self._needs[key] = tuple(
-                self.resident_bytes(run) + samples * self.activation_bytes(run, 1) for run in runs
+                self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
+                for run in runs
             )
         return self._needs[key]
 
@@ -152,10 +153,13 @@ class CostModel:
         """Running sums of the bytes of gradients of all layers."""
         return self._byte_sums(backbone, "gradient_bytes", lambda layer: layer.gradient_bytes)
 
-    def activation_bytes(self, run: LayerRun, samples: float) -> float:
-        """Bytes kept between forward and backward of a microbatch."""
+    def activation_bytes(self, run: LayerRun, samples: float, microbatches: int = 1) -> float:
+        """Bytes kept between forward and backward of so many samples, in so many microbatches."""
         key = "activation_bytes_per_sample"
-        return samples * self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_sample)
+        kept = samples * self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_sample)
+        key = "activation_bytes_per_microbatch"
+        fixed = self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_microbatch)
+        return kept + microbatches * fixed
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Bytes of all tensors that are alive across the cut behind the run."""

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.reading import Node
 
-_TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
+TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
 
 
 def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
     """The JSON form: tables as `{samples: [seconds of each stage]}`."""
     first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
     tables: dict[str, object] = {
-        name: _table_to_json(getattr(costs, name), first) for name in _TABLES
+        name: _table_to_json(getattr(costs, name), first) for name in TABLES
     }
     feedback = {str(size): costs.feedback_s[at] for size, at in first.items()}
     return {
@@ -39,12 +39,12 @@ def costs_from_node(node: Node) -> PipelineCosts:
     Raises:
         DiffPipeError: Of the node's type; names the bad key.
     """
-    keys = ("sizes", *_TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
+    keys = ("sizes", *TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
     node.check_keys(keys, ("holds_sender", "split_s"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
     feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
     forward, backward, weight, activation, gradient = (
-        _read_table(node[name], sizes) for name in _TABLES
+        _read_table(node[name], sizes) for name in TABLES
     )
     return PipelineCosts(
         sizes=sizes,
@@ -69,4 +69,7 @@ def _read_numbers(node: Node) -> tuple[float, ...]:
 def _read_table(node: Node, sizes: tuple[int, ...]) -> Table:
     node.check_keys(sorted({str(size) for size in sizes}))
     columns = [_read_numbers(node[str(size)]) for size in sizes]
+    for size, column in zip(sizes, columns, strict=True):
+        if len(column) != len(columns[0]):
+            raise node[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")
     return tuple(zip(*columns, strict=True))

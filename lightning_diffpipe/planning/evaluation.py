@@ -28,6 +28,7 @@ from lightning_diffpipe.planning.makespan import (
 )
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
+    Waiting,
     frozen_loads,
     peak_memory_bytes,
     peak_samples_of,
@@ -77,13 +78,13 @@ class Pipeline:
     placement: Placement
     sizes: tuple[int, ...]
     links: PipelineLinks
-    _peaks: dict[int, dict[int, float]] = field(default_factory=dict, repr=False, compare=False)
+    _peaks: dict[int, dict[int, Waiting]] = field(default_factory=dict, repr=False, compare=False)
 
     def schedule(self) -> Schedule:
         """Without frozen work; made anew, as many large ones would slow down everything else."""
         return schedule_of(self.schedule_name, self.placement, len(self.sizes))
 
-    def peak(self, rank: int) -> dict[int, float]:
+    def peak(self, rank: int) -> dict[int, Waiting]:
         """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
             stages = self.placement.stages_of(rank)
@@ -92,7 +93,7 @@ class Pipeline:
         return self._peaks[rank]
 
     @property
-    def peaks(self) -> tuple[dict[int, float], ...]:
+    def peaks(self) -> tuple[dict[int, Waiting], ...]:
         """Of all ranks."""
         return tuple(map(self.peak, range(self.placement.num_ranks)))
 

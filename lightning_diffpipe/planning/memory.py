@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
@@ -20,8 +21,15 @@ def peak_alive(program: Program) -> int:
     return peak
 
 
-def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, float], ...]:
-    """By rank and stage: the most samples whose activations wait for a backward.
+class Waiting(NamedTuple):
+    """What waits for a backward: samples, and the microbatches they are in."""
+
+    samples: float
+    microbatches: int
+
+
+def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, Waiting], ...]:
+    """By rank and stage: the most samples, and microbatches, whose activations wait for a backward.
 
     Args:
         schedule: The programs.
@@ -36,15 +44,18 @@ def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, fl
 
 def peak_samples_of(
     program: Program, stages: Sequence[int], sizes: Sequence[int]
-) -> dict[int, float]:
+) -> dict[int, Waiting]:
     """... of one rank, by its stages."""
-    alive = dict.fromkeys(stages, 0.0)
-    peak = dict(alive)
+    samples, microbatches = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0)
+    most_samples, most_microbatches = dict(samples), dict(microbatches)
     for stage, microbatch, change in _kept_and_freed(program):
-        alive[stage] += change * sizes[microbatch]
-        if alive[stage] > peak[stage]:
-            peak[stage] = alive[stage]
-    return peak
+        samples[stage] += change * sizes[microbatch]
+        microbatches[stage] += change
+        if samples[stage] > most_samples[stage]:
+            most_samples[stage] = samples[stage]
+        if microbatches[stage] > most_microbatches[stage]:
+            most_microbatches[stage] = microbatches[stage]
+    return {stage: Waiting(most_samples[stage], most_microbatches[stage]) for stage in stages}
 
 
 def _kept_and_freed(program: Program) -> Iterator[tuple[int, int, int]]:
@@ -121,7 +132,7 @@ def frozen_loads(
 
 def peak_memory_bytes(
     model: CostModel,
-    peaks: Sequence[Mapping[int, float]],
+    peaks: Sequence[Mapping[int, Waiting]],
     runs: Sequence[LayerRun],
     loads: Sequence[FrozenLoad] = (),
 ) -> tuple[int, ...]:
@@ -141,7 +152,7 @@ def peak_memory_bytes(
 
 def rank_bytes(
     model: CostModel,
-    peak: Mapping[int, float],
+    peak: Mapping[int, Waiting],
     runs: Sequence[LayerRun],
     load: FrozenLoad | None,
 ) -> int:
@@ -152,6 +163,6 @@ def rank_bytes(
     be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
-    kept = sum(model.activation_bytes(runs[stage], samples) for stage, samples in peak.items())
+    kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     beside, alone = (0, 0) if load is None else load.num_bytes(model, runs)
     return round(model.frozen_bytes + resident + max(kept + beside, alone))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.reading import Node
+from lightning_diffpipe.planning.reading import LARGEST, Node
 from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES
 
 Auto = Literal["auto"]
@@ -49,7 +48,8 @@ class PlanOptions:
             plan of a profile with an encoder that may not.
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
             ones balance better and large ones run faster; `auto` weighs the two by the profile.
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; a number >= 0.
+        optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
+            gradient; a number >= 0.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -71,7 +71,15 @@ class PlanOptions:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
         for name in ("num_stages", "num_microbatches", "data_parallel", "frozen_group_size"):
             self._check_count(name, getattr(self, name), auto=True)
+        if not isinstance(self.frozen_splittable, bool):
+            raise ConfigurationError(
+                f"frozen_splittable must be true or false; got {self.frozen_splittable!r}"
+            )
         replicas = self.num_replicas
+        if replicas == ():
+            raise ConfigurationError(
+                "num_replicas names no stage: []; give a number for all stages, one for each, or 'auto'"
+            )
         for count in replicas if isinstance(replicas, tuple) else (replicas,):
             self._check_count("num_replicas", count, auto=not isinstance(replicas, tuple))
         if isinstance(replicas, tuple) and self.num_stages not in ("auto", len(replicas)):
@@ -101,14 +109,14 @@ class PlanOptions:
     def _check_count(name: str, value: object, auto: bool) -> None:
         if auto and value == "auto":
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
             choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
             raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
 
     @staticmethod
     def _check_factor(value: object) -> None:
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 <= value < math.inf:  # type: ignore[operator]
+        if not good or not 0 <= value <= LARGEST:  # type: ignore[operator]
             raise ConfigurationError(
                 f"optimizer_bytes_factor must be a number >= 0, such as 2 for Adam; got {value!r}"
             )

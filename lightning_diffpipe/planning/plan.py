@@ -45,6 +45,7 @@ from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
+from lightning_diffpipe.planning.plan_checks import check_costs, check_encodes, check_options
 from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.simulator import simulate
@@ -211,13 +212,14 @@ class PipelinePlan:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def validate(self) -> None:
-        """Checks the laws of its schedule and that it ends.
+        """Checks that its parts belong together, the laws of its schedule and that it ends.
 
         Raises:
             PlanError: Names what is wrong.
         """
-        _resolved(self.options.num_microbatches, "num_microbatches")
-        _check_encodes(self)
+        check_options(self)
+        check_encodes(self)
+        check_costs(self)
         try:
             self.lowered.validate()
             simulate(self.lowered)
@@ -278,19 +280,6 @@ def _canonical(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
-
-
-def _check_encodes(plan: PipelinePlan) -> None:
-    """Every frozen part or piece is run once, on its rank."""
-    known = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
-    for rank, program in enumerate(plan.programs):
-        for part in (i.part for i in program if isinstance(i, Encode)):
-            if known.pop(part, None) != rank:
-                raise PlanError(
-                    f"plan: programs.{rank}: E{part} is not a frozen part of this rank, or is run twice"
-                )
-    if known:
-        raise PlanError(f"plan: programs: frozen part {min(known)} is never run")
 
 
 def _content(plan: PipelinePlan) -> dict[str, object]:

@@ -18,7 +18,7 @@ between and beyond the measured counts; sizes are in bytes:
 Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repeated_s": {"1": 0.001}` and
 `"split_s"` like it; see `BackboneProfile`. An encoder may also have
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
-see `EncoderProfile`.
+see `EncoderProfile`. A layer may also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Seconds:
         """Reads the JSON form."""
         times: dict[int, float] = {}
         for key, value in node.members():
-            if not key.isdecimal() or int(key) < 1:
+            # Not "01" either, which would be the same number again; more digits are no sample count.
+            if not key.isdecimal() or len(key) > 18 or str(int(key)) != key or key == "0":
                 raise node.expected(f'numbers of samples such as "4" as keys, not {key!r}')
             times[int(key)] = value.number()
         if not times:
@@ -113,6 +114,8 @@ class LayerProfile:
         activation_bytes_per_sample: Bytes kept for the backward.
         flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
             and one for each element that anything else writes; 0 if unknown.
+        activation_bytes_per_microbatch: Bytes kept for the backward besides, once for each microbatch
+            however large it is: under autocast every microbatch has casts of the weights of its own.
     """
 
     name: str
@@ -124,6 +127,7 @@ class LayerProfile:
     boundary_bytes_per_sample: int = 0
     activation_bytes_per_sample: int = 0
     flops_per_sample: int = 0
+    activation_bytes_per_microbatch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,7 @@ def _write(profile: ModelProfile) -> str:
 
 
 def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
-    split = layer.weight_gradient_s
+    split, fixed = layer.weight_gradient_s, layer.activation_bytes_per_microbatch
     return {
         "name": layer.name,
         "forward_s": layer.forward_s.to_json(),
@@ -323,6 +327,7 @@ def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
         "gradient_bytes": layer.gradient_bytes,
         "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
         "activation_bytes_per_sample": layer.activation_bytes_per_sample,
+        **({"activation_bytes_per_microbatch": fixed} if fixed else {}),
         **_flops_to_json(layer),
     }
 
@@ -388,7 +393,8 @@ def _read_layer(node: Node) -> LayerProfile:
         "activation_bytes_per_sample",
         "flops_per_sample",
     )
-    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *sizes, *per_sample))
+    known = (*sizes, *per_sample, "activation_bytes_per_microbatch")
+    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *known))
     split = None
     if "weight_gradient_s" in node:
         split = Seconds.from_node(node["weight_gradient_s"])
@@ -397,7 +403,7 @@ def _read_layer(node: Node) -> LayerProfile:
         Seconds.from_node(node["forward_s"]),
         Seconds.from_node(node["backward_s"]),
         split,
-        *(_count(node, key) for key in (*sizes, *per_sample)),
+        *(_count(node, key) for key in known),
     )
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_diffpipe.errors import DiffPipeError
+
+LARGEST = (1 << 63) - 1
+"""No count or size is larger; what is larger was mistyped, and would overflow in arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,37 @@ class Node:
         """Parses JSON.
 
         Raises:
-            DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off.
+            DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off. Or an object has
+                a key twice, a number thousands of digits, or objects lie too deep in each other.
         """
+
+        def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+            members: dict[str, object] = {}
+            for key, value in pairs:
+                if key in members:
+                    raise error(
+                        f"{source}: an object has the key {key!r} twice, with {_shown(members[key])} and "
+                        f"with {_shown(value)}; keep one of them"
+                    )
+                members[key] = value
+            return members
+
         try:
-            return cls(json.loads(text), "", error, source)
+            return cls(json.loads(text, object_pairs_hook=of_pairs), "", error, source)
+        except RecursionError as cause:
+            raise error(
+                f"{source}: objects or arrays lie too deep in each other to be read"
+            ) from cause
         except json.JSONDecodeError as cause:
             ends = not text[cause.pos :].strip() or cause.msg.startswith("Unterminated")
             hint = "the file seems to be cut short" if ends else "it was probably edited by hand"
             where = f"line {cause.lineno}, column {cause.colno}"
             what = cause.msg.removesuffix(" at")  # "Unterminated string starting at"
             raise error(f"{source} is not JSON: {what} at {where}; {hint}") from cause
+        except DiffPipeError:
+            raise
+        except ValueError as cause:
+            raise error(f"{source}: a number has too many digits: {cause}") from cause
 
     def check_format(self, wanted: str) -> None:
         """Refuses a document of another kind, before its keys are called unknown."""
@@ -114,7 +139,9 @@ class Node:
     def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
         """This value as a finite number in a range."""
         good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        if not good or not math.isfinite(self.value) or not minimum <= self.value <= maximum:  # type: ignore[arg-type, operator]
+        # An integer may be larger than any float; whether it is finite cannot be asked.
+        highest = min(maximum, sys.float_info.max)
+        if not good or not minimum <= self.value <= highest:  # type: ignore[operator]
             limit = f" and <= {maximum:g}" if maximum < math.inf else ""
             raise self.expected(f"a number >= {minimum:g}{limit}")
         return float(self.value)  # type: ignore[arg-type]
@@ -126,6 +153,8 @@ class Node:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.expected(f"a whole number >= {minimum}")
+        if value > LARGEST:
+            raise self.expected(f"a whole number of at most {LARGEST}")
         return value
 
     def _address(self, key: str) -> str:
@@ -133,5 +162,8 @@ class Node:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "objects or arrays too deep in each other"
     return text if len(text) <= 60 else f"{text[:57]}..."

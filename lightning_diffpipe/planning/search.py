@@ -308,6 +308,7 @@ class Search:
             layer.parameter_bytes
             + factor * layer.gradient_bytes
             + size * layer.activation_bytes_per_sample
+            + layer.activation_bytes_per_microbatch
             for layer in self.model.profile.backbones[0].layers
         ]
 

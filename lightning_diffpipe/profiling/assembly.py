@@ -33,12 +33,14 @@ class LayerCost:
         backward_s: Whole backward; of a frozen layer nothing.
         weight_gradient_s: The part of it that only makes weight gradients.
         activation_bytes_per_sample: Bytes kept for the backward.
+        activation_bytes_per_microbatch: Bytes kept besides, whatever the number of samples.
     """
 
     forward_s: Seconds
     backward_s: Seconds
     weight_gradient_s: Seconds
     activation_bytes_per_sample: int = 0
+    activation_bytes_per_microbatch: int = 0
 
 
 def assemble(
@@ -88,6 +90,7 @@ def assemble(
                 boundary_bytes_per_sample=boundaries[position] // samples,
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
                 flops_per_sample=layer.cost_flops // samples,
+                activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
             )
         )
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.clock import clock_for
@@ -27,7 +28,7 @@ from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
-from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
+from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Bench:
 
     def run(
         self, counts: Sequence[int], repeats: int | None, budget_s: float, fixed: bool
-    ) -> tuple[Rounds, list[float], Splits]:
+    ) -> tuple[Rounds, list[KeptBytes], Splits]:
         """Times all layers.
 
         Args:
@@ -84,7 +85,7 @@ class Bench:
             fixed: Run all of the counts, however long it takes.
 
         Returns:
-            The times of steps; by layer the bytes kept for the backward, per sample; times of split
+            The times of steps; by layer the bytes kept for the backward; times of split
             backwards.
 
         Raises:
@@ -116,33 +117,33 @@ class Bench:
         repeats: int | None,
         budget_s: float,
         limit_s: float | None,
-    ) -> tuple[Rounds, list[float], Splits]:
+    ) -> tuple[Rounds, list[KeptBytes], Splits]:
         batch = self._batch
         try:
             with placed(self._module, self._device):
                 self._batch = tree_to(batch, self._device)
                 rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
-                return rounds, self._saved_bytes(max(rounds)), splits
+                saved = {count: self._saved_bytes(count) for count in (min(rounds), max(rounds))}
+                return rounds, kept_bytes(saved), splits
         finally:
             self._batch = batch
 
     def _one_by_one(
         self, counts: Sequence[int], repeats: int, limit_s: float | None
-    ) -> tuple[Rounds, list[float]]:
+    ) -> tuple[Rounds, list[KeptBytes]]:
         rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
-        saved: list[float] = []
+        saved: dict[int, list[int]] = {}
         with self._interception() as interception:
 
             def run(count: int) -> float:
-                nonlocal saved
                 start_s = time.perf_counter()
                 walk = OneByOneRun(self._graph, self._clock, self._device, repeats)
                 rounds[count] = walk.walk(self._call(count), interception)
-                saved = [num_bytes / count for num_bytes in walk.num_saved_bytes]
+                saved[count] = walk.num_saved_bytes
                 return time.perf_counter() - start_s
 
             self._runnable(run, counts, limit_s)
-        return rounds, saved
+        return rounds, kept_bytes(saved)
 
     def _rounds(
         self,
@@ -180,15 +181,17 @@ class Bench:
         self._progress("timed", 1.0)
         return results, splits
 
-    def _saved_bytes(self, count: int) -> list[float]:
+    def _saved_bytes(self, count: int) -> list[int]:
+        # A slice would count as large as the whole batch.
+        batch = pytree.tree_map_only(torch.Tensor, torch.clone, self._samples(count))
         known = [*self._module.parameters(), *self._module.buffers()]
         run = StepRun(self._graph, self._clock)
         with (
             self._interception() as interception,
             SavedBytes(run, known, len(self._graph.layers)) as saved,
         ):
-            run.forward_only(self._call(count), interception)
-        return [num_bytes / count for num_bytes in saved.num_bytes]
+            run.forward_only(partial(self._step, self._module, batch), interception)
+        return saved.num_bytes
 
     @contextmanager
     def _interception(self) -> Iterator[Interception]:
@@ -246,10 +249,12 @@ class Bench:
         return [] if seconds is None else [seconds]
 
     def _call(self, count: int) -> Callable[[], Any]:
-        batch = self._batch
-        if self._total is not None and count != self._total:
-            batch = take_samples(batch, self._total, count)
-        return partial(self._step, self._module, batch)
+        return partial(self._step, self._module, self._samples(count))
+
+    def _samples(self, count: int) -> Any:
+        if self._total is None or count == self._total:
+            return self._batch
+        return take_samples(self._batch, self._total, count)
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

@@ -1,7 +1,8 @@
 """Profiles on disk, so that a model is measured once for each thing its times depend on.
 
 The name of a file is a digest of all that: layers, parameters, shapes and types of the batch and of every
-layer's outputs (and thereby the precision), device, threads, versions of torch and of this package. Files are plain
+layer's outputs, autocast, how float32 and attention are computed, which modules checkpoint gradients, device,
+threads, versions of torch and of this package. Files are plain
 `diffpipe-profile/1` JSON, fit for `diffpipe plan profile=...`. They are written aside and then renamed,
 so that a reader never sees half of one. A file that cannot be read, or describes another model, is named in a
 warning and measured anew. One that is read is first compared with a few runs of the step: a profile taken
@@ -42,7 +43,7 @@ TOLERANCE = 0.15
 """A kept profile holds if the step takes as long as it says, give or take this share."""
 
 _LOOKS, _QUICK_S = 3, 0.2
-_CONTENT = 8  # raised when profiles say more, or something else; older files are not used
+_CONTENT = 9  # raised when profiles say more, or something else; older files are not used
 _log = logging.getLogger(__name__)
 
 
@@ -109,10 +110,10 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
         looks_at_results=False,
     )
     try:
-        now_s = measure_profile(look).trained_s(quick[-1])
+        now_s = _step_s(measure_profile(look), quick[-1])
     except DiffPipeError:
         return False
-    then_s = known.trained_s(quick[-1])
+    then_s = _step_s(known, quick[-1])
     holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
     if not holds:
         _log.warning(
@@ -120,6 +121,12 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
             "measuring anew", source, 1e3 * then_s, quick[-1], 1e3 * now_s,
         )  # fmt: skip
     return holds
+
+
+def _step_s(profile: ModelProfile, samples: int) -> float:
+    """Seconds of a step on one rank, frozen layers included."""
+    frozen = (layer for encoder in profile.encoders for layer in encoder.layers)
+    return profile.trained_s(samples) + sum(layer.forward_s.at(samples) for layer in frozen)
 
 
 def profile_path(
@@ -139,6 +146,8 @@ def profile_path(
             (key, list(p.shape), str(p.dtype), p.requires_grad)
             for key, p in module.named_parameters()
         ],
+        "autocast": sorted(graph.autocast),
+        "kernels": _kernels(module),
         "sample_counts": list(sample_counts),
         "device": device_name(device),
         "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -148,6 +157,28 @@ def profile_path(
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return (folder or cache_folder()) / f"{readable}-{digest}.json"
+
+
+def _kernels(module: nn.Module) -> list[object]:
+    """What decides which kernels run and is seen in no tensor: precision, attention, checkpoints."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    precision: list[object]
+    try:
+        legacy = cuda.matmul.allow_tf32, cudnn.allow_tf32
+        precision = [torch.get_float32_matmul_precision(), *legacy]
+    except RuntimeError:  # set by the newer names, for which the older ones have no answer
+        precision = [cuda.matmul.fp32_precision, cudnn.conv.fp32_precision]
+    attention = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+    processors = {type(getattr(m, "processor", None)).__name__ for m in module.modules()}
+    checkpointing = [
+        name for name, m in module.named_modules() if getattr(m, "gradient_checkpointing", False)
+    ]
+    return [*precision, cudnn.benchmark, *attention, sorted(processors), checkpointing]
 
 
 def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:

@@ -26,6 +26,7 @@ from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
 from lightning_diffpipe.profiling.pooling import Pool, alone, typical
 from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
+from lightning_diffpipe.profiling.step_run import KeptBytes
 
 _MAX_COUNTS = 5
 
@@ -114,7 +115,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 
 def _measured(
     subject: Subject, counts: Sequence[int]
-) -> tuple[Rounds, list[float], Seconds | None, dict[str, Encoding]]:
+) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
     """What this process finds: times, bytes kept by layer, what a split adds, and encodings."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
@@ -207,14 +208,14 @@ def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
 def layer_costs(
     graph: LayerGraph,
     rounds: Rounds,
-    saved_bytes_per_sample: Sequence[float],
+    saved: Sequence[KeptBytes],
 ) -> dict[int, LayerCost]:
     """Typical times of every layer.
 
     Args:
         graph: The layers.
         rounds: Times of steps.
-        saved_bytes_per_sample: Bytes kept for the backward, by layer.
+        saved: Bytes kept for the backward, by layer.
     """
     forward: dict[int, list[float]] = {}
     backward: dict[int, list[float]] = {}
@@ -232,6 +233,6 @@ def layer_costs(
             Seconds.of({n: forward[n][i] for n in rounds}),
             Seconds.of({n: backward[n][i] for n in rounds}),
             Seconds.of(weights),
-            round(saved_bytes_per_sample[i]),
+            *map(round, saved[i]),
         )
     return costs

@@ -41,10 +41,10 @@ from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
 from lightning_diffpipe.profiling.state import scratch_gradients
-from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
+from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 6
+_VERSION = 7
 """Of what is modelled, and how: kept profiles of another one are not used."""
 
 
@@ -168,12 +168,12 @@ def _run(
 
 def _saved_bytes(
     graph: LayerGraph, training: KnownTraining, batch: Any, interception: Interception
-) -> list[float]:
+) -> list[KeptBytes]:
     run = StepRun(graph, HostClock())
     known = [*training.parameters(), *training.buffers()]
     with SavedBytes(run, known, len(graph.layers)) as saved:
         run.forward_only(partial(training.training_step, batch), interception)
-    return [num_bytes / _NUM_PROBED_SAMPLES for num_bytes in saved.num_bytes]
+    return kept_bytes({_NUM_PROBED_SAMPLES: saved.num_bytes})
 
 
 def _known(name: str) -> KnownModel:

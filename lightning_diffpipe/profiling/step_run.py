@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -201,6 +201,35 @@ class StepRun:
             backward=tuple(backward),
             backward_tail=self._clock.seconds(self._stamps[-1], first),
         )
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that a layer keeps for the backward: for each sample, and for each microbatch besides."""
+
+    per_sample: float
+    per_microbatch: float = 0.0
+
+
+def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
+    """What layers keep, from what they kept of the smallest and of the largest number of samples.
+
+    Args:
+        by_count: By number of samples: bytes of every layer. One number tells nothing about microbatches.
+
+    Example:
+        >>> kept_bytes({1: [110, 10], 4: [140, 40]})
+        [KeptBytes(per_sample=10.0, per_microbatch=100.0), KeptBytes(per_sample=10.0, per_microbatch=0.0)]
+    """
+    few, many = min(by_count), max(by_count)
+    return [_through(few, a, many, b) for a, b in zip(by_count[few], by_count[many], strict=True)]
+
+
+def _through(few: int, a: int, many: int, b: int) -> KeptBytes:
+    """The line through `(few, a)` and `(many, b)`, or one above it where it would leave the positive."""
+    if b * few >= a * many:  # also where there is one point only
+        return KeptBytes(b / many)
+    per_sample = max((b - a) / (many - few), 0.0)
+    return KeptBytes(per_sample, a - few * per_sample)
 
 
 class SavedBytes:

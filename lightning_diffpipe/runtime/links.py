@@ -1,17 +1,20 @@
 """How fast the ranks that are present talk to each other: bandwidth and latency, as a `Cluster`.
 
 Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
-one way. All-reduce: all ranks sum a buffer. Through the medians of each size goes the line
+one way. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the first one
+and between hosts. Through the medians of each size goes the line
 `latency + bytes / bandwidth`, fitted so that relative errors count, since small messages matter as much as large
 ones. All ranks take part and all get rank 0's answer, so that they plan alike.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,8 +25,10 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the messages that are timed."""
 
+_log = logging.getLogger(__name__)
 _TAG = 3_777_777
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
+_HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
 
 
 def measure_cluster(
@@ -36,29 +41,39 @@ def measure_cluster(
     """Measures the links among the ranks of a group. A collective call.
 
     Args:
-        group: All ranks, in the backend that training uses; None means one rank.
+        group: All ranks of the run, in the backend that training uses; None means one rank.
         device: Where messages live in training.
         sizes: Bytes of the messages to time; two different ones at least.
         budget_s: Seconds to spend, about.
 
     Returns:
-        The same cluster on all ranks, with the memory of a GPU as its limit.
+        The same cluster on all ranks, with `memory_bytes` of the device as its limit.
     """
-    memory_bytes = _memory_bytes(device)
     if group is None or dist.get_world_size(group) == 1:
-        return Cluster(1, memory_bytes=memory_bytes)
+        return Cluster(1, memory_bytes=memory_bytes(device))
     bench = _Bench(group, device, sizes)
     hosts = bench.hosts()
     num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
-    each_s = budget_s / (2 if per_host is None else 3)
+    several = per_host is not None and per_host > 1
+    each_s = budget_s / (4 if several else 2)
+    # Hosts that are no regular grid are planned as one, whose links are all those between hosts.
+    first_elsewhere = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+    p2p = bench.point_to_point(1 if several else first_elsewhere, each_s)
+    between, reduce_between = None, None
+    all_reduce = bench.all_reduce(num_ranks, each_s)
+    if several:
+        between = bench.point_to_point(first_elsewhere, each_s)
+        reduce_between, all_reduce = all_reduce, bench.all_reduce(per_host, each_s)
+    elif per_host is None and len({*hosts}) > 1:
+        bench.warn_of_irregular(hosts)
     cluster = Cluster(
         num_ranks,
         ranks_per_host=per_host,
-        memory_bytes=memory_bytes,
-        p2p=replace(bench.point_to_point(1, each_s), holds_sender=bench.copies_itself),
-        # The first rank of the second host.
-        p2p_between_hosts=None if per_host is None else bench.point_to_point(per_host, each_s),
-        all_reduce=bench.all_reduce(each_s),
+        memory_bytes=memory_bytes(device),
+        p2p=replace(p2p, holds_sender=bench.copies_itself),
+        p2p_between_hosts=between,
+        all_reduce=all_reduce,
+        all_reduce_between_hosts=reduce_between,
     )
     return bench.agreed(cluster)
 
@@ -131,11 +146,39 @@ class _Bench:
         times = self._times(there_and_back, budget_s)
         return fit_link([(size, seconds / 2) for size, seconds in times])
 
-    def all_reduce(self, budget_s: float) -> Link:
-        """A sum over all ranks, in which every byte passes `2 (n - 1) / n` times."""
-        num_ranks = len(self._ranks)
-        times = self._times(lambda buffer: dist.all_reduce(buffer, group=self._group), budget_s)
+    def all_reduce(self, num_ranks: int, budget_s: float) -> Link:
+        """A sum over the first ranks, in which every byte passes `2 (n - 1) / n` times; others just wait."""
+        with self._first(num_ranks) as group:
+
+            def summed(buffer: torch.Tensor) -> None:
+                if self._rank < num_ranks:
+                    dist.all_reduce(buffer, group=group)
+
+            times = self._times(summed, budget_s)
         return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
+
+    @contextlib.contextmanager
+    def _first(self, num_ranks: int) -> Iterator[dist.ProcessGroup]:
+        """The group of the first ranks; every rank makes it, also one that is not in it."""
+        if num_ranks == len(self._ranks):
+            yield self._group
+            return
+        ranks, backend = self._ranks[:num_ranks], dist.get_backend(self._group)
+        group = dist.new_group(ranks, backend=backend)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+
+    def warn_of_irregular(self, hosts: Sequence[str]) -> None:
+        """Says that links inside hosts are not known apart."""
+        if self._rank == 0:
+            counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+            _log.warning(
+                "hosts have %s ranks, or ranks that do not follow each other: all links are planned like "
+                "the slower ones between hosts. With equally many consecutive ranks on every host, or "
+                "figures of your own (strategy.cluster), links inside a host would count as such", counts,
+            )  # fmt: skip
 
     def _times(
         self, run: Callable[[torch.Tensor], None], budget_s: float
@@ -175,7 +218,14 @@ def _ranks_per_host(hosts: Sequence[str]) -> int | None:
     return count if regular and count < len(hosts) else None
 
 
-def _memory_bytes(device: torch.device) -> int | None:
+def memory_bytes(device: torch.device) -> int | None:
+    """What plans may use of a GPU's memory; None for other devices, which set no limit.
+
+    8 % of the card are held back, 1 GiB at least. Plans do not count the CUDA context and the kernels loaded
+    into it (0.3 to 0.7 GiB), buffers of NCCL, workspaces of cuBLAS and cuDNN, gradients on their way to be
+    summed (up to 16 buckets of 32 MiB) and what the allocator cannot hand out in one piece.
+    """
     if device.type != "cuda":
         return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)

@@ -33,9 +33,14 @@ def _path_row(layer: LayerProfile, samples: int) -> list[str]:
         seconds(layer.backward_s.at(samples)),
         size(layer.parameter_bytes),
         size(layer.boundary_bytes_per_sample),
-        size(layer.activation_bytes_per_sample),
+        size(_activation_bytes(layer)),
         operations(layer.flops_per_sample),
     ]
+
+
+def _activation_bytes(layer: LayerProfile) -> int:
+    """Of a microbatch of one sample."""
+    return layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
 
 
 def _frozen_row(layer: EncoderLayerProfile, samples: int) -> list[str]:
@@ -61,6 +66,6 @@ def _sum(
         seconds(sum(layer.backward_s.at(samples) for layer in trained)) if trained else "",
         size(sum(layer.parameter_bytes for layer in layers)),
         "",
-        size(sum(layer.activation_bytes_per_sample for layer in trained)) if trained else "",
+        size(sum(map(_activation_bytes, trained))) if trained else "",
         operations(sum(layer.flops_per_sample for layer in layers)),
     ]

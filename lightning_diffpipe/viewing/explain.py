@@ -279,6 +279,7 @@ def _with_largest_layer_split(
         gradient_bytes=whole.gradient_bytes // 2,
         activation_bytes_per_sample=whole.activation_bytes_per_sample // 2,
         flops_per_sample=whole.flops_per_sample // 2,
+        activation_bytes_per_microbatch=whole.activation_bytes_per_microbatch // 2,
     )
     layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
     finer = replace(backbone, layers=layers)

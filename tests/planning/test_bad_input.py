@@ -54,6 +54,9 @@ LAYER = ("backbones", 0, "layers", 1)
         ((*LAYER, "forward_s", "1"), "fast", 'forward_s.1: expected a number >= 0; got "fast"'),
         ((*LAYER, "forward_s", "1"), float("nan"), "forward_s.1: expected a number >= 0; got NaN"),
         ((*LAYER, "forward_s", "many"), 1, "numbers of samples such as \"4\" as keys, not 'many'"),
+        ((*LAYER, "forward_s", "01"), 5.0, "numbers of samples such as \"4\" as keys, not '01'"),
+        ((*LAYER, "forward_s", "9" * 5000), 1, 'numbers of samples such as "4" as keys'),
+        ((*LAYER, "parameter_bytes"), 10**400, "a whole number of at most 9223372036854775807"),
         (
             (*LAYER, "parameter_bytes"),
             1.5,
@@ -143,6 +146,14 @@ def test_clusters_from_plain_values():
         (
             {"global_batch_size": 8, "num_replicas": [1, 0]},
             "num_replicas must be a whole number >= 1",
+        ),
+        (
+            {"global_batch_size": 8, "num_replicas": []},
+            "num_replicas names no stage: []; give a number for all stages",
+        ),
+        (
+            {"global_batch_size": 8, "frozen_splittable": "false"},
+            "frozen_splittable must be true or false; got 'false'",
         ),
         (
             {"global_batch_size": 8, "optimizer_bytes_factor": None},
@@ -299,12 +310,63 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("planned", "iteration_s"), -1, "planned.iteration_s: expected a number >= 0; got -1"),
         (("planned", "bubble_ratio"), ..., "missing key 'planned.bubble_ratio'"),
         (("costs", "forward_s", "3"), ..., "missing key 'costs.forward_s.3'"),
+        (("costs", "forward_s", "3"), [1, 2], "costs.forward_s: 2 numbers, but there are 3 stages"),
+        (("costs", "sizes"), [3, 3], "costs.sizes: [3, 3], but microbatches have [3, 3, 3, 3]"),
+        (("costs", "all_reduce_s"), [0], "costs.all_reduce_s: 1 numbers, but there are 3 ranks"),
+        (("costs", "encode_s"), [0], "costs.encode_s: 1 numbers, but there are 5 frozen parts"),
+        (
+            ("options", "global_batch_size"),
+            2,
+            "options.num_microbatches: 4 microbatches need a sample each, but a pipeline has 2",
+        ),
+        (
+            ("options", "data_parallel"),
+            5,
+            "global_batch_size: 12 samples cannot be divided evenly among data_parallel=5",
+        ),
+        (
+            ("options", "num_replicas"),
+            5,
+            "options.num_replicas: 5, but the stages have [1, 1, 1]",
+        ),
+        (("options", "num_stages"), 2, "options: num_replicas=(1, 1, 1) names 3 stages"),
+        (("planned", "iteration_s"), 10**400, "planned.iteration_s: expected a number >= 0"),
+        (
+            ("options", "global_batch_size"),
+            10**400,
+            "global_batch_size must be a whole number >= 1",
+        ),
         (("digest",), "0123456789abcdef", "the digest of this content"),
     ],
 )
 def test_bad_plans(path, value, complaint):
     with pytest.raises(PlanError, match=re.escape(complaint)):
         PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), path, value))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            '{"format": "diffpipe-plan/1", "format": 2}',
+            "has the key 'format' twice, with \"diffpipe",
+        ),
+        ('{"options": ' + "9" * 5000 + "}", "a number has too many digits"),
+        ("[" * 200_000, "lie too deep in each other"),
+    ],
+)
+def test_texts_that_json_reads_otherwise(text, complaint):
+    """History: the last of two values counted, and the others ended in a traceback."""
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(text)
+
+
+def test_costs_of_uneven_microbatches_have_a_row_for_each_stage():
+    """History: a row that was too short ended in a traceback."""
+    plan = find_plan(equal_profile(3), Cluster(3), PlanOptions(4, num_stages=3, num_microbatches=3))
+    text = edited(json.loads(plan.to_json()), ("costs", "backward_s", "1"), [1.0])
+    with pytest.raises(PlanError, match=r"backward_s.1: expected 3 numbers, one for each stage"):
+        PipelinePlan.from_json(text)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

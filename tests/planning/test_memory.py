@@ -86,7 +86,7 @@ def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
     peaks = peak_samples(schedule_of(schedule, placement, len(sizes)), sizes)
     for stage, ranks in enumerate(placement.stage_ranks):
         later_ranks = sum(replicas[stage + 1 :])
-        least = bounds.alive_samples(replicas[stage], later_ranks)
+        least = sum(bounds.alive_sizes(replicas[stage], later_ranks))
         assert sizes[0] <= least <= max(peaks[rank][stage] for rank in ranks)
 
 
@@ -157,3 +157,17 @@ def test_uneven_shares_that_do_not_fit_are_not_told_as_a_negative_number():
         find_plan(profile, Cluster(3, memory_bytes=504), options)
     with pytest.raises(PlanError, match=r"the smallest needs 500 .*, 1 too many"):
         find_plan(profile, Cluster(3, memory_bytes=499), options)
+
+
+def test_what_every_microbatch_keeps_counts_for_each_that_waits():
+    """History: casts of weights counted as activations, and shrank with the microbatch."""
+    layers = equal_profile(4, activation_bytes_per_sample=10, activation_bytes_per_microbatch=7)
+    assert ModelProfile.from_json(layers.to_json()) == layers
+    for schedule, waiting in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
+        options = PlanOptions(8, 2, 4, schedule=schedule, data_parallel=1, partition="uniform")
+        needs = find_plan(layers, Cluster(2), options).planned.peak_memory_bytes
+        assert needs == tuple(n * 2 * (2 * 10 + 7) for n in waiting)
+        fits = Cluster(2, memory_bytes=max(needs))
+        assert find_plan(layers, fits, replace(options, partition="auto"))
+        with pytest.raises(PlanError, match="no plan fits"):
+            find_plan(layers, Cluster(2, memory_bytes=max(needs) - 1), options)

@@ -65,6 +65,48 @@ def test_other_layers_types_batches_devices_and_versions_have_other_files(folder
     assert len(set(paths)) == len(paths)
 
 
+def test_precision_and_kernels_have_files_of_their_own(monkeypatch):
+    """History: on a GPU `32-true` and `bf16-mixed` shared a file, as autocast changes nothing in a probe."""
+    module, step, batch, graph = toy()
+    path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
+    paths = [path()]
+    cuda = torch.backends.cuda
+    for place, name, value in (
+        (cuda, "flash_sdp_enabled", lambda: False),
+        (torch, "get_float32_matmul_precision", lambda: "high"),
+        (module, "gradient_checkpointing", True),
+        (module, "processor", object()),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, value, raising=False)
+            paths.append(path())
+    try:
+        for dtype in (torch.float16, torch.bfloat16):
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", dtype)
+            mixed = probe(module, step, take_samples(batch, 8, 2), max_share=0.1)
+            paths.append(profile_path(module, mixed, torch.device("cpu"), (2,), "toy"))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert mixed.digest == graph.digest
+    assert mixed.autocast == {"cuda torch.bfloat16"}
+    assert len(set(paths)) == len(paths)
+
+
+def test_precision_set_by_its_newer_names_is_known(monkeypatch):
+    """Its older names refuse to answer then."""
+    module, _, _, graph = toy()
+
+    def refuse():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
+    before = path()
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    assert path() != before
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -125,6 +167,20 @@ def test_a_profile_of_a_busy_machine_is_measured_anew(
     assert (kept.name in caplog.text) != holds
     assert again.trained_s(2) < 10 * first.trained_s(2)
     assert ModelProfile.from_json(kept.read_text()) == again
+
+
+def test_times_of_frozen_layers_are_looked_at(folder, monkeypatch):
+    """History: only those of trained layers were compared."""
+    module, step, batch, graph = toy()
+    subject = Subject(module, step, batch, graph, **OPTIONS)
+    profile = cached_profile(subject)
+    monkeypatch.setattr(cache, "TOLERANCE", 9.0)
+    monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
+    document = json.loads(profile.to_json())
+    document["encoders"][0]["layers"][0]["forward_s"] = {"2": 1000.0}
+    slow = ModelProfile.from_json(json.dumps(document))
+    assert slow.trained_s(2) == profile.trained_s(2)
+    assert not cache.still_holds(slow, subject, "kept")
 
 
 def test_ranks_follow_the_first_ones_verdict(folder, measured):

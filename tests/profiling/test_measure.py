@@ -16,6 +16,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import bench, measure
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, toy
 
@@ -347,3 +348,17 @@ def test_bytes_are_those_of_the_types_of_the_device(monkeypatch):
     assert boundary_bytes(graph)[1:3] == (2 * 8 * 4,) * 2
     assert boundary_bytes(found)[1:3] == (2 * 8 * 2,) * 2
     assert measure.graph_of_device(Subject(module, step, batch, graph)) is graph
+
+
+def test_casts_of_weights_count_for_each_microbatch():
+    """History: autocast's casts of the weights were divided by the largest number of samples timed."""
+    width = 32
+    module = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    step = in_precision(lambda module, batch: module(batch).sum(), "bf16-mixed", "cpu")
+    batch = torch.ones(8, width)
+    graph = probe(module, step, batch[:2])
+    profile = measured(module, step, batch, graph, sample_counts=(1, 4), repeats=1)
+    first, second = profile.backbones[0].layers
+    assert first.activation_bytes_per_microbatch == 0  # no gradient goes on to the batch
+    assert second.activation_bytes_per_microbatch == 2 * width * width
+    assert first.activation_bytes_per_sample == second.activation_bytes_per_sample == 2 * width

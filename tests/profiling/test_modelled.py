@@ -92,6 +92,12 @@ def test_attention_is_one_operator_and_its_backward_costs_two_and_a_half_times_a
     assert whole == pytest.approx(3.5 * forward_s, rel=0.1)
 
 
+def test_the_product_of_a_batch_is_no_copy_besides():
+    """History: the view behind it counted as reading and writing the product once more."""
+    a, b = meta(8, 100, 2000), meta(2000, 4000)
+    assert modelled_s(lambda: a @ b) == pytest.approx(2 * 800 * 2000 * 4000 / 0.5e12)
+
+
 def test_latency_counts_for_every_kernel():
     slow = DeviceModel("slow", {"float32": 1e30}, 1e30, latency_s=1.0)
     with ModelledClock(slow) as clock:

@@ -1,9 +1,18 @@
+import socket
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.runtime.links import _ranks_per_host, fit_link, measure_cluster
+from lightning_diffpipe.runtime.links import (
+    _ranks_per_host,
+    fit_link,
+    measure_cluster,
+    memory_bytes,
+)
 from tests.ranks import run_ranks
 
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
@@ -42,6 +51,15 @@ def test_one_rank_has_no_links():
     assert measure_cluster(None, torch.device("cpu")) == Cluster(1)
 
 
+@pytest.mark.parametrize(("card_gib", "left_gib"), [(80, 80 * 0.92), (8, 7)])
+def test_plans_do_not_get_the_whole_card(monkeypatch, card_gib, left_gib):
+    """History: plans filled a card to its last byte, and the CUDA context did not fit beside them."""
+    card = SimpleNamespace(total_memory=card_gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert memory_bytes(torch.device("cuda")) == pytest.approx(left_gib * (1 << 30))
+    assert memory_bytes(torch.device("cpu")) is None
+
+
 def _measure(rank):
     group = dist.new_group(backend="gloo")
     return measure_cluster(group, torch.device("cpu"), sizes=(1 << 10, 1 << 20), budget_s=0.2)
@@ -57,3 +75,43 @@ def test_all_ranks_get_the_same_cluster(world_size):
     for link in (clusters[0].p2p, clusters[0].all_reduce):
         assert link.bandwidth_bytes_per_s > 1e6
         assert 0 <= link.latency_s < 1
+
+
+def _measure_on(rank, hosts):
+    """The cluster, and who took part in which messages: sizes of groups that were summed over, peers."""
+    sums, peers = set(), set()
+    all_reduce, send = dist.all_reduce, dist.send
+
+    def counted_sum(buffer, group):
+        sums.add(dist.get_world_size(group))
+        return all_reduce(buffer, group=group)
+
+    def counted_send(buffer, peer, **options):
+        peers.add(peer)
+        return send(buffer, peer, **options)
+
+    with (
+        mock.patch.object(dist, "all_reduce", counted_sum),
+        mock.patch.object(dist, "send", counted_send),
+        mock.patch.object(socket, "gethostname", return_value=hosts[rank]),
+    ):
+        return _measure(rank), sums, peers
+
+
+def _measure_on_hosts(rank):
+    return _measure_on(rank, "aabb"), _measure_on(rank, "aaab")
+
+
+@pytest.mark.distributed
+def test_links_inside_and_between_hosts_are_told_apart():
+    """History: the sum over all ranks counted inside a host, too; unequal hosts counted as one with NVLink."""
+    regular, irregular = zip(*run_ranks(_measure_on_hosts, 4), strict=True)
+    cluster = regular[0][0]
+    assert all(found == cluster for found, _, _ in regular)
+    assert (cluster.ranks_per_host, cluster.all_reduce_between_hosts is None) == (2, False)
+    assert [sums for _, sums, _ in regular] == [{2, 4}, {2, 4}, {4}, {4}]
+    assert regular[0][2] == {1, 2}
+    cluster = irregular[0][0]
+    assert (cluster.ranks_per_host, cluster.p2p_between_hosts) == (None, None)
+    assert [sums for _, sums, _ in irregular] == [{4}] * 4
+    assert irregular[0][2] == {3}

@@ -1,0 +1,91 @@
+"""Whether the parts of a plan belong together: what somebody who edits one by hand gets wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.planning.costs_json import TABLES
+from lightning_diffpipe.planning.instruction import Encode
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.planning.plan import PipelinePlan
+
+
+def check_options(plan: PipelinePlan) -> None:
+    """The options are those of these stages, and every pipeline and microbatch gets its samples.
+
+    Raises:
+        PlanError: Not so; says which, with the numbers.
+    """
+    options, replicas = plan.options, tuple(stage.num_replicas for stage in plan.stages)
+    batch, pipelines, microbatches = (
+        options.global_batch_size,
+        plan.num_pipelines,
+        plan.num_microbatches,
+    )
+    if batch % pipelines:
+        raise PlanError(
+            f"plan: options.global_batch_size: {batch} samples cannot be divided evenly among "
+            f"data_parallel={pipelines} pipelines"
+        )
+    if plan.samples_per_pipeline < microbatches:
+        raise PlanError(
+            f"plan: options.num_microbatches: {microbatches} microbatches need a sample each, but a pipeline "
+            f"has {plan.samples_per_pipeline} (global_batch_size={batch}, data_parallel={pipelines})"
+        )
+    if options.num_stages not in ("auto", plan.num_stages):
+        raise PlanError(
+            f"plan: options.num_stages: {options.num_stages}, but there are {plan.num_stages} stages"
+        )
+    named = options.num_replicas
+    named = (named,) * plan.num_stages if isinstance(named, int) else named
+    if named not in ("auto", replicas):
+        raise PlanError(
+            f"plan: options.num_replicas: {options.num_replicas}, but the stages have {list(replicas)}"
+        )
+
+
+def check_costs(plan: PipelinePlan) -> None:
+    """Costs are there for every microbatch, stage, frozen part and rank.
+
+    Raises:
+        PlanError: A table has another length; says which.
+    """
+    costs = plan.costs
+    if costs is None:
+        return
+    if costs.sizes != plan.microbatch_sizes:
+        raise PlanError(
+            f"plan: costs.sizes: {list(costs.sizes)}, but microbatches have "
+            f"{list(plan.microbatch_sizes)} samples"
+        )
+    ranks = plan.ranks_per_pipeline
+    parts = 1 + max((part.index for part in plan.pieces or plan.frozen_parts), default=-1)
+    rows = [(name, len(getattr(costs, name)), plan.num_stages, "stages") for name in TABLES]
+    if costs.split_s:
+        rows.append(("split_s", len(costs.split_s), plan.num_stages, "stages"))
+    if costs.all_reduce_s:
+        rows.append(("all_reduce_s", len(costs.all_reduce_s), ranks, "ranks"))
+    if parts:  # with frozen layers that run where they are called, none is named
+        rows.append(("encode_s", len(costs.encode_s), parts, "frozen parts"))
+    for name, got, wanted, what in rows:
+        if got != wanted:
+            raise PlanError(f"plan: costs.{name}: {got} numbers, but there are {wanted} {what}")
+
+
+def check_encodes(plan: PipelinePlan) -> None:
+    """Every frozen part or piece is run once, on its rank.
+
+    Raises:
+        PlanError: Names the part.
+    """
+    known = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
+    for rank, program in enumerate(plan.programs):
+        for part in (i.part for i in program if isinstance(i, Encode)):
+            if known.pop(part, None) != rank:
+                raise PlanError(
+                    f"plan: programs.{rank}: E{part} is not a frozen part of this rank, or is run twice"
+                )
+    if known:
+        raise PlanError(f"plan: programs: frozen part {min(known)} is never run")
