@@ -29,6 +29,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_diffpipe.runtime.microbatch import plain_bytes
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
 _NUM_COMPARED = 2
@@ -190,13 +191,13 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs for batches that differ in any value."""
+    """A number that differs for batches that differ in any value; of objects, in type or size."""
     total = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             value = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         else:
-            value = repr(leaf).encode()
+            value = plain_bytes(leaf)
         total = zlib.crc32(value, total)
     return total
 
