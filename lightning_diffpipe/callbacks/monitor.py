@@ -151,7 +151,7 @@ class PipelineMonitor(L.Callback):
         self._num_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
-            self._interval.samples += num_samples(batch) * num_pipelines(trainer)
+            self._interval.samples += num_samples(trainer, batch) * num_pipelines(trainer)
             self._interval.seconds += ended_s - clock.began_s + clock.loading_s
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
