@@ -16,6 +16,7 @@ For filling, the next batches are read before this one is trained on, and can be
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -45,6 +46,9 @@ class AlignedLoader:
         pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
         looks_ahead: Batches to read ahead, for `take`.
+
+    Attributes:
+        loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class AlignedLoader:
         looks_ahead: int = 0,
     ) -> None:
         self._loader = loader
+        self.loading_s = 0.0
         self._looks_ahead = looks_ahead
         self._ahead: dict[int, Any] = {}
         self._num_taken = 0
@@ -120,7 +125,9 @@ class AlignedLoader:
         number = 0
         while True:
             with isolated_random_numbers(self._seed_of(index, number)):
+                asked_s = time.perf_counter()
                 batch = next(batches, _END)
+                self.loading_s += time.perf_counter() - asked_s
             if batch is _END:
                 return
             if number < _NUM_COMPARED:
