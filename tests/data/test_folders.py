@@ -65,6 +65,20 @@ def test_webdataset_is_asked_for_when_it_is_missing(monkeypatch):
         WebDatasetDataModule("x.tar", samples_per_epoch=1)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
+    """History: lines were cut at U+2028, U+2029 and U+0085 inside of captions."""
+    captions = [f"a{character}b" for character in "\u2028\u2029\x85\u00e9"]
+    lines = [
+        json.dumps({"file_name": "a.png", "text": caption}, ensure_ascii=False)
+        for caption in captions
+    ]
+    (tmp_path / "metadata.jsonl").write_bytes((end.join(lines) + end).encode())
+    data = ImageFolderDataModule(str(tmp_path), validation_share=0.0)
+    data.setup("fit")
+    assert [caption for _, caption in data.train_set.entries] == captions
+
+
 @pytest.fixture
 def shards(tmp_path):
     """Three shards of six red pictures each."""
