@@ -3,7 +3,9 @@
 import lightning as L
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
+from lightning_diffpipe.runtime.results import ResultSharing
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -182,3 +184,19 @@ def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_rep
         assert {name: found[name] for name in alone} == pytest.approx(alone)
         assert found["val/samples"] == after == 8
         assert agreed
+
+
+def test_what_is_logged_keeps_no_activations(monkeypatch):
+    """History: logged tensors held the graph of every microbatch until the end of the step."""
+    seen = []
+    start = ResultSharing.start
+    monkeypatch.setattr(
+        ResultSharing, "start", lambda self, works: seen.extend(works) or start(self, works)
+    )
+    module = build(Settings(module={"log_extra": True}))
+    trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy(num_stages=1))
+    trainer.fit(module, datamodule=Data())
+    logged = pytree.tree_leaves([work.logged for work in seen])
+    tensors = [value for value in logged if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4
+    assert not any(tensor.requires_grad for tensor in tensors)
