@@ -40,15 +40,20 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
     return not any(_holds_batched(item, num_samples) for item in node)
 
 
-def map_samples(change: Callable[[Any], Any], batch: Any, num_samples: int) -> Any:
-    """Changes every part that has one entry per sample; all else stays."""
+def change_samples(
+    batch: Any, num_samples: int, changes: Sequence[Callable[[Any], Any]]
+) -> list[Any]:
+    """For each change the batch with all parts changed that have one entry per sample; all else stays."""
 
     def is_leaf(node: Any) -> bool:
         return is_per_sample(node, num_samples)
 
-    return pytree.tree_map(
-        lambda leaf: change(leaf) if is_leaf(leaf) else leaf, batch, is_leaf=is_leaf
-    )
+    leaves, form = pytree.tree_flatten(batch, is_leaf=is_leaf)
+    found = [(leaf, is_leaf(leaf)) for leaf in leaves]
+    return [
+        pytree.tree_unflatten([change(leaf) if cut else leaf for leaf, cut in found], form)
+        for change in changes
+    ]
 
 
 def sample_counts(batch: Any) -> dict[str, int]:
@@ -91,7 +96,7 @@ def add_sample(batch: Any, num_samples: int) -> Any:
             return torch.cat([part, part[:1]])
         return np.concatenate([part, part[:1]]) if isinstance(part, np.ndarray) else part + part[:1]
 
-    return map_samples(repeat, batch, num_samples)
+    return change_samples(batch, num_samples, [repeat])[0]
 
 
 def _first_counts(batch: Any) -> Iterator[int]:
@@ -129,10 +134,11 @@ def _holds_batched(item: Any, num_samples: int) -> bool:
     if item is None or isinstance(item, _PLAIN):
         return False
 
-    def is_batched(node: Any) -> bool:
-        return not isinstance(node, list) and is_per_sample(node, num_samples)
-
-    return any(map(is_batched, pytree.tree_leaves(item, is_leaf=is_batched)))
+    if not isinstance(item, list) and is_per_sample(item, num_samples):
+        return True
+    # Written out for lists and tuples, of which there may be one for each sample: pytree takes longer.
+    inside = item if isinstance(item, list | tuple) else pytree.tree_leaves(item, _is_values)
+    return any(_holds_batched(part, num_samples) for part in inside if part is not item)
 
 
 def rows(size: Any, more: Any, num_samples: int) -> int | None:

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
-from lightning_diffpipe.graph.samples import map_samples
+from lightning_diffpipe.graph.samples import change_samples
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def take_samples(batch: Any, total: int, count: int) -> Any:
         total: Samples in it; what has another length is shared by all samples.
         count: Samples wanted.
     """
-    return map_samples(lambda part: part[:count], batch, total)
+    return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 
 @contextlib.contextmanager

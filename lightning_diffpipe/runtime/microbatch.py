@@ -11,6 +11,7 @@ import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import map_samples, sample_counts
+from lightning_diffpipe.graph.samples import change_samples, sample_counts
 
 
 def num_samples(batch: Any) -> int:
@@ -85,12 +86,9 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
         {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
     """
-    total = sum(sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        map_samples(lambda part, start=start, size=size: part[start : start + size], batch, total)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices])
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def plain_bytes(leaf: Any) -> bytes:
     they lie.
     """
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
+        return f"{leaf.dtype}{leaf.shape} {zlib.crc32(leaf.tobytes())}".encode()
     if leaf is None or isinstance(
         leaf, str | bytes | int | float | complex | np.generic | PurePath
     ):

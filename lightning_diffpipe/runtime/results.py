@@ -83,15 +83,16 @@ class ResultSharing:
         for work in works:
             for name, _, options in _calls(work):
                 self._own.setdefault(name, options)
-        if self._mesh.layout.ranks_per_pipeline == 1:
+        alone = self._mesh.layout.ranks_per_pipeline == 1
+        if alone:
             self._agreed = self._own
-        unknown = any(
+        unknown = not alone and any(
             name not in self._agreed or pickle.dumps(self._agreed[name]) != pickle.dumps(options)
             for name, options in self._own.items()
         )
         self._noticed = torch.tensor([int(unknown), *(name in self._own for name in self._agreed)])
         self._table = self._filled_in()
-        if self._mesh.layout.ranks_per_pipeline == 1:
+        if alone:
             return []
         under_way = [
             dist.all_reduce(self._noticed, group=self._mesh.control, async_op=True),

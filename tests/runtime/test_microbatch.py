@@ -89,7 +89,15 @@ def test_whatever_has_one_entry_per_sample_is_cut(part):
 
 
 @pytest.mark.parametrize(
-    "part", [(64, 64), [torch.zeros(2), torch.ones(2)], (None, None), SizeAndName("a", "b")]
+    "part",
+    [
+        (64, 64),
+        [torch.zeros(2), torch.ones(2)],
+        [{"x": torch.zeros(2)}, [(torch.ones(2), 1)]],
+        [{"names": ("a", "b")}, 1],
+        (None, None),
+        SizeAndName("a", "b"),
+    ],
 )
 def test_as_many_values_as_there_are_samples_may_still_be_shared(part):
     batch = {"x": torch.zeros(2), "part": part}
