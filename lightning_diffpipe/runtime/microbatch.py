@@ -146,9 +146,10 @@ def plain_bytes(leaf: Any) -> bytes:
 
 
 def _refuse_unknown_containers(batch: Any) -> None:
-    flat, _ = pytree.tree_flatten_with_path(batch)
-    for path, leaf in flat:
-        if not isinstance(leaf, Tensor) and _holds_tensors(leaf):
+    if not any(map(_holds_tensors, pytree.tree_leaves(batch))):
+        return
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if _holds_tensors(leaf):
             name = type(leaf).__name__
             raise ConfigurationError(
                 f"{pytree.keystr(path) or 'the batch'} is a {name}, whose tensors cannot be cut into "
@@ -159,6 +160,8 @@ def _refuse_unknown_containers(batch: Any) -> None:
 
 def _holds_tensors(leaf: Any) -> bool:
     """Whether an object that pytree does not look into has tensors or arrays inside."""
+    if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
+        return False
     inside: list[Any] = [getattr(leaf, "__dict__", None)]
     if isinstance(leaf, Mapping):
         inside += leaf.values()
