@@ -16,6 +16,7 @@ For filling, the next batches are read before this one is trained on, and can be
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_diffpipe.runtime.microbatch import plain_bytes
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
 _NUM_COMPARED = 2
@@ -44,6 +46,9 @@ class AlignedLoader:
         pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
         looks_ahead: Batches to read ahead, for `take`.
+
+    Attributes:
+        loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class AlignedLoader:
         looks_ahead: int = 0,
     ) -> None:
         self._loader = loader
+        self.loading_s = 0.0
         self._looks_ahead = looks_ahead
         self._ahead: dict[int, Any] = {}
         self._num_taken = 0
@@ -119,7 +125,9 @@ class AlignedLoader:
         number = 0
         while True:
             with isolated_random_numbers(self._seed_of(index, number)):
+                asked_s = time.perf_counter()
                 batch = next(batches, _END)
+                self.loading_s += time.perf_counter() - asked_s
             if batch is _END:
                 return
             if number < _NUM_COMPARED:
@@ -190,13 +198,13 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs for batches that differ in any value."""
+    """A number that differs for batches that differ in any value; of objects, in type or size."""
     total = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             value = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         else:
-            value = repr(leaf).encode()
+            value = plain_bytes(leaf)
         total = zlib.crc32(value, total)
     return total
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
+from PIL import Image
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -145,6 +146,21 @@ def test_a_data_set_without_length_stays_without():
     with pytest.raises(TypeError):
         len(loader)
     assert [len(batch) for batch in loader] == [2, 2, 1]
+
+
+def test_objects_are_compared_by_type_and_size():
+    """History: their text may hold an address, so equal pictures were called different on every rank."""
+    first, second, wider = (Image.new("L", (width, 2)) for width in (2, 2, 3))
+    assert checksum([first, object]) == checksum([second, object])
+    assert checksum([first]) != checksum([wider])
+
+
+def test_large_arrays_are_compared_in_every_value():
+    """History: the text of a large array leaves out its middle."""
+    array = np.zeros(2000)
+    other = array.copy()
+    other[1000] = 1
+    assert checksum({"x": array}) == checksum({"x": array.copy()}) != checksum({"x": other})
 
 
 def test_only_a_stateful_loader_looks_stateful():

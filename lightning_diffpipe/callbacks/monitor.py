@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.loader import AlignedLoader
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
@@ -50,11 +51,13 @@ class _Interval:
 
 @dataclass
 class _Clock:
-    """This rank's step: when its batch was asked for, came, and was done with."""
+    """This rank's step: when the one before was done with and it began, and how much of that was loading."""
 
-    asked_s: float | None = None
+    ended_s: float | None = None
     began_s: float = 0.0
+    between_s: float = 0.0
     loading_s: float = 0.0
+    loaders_s: float = 0.0
     drawing_s: float = 0.0
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -132,10 +135,13 @@ class PipelineMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stops the clock of loading, starts that of the step."""
+        """Stops the clock between steps, starts that of the step."""
         clock = self._clock
         clock.began_s = time.perf_counter()
-        clock.loading_s = 0.0 if clock.asked_s is None else clock.began_s - clock.asked_s
+        clock.between_s = 0.0 if clock.ended_s is None else clock.began_s - clock.ended_s
+        # Later callbacks, logging and checkpoints come in between, too, so loaders time themselves.
+        waited_s = _loaders_s(trainer) - clock.loaders_s
+        clock.loading_s = min(max(waited_s, 0.0), clock.between_s)
 
     def on_train_batch_end(
         self,
@@ -151,26 +157,26 @@ class PipelineMonitor(L.Callback):
         self._num_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
-            self._interval.samples += num_samples(batch) * num_pipelines(trainer)
-            self._interval.seconds += ended_s - clock.began_s + clock.loading_s
+            self._interval.samples += num_samples(trainer, batch) * num_pipelines(trainer)
+            self._interval.seconds += ended_s - clock.began_s + clock.between_s
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
             self._before_last, self._last = self._last, (result, ended_s)
         if self._is_due(self._num_steps):
             self._look(trainer, pl_module, ended_s)
-        clock.asked_s = time.perf_counter()
+        clock.ended_s, clock.loaders_s = time.perf_counter(), _loaders_s(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What happens until the next batch is no loading."""
-        self._clock.asked_s = None
+        """What happens until the next batch is no part of a step."""
+        self._clock.ended_s = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As `on_validation_start`."""
-        self._clock.asked_s = None
+        self._clock.ended_s = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starting workers for the next epoch is no loading of a batch."""
-        self._clock.asked_s = None
+        """Starting workers for the next epoch is no part of a step."""
+        self._clock.ended_s = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Explains the run; a short run that was never looked at shows its last but one step."""
@@ -235,7 +241,8 @@ class PipelineMonitor(L.Callback):
             for span in spans
         )
         after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
-        sample = Sample(timeline, after_s, self._clock.loading_s)
+        between_s, loading_s = self._clock.between_s, self._clock.loading_s
+        sample = Sample(timeline, after_s + between_s - loading_s, loading_s)
         self.samples.append(sample)
         return sample
 
@@ -320,3 +327,10 @@ class PipelineMonitor(L.Callback):
 
 def _pipeline(trainer: L.Trainer) -> Pipeline | None:
     return getattr(trainer.strategy, "pipeline", None)
+
+
+def _loaders_s(trainer: L.Trainer) -> float:
+    """Seconds that were spent in training loaders so far; 0 where they do not tell."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = combined.flattened if combined is not None else ()
+    return sum(loader.loading_s for loader in loaders if isinstance(loader, AlignedLoader))

@@ -49,7 +49,8 @@ def _read_metadata(folder: Path, caption_key: str) -> Iterator[tuple[Path, str]]
             f"{path} does not exist; write one line per picture, such as "
             '{"file_name": "cat.png", "text": "a cat"}'
         )
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

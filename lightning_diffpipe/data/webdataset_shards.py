@@ -6,15 +6,18 @@ would not. The package `webdataset` is optional: `pip install lightning-diffpipe
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.captioned import collate
+from lightning_diffpipe.data.captioned import Batch, Sample, collate
 from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.runtime.seeding import derived_seed
 
 
 def _require_webdataset() -> Any:
@@ -28,6 +31,46 @@ def _require_webdataset() -> Any:
     return webdataset
 
 
+class _Epochs(IterableDataset[Batch]):
+    """Shuffled batches of one rank without end, of which an epoch is so many, over all its workers.
+
+    Args:
+        samples: All samples of this worker's shards once, in an order that follows from a seed.
+        epoch: Tells which epoch begins.
+        num_batches: Batches of an epoch.
+        batch_size: Samples of a batch.
+        seed: Of all orders.
+    """
+
+    def __init__(
+        self,
+        samples: Callable[[int], Iterator[Sample]],
+        epoch: Callable[[], int],
+        num_batches: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._samples, self._epoch, self._seed = samples, epoch, seed
+        self._num_batches, self._batch_size = num_batches, batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()  # a loader asks its workers in turn
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples = self._endless(self._epoch())
+        for _ in range(first, self._num_batches, step):
+            yield collate(list(itertools.islice(samples, self._batch_size)))
+
+    def _endless(self, epoch: int) -> Iterator[Sample]:
+        for repetition in itertools.count():
+            sample = None
+            for sample in self._samples(derived_seed(self._seed, "shards", epoch, repetition)):
+                yield sample
+            if sample is None:
+                raise ConfigurationError(
+                    "training shards hold no sample with a picture (jpg, jpeg, png or webp) and a txt"
+                )
+
+
 class WebDatasetDataModule(L.LightningDataModule):
     """Captioned pictures from tar shards.
 
@@ -37,12 +80,17 @@ class WebDatasetDataModule(L.LightningDataModule):
     Args:
         train_shards: Brace pattern of the training shards, such as `"data/{000..099}.tar"`.
         validation_shards: Brace pattern of the held-back shards; `None` for no validation.
-        samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length.
+        samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length. Every epoch begins
+            with all shards in an order of its own.
         resolution: Width and height of the images, in pixels.
         shuffle_buffer: Samples held in memory to be drawn from.
         batch_size: Samples per batch on each data-parallel rank.
-        num_workers: Worker processes that decode pictures.
+        num_workers: Worker processes that decode pictures; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
+
+    Raises:
+        ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
+            than data-parallel ranks.
     """
 
     def __init__(
@@ -66,39 +114,58 @@ class WebDatasetDataModule(L.LightningDataModule):
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
-    def _stream(self, shards: str, shuffle: bool) -> Any:
+    def _stream(self, shards: str, seed: int | None) -> Any:
+        """This worker's samples once; in order without a seed."""
         wds, h = self._webdataset, self.hparams
         rank, num_ranks = self._data_parallel()
-        stages = [wds.SimpleShardList(shards, seed=h.seed if shuffle else None)]
-        stages.append(wds.slice(rank, None, num_ranks))
-        stages += [wds.split_by_worker, wds.tarfile_to_samples()]
-        if shuffle:
-            stages.append(wds.shuffle(h.shuffle_buffer, seed=h.seed))
+        stages = [
+            wds.SimpleShardList(shards, seed=seed),
+            wds.slice(rank, None, num_ranks),
+            wds.split_by_worker,
+            wds.tarfile_to_samples(),
+        ]
+        if seed is not None:
+            stages.append(wds.shuffle(h.shuffle_buffer, seed=seed))
         stages += [
             wds.decode("pil"),
             wds.to_tuple("jpg;jpeg;png;webp", "txt"),
             wds.map(lambda pair: {"image": to_square(pair[0], h.resolution), "caption": pair[1]}),
-            wds.batched(h.batch_size, collation_fn=collate, partial=not shuffle),
         ]
         return wds.DataPipeline(*stages)
 
-    def _loader(self, stream: Any) -> DataLoader:
+    def _loader(self, stream: Any, shards: str) -> DataLoader:
+        rank, num_ranks = self._data_parallel()
+        num_shards = len(self._webdataset.SimpleShardList(shards))
+        if num_shards < num_ranks:
+            raise ConfigurationError(
+                f"{num_shards} shards ({shards}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "
+                f"which reads its own; write at least {num_ranks} shards, or train with fewer pipelines"
+            )
         return DataLoader(
             stream,
             batch_size=None,
-            num_workers=self.hparams.num_workers,
+            num_workers=min(self.hparams.num_workers, len(range(rank, num_shards, num_ranks))),
             pin_memory=torch.cuda.is_available(),
         )
 
     def train_dataloader(self) -> DataLoader:
         """Endless shuffled shards, cut into epochs of `samples_per_epoch`."""
-        _, num_ranks = self._data_parallel()
-        batches = self.hparams.samples_per_epoch // (self.hparams.batch_size * num_ranks)
-        stream = self._stream(self.hparams.train_shards, shuffle=True)
-        return self._loader(stream.repeat().with_epoch(max(1, batches)))
+        h, (_, num_ranks) = self.hparams, self._data_parallel()
+        batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
+        stream = _Epochs(
+            lambda seed: iter(self._stream(h.train_shards, seed)),
+            lambda: getattr(self.trainer, "current_epoch", 0),
+            batches,
+            h.batch_size,
+            h.seed,
+        )
+        return self._loader(stream, h.train_shards)
 
     def val_dataloader(self) -> DataLoader | list:
         """The held-back shards once, in order; an empty list without any."""
-        if self.hparams.validation_shards is None:
+        shards = self.hparams.validation_shards
+        if shards is None:
             return []
-        return self._loader(self._stream(self.hparams.validation_shards, shuffle=False))
+        stream = self._stream(shards, None)
+        batched = self._webdataset.batched(self.hparams.batch_size, collation_fn=collate)
+        return self._loader(stream.compose(batched), shards)

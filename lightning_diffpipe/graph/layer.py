@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -348,6 +349,8 @@ def batch_signature(batch: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {batch_signature(v)}" for k, v in items) + "}"
     if isinstance(batch, list | tuple):
         return "[" + ", ".join(map(batch_signature, batch)) + "]"
+    if isinstance(batch, np.ndarray):
+        return f"array {batch.dtype}{list(batch.shape)}"
     return repr(batch) if batch is None or isinstance(batch, bool) else type(batch).__name__
 
 

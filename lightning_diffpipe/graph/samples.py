@@ -1,56 +1,144 @@
-"""Which dimensions count samples, learnt by running the step with one sample more.
+"""Which parts of a batch have one entry per sample, and which dimensions count samples.
 
-A dimension that has `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per
-sample; one that does not change is shared by all samples. Comparing sizes with the number of samples
-alone would be fooled by tables of the same length, and miss heads or frames folded into the batch.
+Of a batch that is known from its form: tensors and arrays with so many rows, lists with so many entries, tuples of
+so many strings. A collate function may as well have put tensors of all samples into a list, `[images, labels]`, so
+what holds batched parts is a container however long it is. A pair of numbers is a value.
+
+Of what layers take and give it is learnt by running the step with one sample more. A dimension that has
+`k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample; one that does not change is
+shared by all samples. Comparing sizes with the number of samples alone would be fooled by tables of the same
+length, and miss heads or frames folded into the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+_PLAIN = (str, bytes, int, float, bool, np.generic)
+
+
+def is_per_sample(node: Any, num_samples: int) -> bool:
+    """Whether a part of a batch has one entry for each of its samples.
+
+    Example:
+        >>> captions, sizes, pair = ("a", "b"), [(8, 8), (8, 9)], [torch.zeros(2), torch.ones(2)]
+        >>> [is_per_sample(part, 2) for part in (captions, sizes, pair, (8, 8))]
+        [True, True, False, False]
+    """
+    if isinstance(node, Tensor | np.ndarray):
+        return node.ndim > 0 and node.shape[0] == num_samples
+    if not isinstance(node, list | tuple) or len(node) != num_samples:
+        return False
+    if isinstance(node, tuple):
+        return _is_texts(node)
+    return not any(_holds_batched(item, num_samples) for item in node)
+
+
+def change_samples(
+    batch: Any, num_samples: int, changes: Sequence[Callable[[Any], Any]]
+) -> list[Any]:
+    """For each change the batch with all parts changed that have one entry per sample; all else stays."""
+
+    def is_leaf(node: Any) -> bool:
+        return is_per_sample(node, num_samples)
+
+    leaves, form = pytree.tree_flatten(batch, is_leaf=is_leaf)
+    found = [(leaf, is_leaf(leaf)) for leaf in leaves]
+    return [
+        pytree.tree_unflatten([change(leaf) if cut else leaf for leaf, cut in found], form)
+        for change in changes
+    ]
+
+
+def sample_counts(batch: Any) -> dict[str, int]:
+    """What each part of a batch says how many samples there are; equal numbers in a batch that can be cut.
+
+    Example:
+        >>> sample_counts({"image": torch.zeros(2, 3), "caption": ["a", "b"], "scale": 2.0})
+        {"['image']": 2, "['caption']": 2}
+    """
+    first = count_samples(batch)
+    if first is None:
+        return {}
+
+    def is_leaf(node: Any) -> bool:
+        return _is_values(node) or is_per_sample(node, first)
+
+    flat, _ = pytree.tree_flatten_with_path(batch, is_leaf=is_leaf)
+    return {
+        pytree.keystr(path): len(leaf)
+        for path, leaf in flat
+        if (leaf.ndim > 0 if isinstance(leaf, Tensor | np.ndarray) else is_leaf(leaf))
+    }
+
 
 def count_samples(batch: Any) -> int | None:
-    """Number of samples: dimension 0 of the first tensor, or else the length of the first list.
+    """Number of samples: dimension 0 of the first tensor or array, or else the length of the first list.
 
     Example:
         >>> count_samples({"image": torch.zeros(4, 3, 8, 8), "caption": ["a", "b", "c", "d"]})
         4
     """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return int(leaf.shape[0])
-    if isinstance(batch, dict):
-        return next((n for n in map(count_samples, batch.values()) if n is not None), None)
-    return len(batch) if isinstance(batch, list | tuple) else None
+    return next(_first_counts(batch), None)
 
 
 def add_sample(batch: Any, num_samples: int) -> Any:
     """The batch with its first sample repeated at the end."""
-    if isinstance(batch, Tensor):
-        if batch.ndim == 0 or batch.shape[0] != num_samples:
-            return batch
-        return torch.cat([batch, batch[:1]])
-    if isinstance(batch, dict):
-        return type(batch)({k: add_sample(v, num_samples) for k, v in batch.items()})
-    if isinstance(batch, list | tuple):
-        if len(batch) == num_samples and not any(_has_samples(x, num_samples) for x in batch):
-            return [*batch, batch[0]]
-        items = [add_sample(x, num_samples) for x in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+
+    def repeat(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return torch.cat([part, part[:1]])
+        return np.concatenate([part, part[:1]]) if isinstance(part, np.ndarray) else part + part[:1]
+
+    return change_samples(batch, num_samples, [repeat])[0]
 
 
-def _has_samples(tree: Any, num_samples: int) -> bool:
-    return any(
-        isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == num_samples
-        for leaf in pytree.tree_leaves(tree)
+def _first_counts(batch: Any) -> Iterator[int]:
+    """Lengths of tensors and arrays; of lists of values; of other lists. Only the first counts."""
+    leaves = pytree.tree_leaves(batch, is_leaf=_is_values)
+    yield from (
+        int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim
     )
+    yield from (len(leaf) for leaf in leaves if _is_values(leaf))
+    leaves = pytree.tree_leaves(batch, is_leaf=lambda node: isinstance(node, list))
+    yield from (len(leaf) for leaf in leaves if isinstance(leaf, list) and leaf)
+
+
+def _is_texts(node: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds texts, some of which may be missing; what has named fields is a record."""
+    return (
+        not hasattr(node, "_fields")
+        and all(item is None or isinstance(item, str | bytes) for item in node)
+        and any(item is not None for item in node)
+    )
+
+
+def _is_values(node: Any) -> bool:
+    """Whether a node holds nothing but one plain value per sample, whatever their number."""
+    if isinstance(node, tuple):
+        return _is_texts(node)
+    return (
+        isinstance(node, list)
+        and all(item is None or isinstance(item, _PLAIN) for item in node)
+        and any(item is not None for item in node)
+    )
+
+
+def _holds_batched(item: Any, num_samples: int) -> bool:
+    if item is None or isinstance(item, _PLAIN):
+        return False
+
+    if not isinstance(item, list) and is_per_sample(item, num_samples):
+        return True
+    # Written out for lists and tuples, of which there may be one for each sample: pytree takes longer.
+    inside = item if isinstance(item, list | tuple) else pytree.tree_leaves(item, _is_values)
+    return any(_holds_batched(part, num_samples) for part in inside if part is not item)
 
 
 def rows(size: Any, more: Any, num_samples: int) -> int | None:

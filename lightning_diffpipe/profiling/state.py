@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.samples import change_samples
 
 
 @contextlib.contextmanager
@@ -76,24 +77,14 @@ def tree_to(tree: Any, device: torch.device) -> Any:
 
 
 def take_samples(batch: Any, total: int, count: int) -> Any:
-    """The first samples of a batch: along dimension 0 of tensors, along lists of plain values.
+    """The first samples of a batch, see `graph.samples.is_per_sample`.
 
     Args:
-        batch: A tree of tensors and lists.
+        batch: A tree of tensors, arrays and lists.
         total: Samples in it; what has another length is shared by all samples.
         count: Samples wanted.
     """
-    plain = (str, bytes, int, float, bool)
-
-    def is_list(node: Any) -> bool:
-        return isinstance(node, list) and bool(node) and all(isinstance(x, plain) for x in node)
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == total:
-            return leaf[:count]
-        return leaf[:count] if is_list(leaf) and len(leaf) == total else leaf
-
-    return pytree.tree_map(cut, batch, is_leaf=is_list)
+    return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 
 @contextlib.contextmanager

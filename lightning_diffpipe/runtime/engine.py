@@ -39,7 +39,7 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the samples of the pipeline's batch; a scalar, equal on all its ranks.
-        logged: What the user's step logged, averaged the same way.
+        logged: What the user's step logged, combined over microbatches as `reduce_fx` says.
         num_samples: Samples of the pipeline's batch.
         recording: When this rank ran what.
     """

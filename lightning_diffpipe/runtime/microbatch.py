@@ -1,31 +1,38 @@
 """Cutting a batch into microbatches, whatever the batch is made of.
 
-Every tensor is cut along dimension 0 and every list of plain values (captions, ids, file names) along
-its length; dicts, tuples and lists of tensors are containers and keep their form. Scalars, `None` and
-zero-dimensional tensors go to every microbatch unchanged.
+Tensors and numpy arrays are cut along dimension 0; lists and tuples of strings with one entry per sample
+(captions, ids, sizes, pictures) along their length. Dicts, tuples and lists of batched tensors are containers and
+keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.samples import change_samples, sample_counts
 
 
 def num_samples(batch: Any) -> int:
     """Counts the samples of a batch, the common length of its tensors and lists.
 
     Raises:
-        ConfigurationError: No tensor or list tells the number of samples, or they disagree.
+        ConfigurationError: No tensor or list tells the number of samples, or they disagree; or there are
+            tensors in a container that is not known to pytree.
     """
-    sizes = {path: size for path, leaf in _leaves(batch) if (size := _length(leaf)) is not None}
+    _refuse_unknown_containers(batch)
+    sizes = sample_counts(batch)
     if not sizes:
         raise ConfigurationError(
             f"the batch ({type(batch).__name__}) holds no tensor and no list, so it cannot be cut into "
@@ -69,24 +76,19 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
     Args:
         batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
-        sizes: Samples of each microbatch; they add up to the samples of the batch.
+        sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
+            the parts that have one entry per sample.
 
     Returns:
-        One batch of the same form for each size. Tensors are views.
+        One batch of the same form for each size. Tensors and arrays are views.
 
     Example:
         >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
         {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
     """
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        pytree.tree_map(
-            lambda leaf, start=start, stop=start + size: _slice(leaf, start, stop),
-            batch,
-            is_leaf=_is_sample_list,
-        )
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices])
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class Fingerprint:
     @classmethod
     def of(cls, batch: Any) -> Fingerprint:
         """Reads a batch."""
-        leaves = [leaf for _, leaf in _leaves(batch)]
+        leaves = pytree.tree_leaves(batch)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        plain = [leaf.shape if isinstance(leaf, Tensor) else plain_bytes(leaf) for leaf in leaves]
         taken = [_spread_out(tensor).to(torch.float64) for tensor in tensors if tensor.numel()]
         values = torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
         return cls(values, zlib.crc32(repr(plain).encode()))
@@ -127,24 +129,44 @@ def _spread_out(tensor: Tensor, num: int = 16) -> Tensor:
     return flat[:: max(1, flat.numel() // num)][:num]
 
 
-def _is_sample_list(node: Any) -> bool:
-    """Whether a list holds one plain value per sample, rather than tensors or containers."""
-    plain = (str, bytes, int, float, bool)
-    return isinstance(node, list) and bool(node) and all(isinstance(item, plain) for item in node)
+def plain_bytes(leaf: Any) -> bytes:
+    """What can be compared between processes of a part of a batch that is no tensor.
+
+    Of objects the type and the size, if they have one, as pictures do: their text may tell where in memory
+    they lie.
+    """
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype}{leaf.shape} {zlib.crc32(leaf.tobytes())}".encode()
+    if leaf is None or isinstance(
+        leaf, str | bytes | int | float | complex | np.generic | PurePath
+    ):
+        return repr(leaf).encode()
+    size = getattr(leaf, "size", None)
+    return f"{type(leaf).__qualname__} {size if isinstance(size, int | tuple) else ''}".encode()
 
 
-def _leaves(batch: Any) -> list[tuple[str, Any]]:
-    flat, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_sample_list)
-    return [(pytree.keystr(path), leaf) for path, leaf in flat]
+def _refuse_unknown_containers(batch: Any) -> None:
+    if not any(map(_holds_tensors, pytree.tree_leaves(batch))):
+        return
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if _holds_tensors(leaf):
+            name = type(leaf).__name__
+            raise ConfigurationError(
+                f"{pytree.keystr(path) or 'the batch'} is a {name}, whose tensors cannot be cut into "
+                "microbatches, as torch.utils._pytree does not know the type; give a dict, list or tuple, "
+                "or register a dataclass with torch.utils._pytree.register_dataclass"
+            )
 
 
-def _length(leaf: Any) -> int | None:
-    if isinstance(leaf, Tensor):
-        return leaf.shape[0] if leaf.dim() else None
-    return len(leaf) if _is_sample_list(leaf) else None
-
-
-def _slice(leaf: Any, start: int, stop: int) -> Any:
-    if isinstance(leaf, Tensor):
-        return torch.narrow(leaf, 0, start, stop - start) if leaf.dim() else leaf
-    return leaf[start:stop] if _is_sample_list(leaf) else leaf
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether an object that pytree does not look into has tensors or arrays inside."""
+    if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
+        return False
+    inside: list[Any] = [getattr(leaf, "__dict__", None)]
+    if isinstance(leaf, Mapping):
+        inside += leaf.values()
+    elif isinstance(leaf, list | tuple | set):
+        inside += leaf
+    elif dataclasses.is_dataclass(leaf):
+        inside += [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return any(isinstance(part, Tensor | np.ndarray) for part in pytree.tree_leaves(inside))

@@ -2,20 +2,20 @@
 
 Callbacks decide by metrics (checkpoints, early stopping, schedulers), and they decide on every rank by
 itself, so every rank needs the same numbers. Only the last stage ever computes them. One small sum over
-the pipeline carries all of them: each replica of the last stage adds its microbatches, weighted by
-their samples, and everybody else adds zeros. It is started where a rank has run its program, and
-nobody waits for it idly: frozen layers run until it is there.
+the pipeline carries all of them, in a table with a row for each microbatch: each replica of the last stage fills
+in its own, and everybody else adds zeros. Then every rank combines the rows as `reduce_fx` says. It is started
+where a rank has run its program, and nobody waits for it idly: frozen layers run until it is there.
 
-Which numbers those are (names and options of `self.log`) is known on the last stage only. Every rank adds
-numbers for the names that were agreed on last. Whether they have changed is summed beside them, between
-hosts, so that nobody has to ask a GPU; for most modules it happens once. Then the new names are sent, and
-the numbers are summed again.
+Which numbers those are (names and options of `self.log`) is known on the last stage only, and a microbatch may
+log what others do not. The table has columns for all names that were ever agreed on. Whether there are others, and
+which of the known ones were logged, is summed beside it, between hosts, so that nobody has to ask a GPU. Where
+there are new ones, for most modules once, they are gathered and the table is summed again.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,14 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
-Entry = tuple[str, dict[str, Any]]
-"""Name and options of a `self.log` call."""
+Entries = dict[str, dict[str, Any]]
+"""Options of `self.log` calls by name."""
 
 # Arguments of `LightningModule.log` that may follow name and value by position.
-_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")
+_OPTIONS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Logged:
 
     Attributes:
         name: Name of the metric.
-        value: Its mean over the samples of the pipeline's batch.
+        value: What the whole batch of the pipeline gives: the mean over its samples, or the sum or extreme
+            over its microbatches if `reduce_fx` is one.
         options: Further arguments of `self.log`; no `batch_size`, which was that of a microbatch.
     """
 
@@ -59,13 +63,11 @@ class ResultSharing:
 
     def __init__(self, mesh: Mesh, reporter: int) -> None:
         self._mesh = mesh
-        self._reports = mesh.local_rank == reporter
-        self._source = mesh.world_rank(reporter)
-        self._agreed: list[Entry] = []
-        self._own: list[Entry] = []
-        self._agreed_text = pickle.dumps(self._agreed)
+        self._reporter = reporter
+        self._agreed: Entries = {}
+        self._own: Entries = {}
         self._works: Sequence[MicrobatchWork] = ()
-        self._sums = self._changed = torch.zeros(1)
+        self._noticed = self._table = torch.zeros(1)
 
     def start(self, works: Sequence[MicrobatchWork]) -> list[dist.Work]:
         """Begins to sum what this rank's microbatches have to tell.
@@ -77,16 +79,24 @@ class ResultSharing:
             ConfigurationError: A logged value is neither a number nor a tensor of one element.
         """
         self._works = works
-        if self._reports:
-            self._own = next((_entries(work) for work in works if work.loss is not None), [])
-        if self._mesh.layout.ranks_per_pipeline == 1:
-            self._agreed, self._sums = self._own, self._weighted_sums(self._own)
+        self._own = {}
+        for work in works:
+            for name, _, options in _calls(work):
+                self._own.setdefault(name, options)
+        alone = self._mesh.layout.ranks_per_pipeline == 1
+        if alone:
+            self._agreed = self._own
+        unknown = not alone and any(
+            name not in self._agreed or pickle.dumps(self._agreed[name]) != pickle.dumps(options)
+            for name, options in self._own.items()
+        )
+        self._noticed = torch.tensor([int(unknown), *(name in self._own for name in self._agreed)])
+        self._table = self._filled_in()
+        if alone:
             return []
-        changed = self._reports and pickle.dumps(self._own) != self._agreed_text
-        self._changed, self._sums = torch.tensor([int(changed)]), self._weighted_sums(self._agreed)
         under_way = [
-            dist.all_reduce(self._changed, group=self._mesh.control, async_op=True),
-            dist.all_reduce(self._sums, group=self._mesh.pipeline_group, async_op=True),
+            dist.all_reduce(self._noticed, group=self._mesh.control, async_op=True),
+            dist.all_reduce(self._table, group=self._mesh.pipeline_group, async_op=True),
         ]
         return [work for work in under_way if work is not None]
 
@@ -96,44 +106,68 @@ class ResultSharing:
         Raises:
             ConfigurationError: As `start`.
         """
-        if self._changed:
-            box = [self._own if self._reports else None]
-            dist.broadcast_object_list(box, src=self._source, group=self._mesh.control)
-            assert box[0] is not None
-            self._agreed, self._agreed_text = box[0], pickle.dumps(self._own)
-            self._sums = self._weighted_sums(self._agreed)
-            dist.all_reduce(self._sums, group=self._mesh.pipeline_group)
+        unknown, *counts = self._noticed.tolist()
+        present = {name for name, count in zip(self._agreed, counts, strict=True) if count}
+        if unknown:
+            present |= self._agree()
+            self._table = self._filled_in()
+            dist.all_reduce(self._table, group=self._mesh.pipeline_group)
         self._works = ()
-        values = self._sums[0] / self._sums[1].clamp_min(torch.finfo(self._sums.dtype).tiny)
-        logged = [
-            Logged(name, value, options)
-            for (name, options), value in zip(self._agreed, values[1:], strict=True)
-        ]
-        return values[0], logged
+        kinds = {"mean": _mean(*self._table)}
+        logged = []
+        for column, (name, options) in enumerate(self._agreed.items(), 1):
+            if name in present:
+                kind = _kind(options)
+                if kind not in kinds:
+                    kinds[kind] = _REDUCTIONS[kind](*self._table)
+                logged.append(Logged(name, kinds[kind][column], options))
+        return kinds["mean"][0], logged
 
-    def _weighted_sums(self, entries: Sequence[Entry]) -> Tensor:
-        """Two rows: sums of value x samples, and sums of samples; loss first, then the entries."""
-        device = self._mesh.device
+    def _agree(self) -> set[str]:
+        """Adds the names all ranks have, and returns those."""
+        box: list[Any] = [None] * self._mesh.layout.ranks_per_pipeline
+        dist.all_gather_object(box, self._own, group=self._mesh.control)
+        gathered: Entries = {}
+        for entries in (box[self._reporter], *box):
+            gathered = {**entries, **gathered}
+        self._agreed = {**self._agreed, **gathered}
+        return set(gathered)
+
+    def _filled_in(self) -> Tensor:
+        """Values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
+        device, names = self._mesh.device, tuple(self._agreed)
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        names = [name for name, _ in entries]
-        sums = torch.zeros(2, 1 + len(names), dtype=dtype, device=device)
-        counts = [0] * (1 + len(names))
-        for work in self._works:
+        table = torch.zeros(2, len(self._works), 1 + len(names), dtype=dtype, device=device)
+        for row, work in enumerate(self._works):
             if work.loss is None:
                 continue
             values = {name: value for name, value, _ in _calls(work)}
-            column = [work.loss, *(values.get(name, 0.0) for name in names)]
-            stacked = torch.stack([_scalar(value, device, dtype) for value in column])
-            sums[0].add_(stacked, alpha=work.num_samples)
-            present = [True, *(name in values for name in names)]
-            counts = [n + work.num_samples * p for n, p in zip(counts, present, strict=True)]
-        for index, count in enumerate(counts):
-            sums[1, index].fill_(count)
-        return sums
+            numbers = [work.loss, *(values.get(name, 0.0) for name in names)]
+            table[0, row] = torch.stack([_scalar(value, device, dtype) for value in numbers])
+            table[1, row].fill_(work.num_samples)
+            for column, name in enumerate(names, 1):
+                if name not in values:
+                    table[1, row, column].fill_(0)
+        return table
 
 
-def _entries(work: MicrobatchWork) -> list[Entry]:
-    return [(name, options) for name, _, options in _calls(work)]
+def _mean(values: Tensor, samples: Tensor) -> Tensor:
+    return (values * samples).sum(0) / samples.sum(0)
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": _mean,
+    "sum": lambda values, samples: values.sum(0),
+    "max": lambda values, samples: values.where(samples > 0, -torch.inf).amax(0),
+    "min": lambda values, samples: values.where(samples > 0, torch.inf).amin(0),
+}
+
+
+def _kind(options: dict[str, Any]) -> str:
+    """How microbatches are combined; what `self.log` does not know either is refused by it."""
+    given = options.get("reduce_fx", "mean")
+    name = str(getattr(given, "__name__", given)).lower()
+    return name if name in _REDUCTIONS else "mean"
 
 
 def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import BoundaryError
@@ -113,7 +114,7 @@ class StageRunner:
             work.call,
             seed=work.seed,
             received={**self._activations(stage, work), **work.frozen.get(stage, {})},
-            log=lambda name, args, kwargs: work.logged.append((name, args, kwargs)),
+            log=lambda name, args, kwargs: work.logged.append((name, *_detached(args, kwargs))),
         )
         if work.partitioned.cut.stages[stage].is_last:
             assert run.loss is not None
@@ -223,3 +224,8 @@ class StageRunner:
                     f"({count} of {tensor.numel()} values, microbatch {work.index}); "
                     "check the learning rate and the precision, or clip gradients"
                 )
+
+
+def _detached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of a logging call, which outlive the backward: attached, they would keep the graph."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))

@@ -20,8 +20,8 @@ class Sample:
 
     Attributes:
         timeline: What the ranks of the first pipeline did.
-        after_s: From the end of the pipeline to the end of the step, on the first rank.
-        loading_s: Before the step, until its batch was at hand.
+        after_s: Outside of the pipeline, on the first rank: behind it, and before it without loading.
+        loading_s: Before it, waiting for the data loader.
     """
 
     timeline: Timeline

@@ -147,8 +147,8 @@ def explain_gap(
     Args:
         plan: What was planned, with costs; without costs only the whole difference is known.
         measured: A timeline of one iteration.
-        after_s: From the end of the pipeline to the end of the step: optimizer, callbacks.
-        loading_s: From there until the next batch is at hand.
+        after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
+        loading_s: In which the data loader was waited for there.
     """
     pipeline_s = measured.iteration_s
     planned_s = plan.planned.iteration_s

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import default_collate
 
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
 from lightning_diffpipe.errors import ConfigurationError
@@ -142,6 +144,39 @@ def test_a_run_shorter_than_the_first_look_is_explained_too():
     )
     assert len(samples) == 1
     assert "A step takes" in report
+
+
+class SlowToRead(Data):
+    """Takes 50 ms for a batch of two samples."""
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+
+        def collate(samples):
+            time.sleep(0.05)
+            return default_collate(samples)
+
+        loader.collate_fn = collate
+        return loader
+
+
+class Dawdler(L.Callback):
+    """A callback behind the monitor, such as one that averages weights."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        time.sleep(0.3)
+
+
+def test_later_callbacks_are_no_loading():
+    """History: whatever came behind the monitor, checkpoints and averages, was blamed on the data loader."""
+    monitor = PipelineMonitor(every_n_steps=2, progress_bar=False)
+    strategy = quick_strategy(num_stages=1, num_microbatches=2)
+    trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=[monitor, Dawdler()])
+    trainer.fit(build(Settings()), datamodule=SlowToRead(size=6, batch_size=2))
+    assert len(monitor.samples) == 2
+    for sample in monitor.samples:
+        assert 0.05 <= sample.loading_s < 0.3
+        assert sample.after_s >= 0.3
 
 
 def test_without_a_pipeline_it_counts_samples(tmp_path):

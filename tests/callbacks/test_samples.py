@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -119,16 +120,49 @@ def test_a_grid_reads_like_a_page():
 
 @pytest.mark.parametrize(
     "batch",
-    [torch.zeros(5, 2), {"image": torch.zeros(5, 2), "caption": ["a"] * 5}, [torch.zeros(5)]],
+    [
+        torch.zeros(5, 2),
+        {"caption": ["a caption"] * 5, "image": torch.zeros(5, 2)},
+        {"scale": 2.0, "image": torch.zeros(5, 2)},
+        [torch.zeros(5)],
+    ],
 )
 def test_samples_of_a_batch_are_counted(batch):
-    assert num_samples(batch) == 5
+    """History: the first value of a batch was counted, be it a caption's letters or a number."""
+    trainer = SimpleNamespace(strategy=None)
+    assert num_samples(trainer, batch) == 5
+    trainer.strategy = SimpleNamespace(last_step=SimpleNamespace(num_samples=7))
+    assert num_samples(trainer, batch) == 7
 
 
-def test_samples_per_second_are_logged(tmp_path):
+def test_samples_per_second_are_logged_also_over_short_epochs(tmp_path):
+    """History: batches were counted from the beginning of their epoch, and validation began anew."""
     logger = Memory()
-    fit(tmp_path, [Throughput(every_n_steps=3)], logger)
+    throughput = Throughput(every_n_steps=5)
+    short = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 3}
+    fit(tmp_path, [throughput], logger, **short)
     assert logger.metrics["samples_per_s"] > 0
+    assert throughput._batches == 1
+
+
+def test_validation_is_no_training(monkeypatch):
+    logger, throughput, clock = Memory(), Throughput(every_n_steps=2), iter([0.0, 1.0, 10.0, 12.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    trainer = SimpleNamespace(strategy=None, loggers=[logger], global_step=2)
+    for pause in (throughput.on_validation_start, throughput.on_train_epoch_end):
+        throughput.on_train_batch_start(trainer, None, None, 0)
+        throughput.on_train_batch_end(trainer, None, None, torch.zeros(6), 0)
+        pause(trainer, None)
+    assert logger.metrics == {"samples_per_s": 4.0}
+
+
+def test_no_steps_between_measurements_log_nothing(tmp_path):
+    """History: `trainer.log_every_n_steps=0`, which the configs hand on, divided by zero."""
+    logger = Memory()
+    fit(tmp_path, [Throughput(every_n_steps=0)], logger)
+    assert "samples_per_s" not in logger.metrics
+    with pytest.raises(ConfigurationError, match="every_n_steps must be at least 1, or 0"):
+        Throughput(every_n_steps=-1)
 
 
 def test_the_final_checkpoint_is_of_the_last_step(tmp_path):

@@ -2,6 +2,7 @@ import io
 import json
 import sys
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,27 +65,84 @@ def test_webdataset_is_asked_for_when_it_is_missing(monkeypatch):
         WebDatasetDataModule("x.tar", samples_per_epoch=1)
 
 
-def test_shards_give_batches_like_all_others(tmp_path):
-    pytest.importorskip("webdataset")
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for i in range(6):
-            picture = io.BytesIO()
-            Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
-            for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"red %d" % i)):
-                entry = tarfile.TarInfo(name)
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
-    shards = str(tmp_path / "0.tar")
-    data = WebDatasetDataModule(
-        shards,
-        samples_per_epoch=6,
-        validation_shards=shards,
-        resolution=8,
-        batch_size=2,
-        num_workers=0,
-    )
-    batches = list(data.train_dataloader())
-    assert [batch["image"].shape for batch in batches] == [(2, 3, 8, 8)] * 3
-    assert [caption for batch in data.val_dataloader() for caption in batch["caption"]] == [
-        f"red {i}" for i in range(6)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
+    """History: lines were cut at U+2028, U+2029 and U+0085 inside of captions."""
+    captions = [f"a{character}b" for character in "\u2028\u2029\x85\u00e9"]
+    lines = [
+        json.dumps({"file_name": "a.png", "text": caption}, ensure_ascii=False)
+        for caption in captions
     ]
+    (tmp_path / "metadata.jsonl").write_bytes((end.join(lines) + end).encode())
+    data = ImageFolderDataModule(str(tmp_path), validation_share=0.0)
+    data.setup("fit")
+    assert [caption for _, caption in data.train_set.entries] == captions
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards of six red pictures each."""
+    pytest.importorskip("webdataset")
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for i in range(6 * shard, 6 * shard + 6):
+                picture = io.BytesIO()
+                Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
+                for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"%d" % i)):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+    return str(tmp_path / "{0..2}.tar")
+
+
+def data_of(shards, **options):
+    defaults = {"samples_per_epoch": 18, "resolution": 8, "batch_size": 2, "num_workers": 0}
+    return WebDatasetDataModule(shards, **{**defaults, **options})
+
+
+def as_rank(data, epoch=0, rank=0, num_ranks=1):
+    """Puts a data module into a trainer's hands."""
+    sampling = {"rank": rank, "num_replicas": num_ranks}
+    strategy = SimpleNamespace(distributed_sampler_kwargs=sampling)
+    data.trainer = SimpleNamespace(current_epoch=epoch, strategy=strategy)
+    return data
+
+
+def captions(loader):
+    return [int(caption) for batch in loader for caption in batch["caption"]]
+
+
+def test_shards_give_batches_like_all_others(shards):
+    data = data_of(shards, validation_shards=shards, batch_size=4)
+    batches = list(data.train_dataloader())
+    assert [batch["image"].shape for batch in batches] == [(4, 3, 8, 8)] * 4
+    assert captions(data.val_dataloader()) == list(range(18))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 5])
+def test_an_epoch_of_shards_is_as_long_as_asked_for(shards, num_workers):
+    """History: every worker gave a whole epoch, and a worker without a shard nothing."""
+    options = {"samples_per_epoch": 8, "num_workers": num_workers}
+    ranks = [as_rank(data_of(shards, **options), 0, rank, 2) for rank in (0, 1)]
+    assert [len(captions(data.train_dataloader())) for data in ranks] == [4, 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
+    """History: every epoch gave the same samples in the same order."""
+    data = as_rank(data_of(shards, num_workers=num_workers))
+    loader = data.train_dataloader()
+    first, again = captions(loader), captions(loader)
+    assert first == again, "the order follows from the epoch alone"
+    assert first != list(range(18))
+    if not num_workers:
+        assert sorted(first) == list(range(18))
+    data.trainer.current_epoch = 1
+    assert captions(loader) != first
+    assert len(captions(as_rank(data_of(shards, samples_per_epoch=40)).train_dataloader())) == 40
+
+
+def test_fewer_shards_than_pipelines_are_refused(shards):
+    """History: pipelines without a shard had no batch, and the others waited for them."""
+    with pytest.raises(ConfigurationError, match=r"3 shards .* to 4 data-parallel ranks"):
+        as_rank(data_of(shards), num_ranks=4).train_dataloader()

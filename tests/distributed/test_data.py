@@ -1,6 +1,7 @@
 """Data loading under the trainer: who sees which samples, in which order, in which form."""
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -178,3 +179,56 @@ def test_the_number_of_steps_may_be_asked_for_once_there_is_a_pipeline(tmp_path)
     for answers, steps in run_ranks(fit_in_a_row, 2, AsksInTime, tmp_path / "a.ckpt"):
         assert answers == (8, 8, 12, 12)
         assert steps == 12
+
+
+class Captioned(Numbered):
+    """Images with captions, sizes and arrays, as a pair, without random numbers."""
+
+    def __getitem__(self, index):
+        image, caption = self.samples[index]["image"], None if index % 5 == 0 else "a" * index
+        return image, caption, (index, 2), np.full(3, index)
+
+
+def as_they_come(samples):
+    """Leaves it to the module what to make of captions, sizes and arrays."""
+    images, captions, sizes, arrays = zip(*samples, strict=True)
+    return torch.stack(images), captions, list(sizes), np.stack(arrays)
+
+
+class ReadsCaptions(L.LightningModule):
+    """Zips images with their captions in the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(3, 8), torch.nn.Linear(8, 15)
+
+    def training_step(self, batch, batch_idx):
+        images, captions, sizes, arrays = batch
+        assert len(images) == len(captions) == len(sizes) == len(arrays)
+        lengths = [
+            (len(caption or ""), sum(size), int(array.sum()))
+            for caption, size, array in zip(captions, sizes, arrays, strict=True)
+        ]
+        described = torch.tensor(lengths, dtype=images.dtype) / 10
+        return (self.head(self.embed(described)) - images.flatten(1)).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def read_captions(rank, world_size):
+    module = build(Settings(module_class=ReadsCaptions))
+    options = {}
+    if world_size:
+        strategy = quick_strategy(num_stages=world_size, num_microbatches=2, verify=True)
+        options = {"devices": world_size, "strategy": strategy}
+    loader = DataLoader(Captioned(), 5, collate_fn=as_they_come)
+    quiet_trainer(**options).fit(module, loader)
+    return {name: weight.clone() for name, weight in module.state_dict().items()}
+
+
+def test_captions_stay_with_their_images():
+    """History: every microbatch got the captions of all, and took those of the first."""
+    alone = read_captions(0, 0)
+    for weights in run_ranks(read_captions, 2, 2):
+        torch.testing.assert_close(weights, alone)

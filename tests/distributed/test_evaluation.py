@@ -3,7 +3,9 @@
 import lightning as L
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
+from lightning_diffpipe.runtime.results import ResultSharing
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -130,40 +132,71 @@ class Counting(Quiet):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        size, mean = len(batch["image"]), batch["image"].mean()
-        options = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        self.log("train/mean", mean, batch_size=size, **options)
-        self.log("train/batches", 1.0, reduce_fx="sum", **options)
-        self.log("train/largest", float(batch_idx), reduce_fx="max", **options)
+        image, size = batch["image"], len(batch["image"])
+        once = {"on_step": False, "on_epoch": True}
+        options = {**once, "sync_dist": True}
+        self.log("train/mean", image.mean(), batch_size=size, **options)
+        self.log("train/samples", float(size), reduce_fx="sum", **options)
+        self.log("train/largest", image.max(), reduce_fx="max", **options)
+        self.log("train/smallest", image.min(), reduce_fx=torch.min, **options)
+        self.log("train/by_place", image.sum(), False, None, False, True, "sum", sync_dist=True)
+        for token in batch["text"][:, 0].unique().tolist():
+            mine = image[batch["text"][:, 0] == token]
+            self.log(f"train/sum_{token}", mine.sum(), reduce_fx="sum", **once)
+            self.log(f"train/largest_{token}", mine.max(), reduce_fx="max", **once)
         return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val/samples", float(len(batch["image"])), reduce_fx="sum", sync_dist=True)
 
 
-def count(rank, world_size):
+def count(rank, world_size, options, size):
     module = build(Settings(module_class=Counting))
-    options = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 4}
-    trainer = quiet_trainer(devices=world_size, strategy=quick_strategy(**options))
-    trainer.fit(module, datamodule=Data(size=world_size // 2 * 13, batch_size=8))
+    distributed = {"devices": world_size, "strategy": quick_strategy(**options)} if options else {}
+    trainer = quiet_trainer(**distributed)
+    trainer.fit(module, datamodule=Data(size=size, batch_size=8))
     agreed = trainer.strategy.reduce_boolean_decision(True)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     after = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val/samples"]
     return found, after, agreed
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sums_and_weighted_means_count_every_sample_once(world_size):
-    """Batches of 8 and 5 samples, on one pipeline of two ranks and on two.
+@pytest.mark.parametrize(
+    ("world_size", "num_stages", "num_replicas", "pipelines"),
+    [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 1, 2)],
+)
+def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_replicas, pipelines):
+    """Batches of 8 and 5 samples in each pipeline, of two ranks or two replicas.
 
-    History: `batch_size` was that of microbatch 0, equal in both batches, and sums over all ranks
-    counted a pipeline as often as it has ranks.
+    History: `batch_size` was that of microbatch 0, equal in both batches; sums over all ranks counted a pipeline
+    as often as it has ranks; sums and extremes were averaged over microbatches; and of names that only some
+    microbatches log, those of the first alone were kept.
     """
-    pipelines = world_size // 2
-    samples = Data(size=13 * pipelines).loader(13 * pipelines).dataset
-    for found, after, agreed in run_ranks(count, world_size, world_size):
-        assert found["train/mean"] == pytest.approx(float(samples.images.mean()))
-        assert found["train/batches"] == 2 * pipelines
-        assert found["train/largest"] == 1
+    options = {"num_stages": num_stages, "num_replicas": num_replicas, "num_microbatches": 4}
+    alone, _, _ = count(0, 1, None, 13 * pipelines)
+    alone = {name: value for name, value in alone.items() if name.startswith("train/")}
+    del alone["train/loss"]  # its random numbers are drawn for microbatches
+    if pipelines > 1:  # a pipeline knows its own tokens only
+        alone = {name: value for name, value in alone.items() if not name[-1].isdigit()}
+    else:
+        assert any(name.startswith("train/sum_") for name in alone)
+    for found, after, agreed in run_ranks(count, world_size, world_size, options, 13 * pipelines):
+        assert {name: found[name] for name in alone} == pytest.approx(alone)
         assert found["val/samples"] == after == 8
         assert agreed
+
+
+def test_what_is_logged_keeps_no_activations(monkeypatch):
+    """History: logged tensors held the graph of every microbatch until the end of the step."""
+    seen = []
+    start = ResultSharing.start
+    monkeypatch.setattr(
+        ResultSharing, "start", lambda self, works: seen.extend(works) or start(self, works)
+    )
+    module = build(Settings(module={"log_extra": True}))
+    trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy(num_stages=1))
+    trainer.fit(module, datamodule=Data())
+    logged = pytree.tree_leaves([work.logged for work in seen])
+    tensors = [value for value in logged if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4
+    assert not any(tensor.requires_grad for tensor in tensors)

@@ -1,9 +1,15 @@
 """Microbatches: what is cut, what is kept, and what is refused."""
 
+from collections import UserDict, namedtuple
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.samples import add_sample, count_samples
+from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 
 
@@ -51,3 +57,69 @@ def test_parts_of_different_lengths_are_refused_by_name():
 def test_a_batch_without_samples_is_refused():
     with pytest.raises(ConfigurationError, match="no tensor and no list"):
         num_samples({"a": 1})
+
+
+SizeAndName = namedtuple("SizeAndName", "size name")
+PER_SAMPLE = {
+    "tuple of captions": ("a", "b", None),
+    "captions, one missing": ["a", None, "c"],
+    "sizes": [(8, 8), (8, 9), (9, 9)],
+    "numpy numbers": [np.int64(1), np.int64(2), np.int64(3)],
+    "array": np.arange(6).reshape(3, 2),
+    "pictures": [Image.new("L", (2, 2), value) for value in (1, 2, 3)],
+    "several captions each": [["a", "b"], ["c"], ["d", "e", "f"]],
+    "scores": [torch.tensor(value) for value in (1.0, 2.0, 3.0)],
+}
+
+
+@pytest.mark.parametrize("part", PER_SAMPLE.values(), ids=PER_SAMPLE)
+def test_whatever_has_one_entry_per_sample_is_cut(part):
+    """History: only lists of plain values were; every microbatch got all entries of anything else."""
+    batch = {"x": torch.zeros(3), "part": part}
+    assert num_samples(batch) == count_samples(batch) == 3
+    first, second = (piece["part"] for piece in split(batch, [2, 1]))
+    assert type(first) is type(part)
+    for piece, expected in ((first, part[:2]), (second, part[2:])):
+        assert piece is not part
+        assert all(a is b or np.array_equal(a, b) for a, b in zip(piece, expected, strict=True))
+    assert len(take_samples(batch, 3, 2)["part"]) == 2
+    more = add_sample(batch, 3)["part"]
+    assert len(more) == 4
+    assert more[3] is part[0] or np.array_equal(more[3], part[0])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (64, 64),
+        [torch.zeros(2), torch.ones(2)],
+        [{"x": torch.zeros(2)}, [(torch.ones(2), 1)]],
+        [{"names": ("a", "b")}, 1],
+        (None, None),
+        SizeAndName("a", "b"),
+    ],
+)
+def test_as_many_values_as_there_are_samples_may_still_be_shared(part):
+    batch = {"x": torch.zeros(2), "part": part}
+    assert num_samples(batch) == 2
+    for changed in (split(batch, [1, 1])[1], take_samples(batch, 2, 1), add_sample(batch, 2)):
+        assert len(changed["part"]) == 2
+        assert type(changed["part"]) is type(part)
+
+
+def test_captions_that_a_collate_function_turned_by_place_are_cut_by_sample():
+    """As many captions for each sample as there are samples: default_collate gives tuples over samples."""
+    batch = [torch.zeros(2), [("a", "b"), ("c", "d")]]
+    assert split(batch, [1, 1])[1][1] == [("b",), ("d",)]
+
+
+def test_tuples_of_captions_of_another_length_are_refused():
+    with pytest.raises(ConfigurationError, match=r"\[0\]: 2, \[1\]: 3"):
+        num_samples((torch.zeros(2), ("a", "b", "c")))
+
+
+def test_tensors_in_an_unknown_container_are_refused():
+    """History: they went to every microbatch whole."""
+    batch = {"x": torch.zeros(2), "tokens": UserDict(ids=torch.zeros(2, 3))}
+    with pytest.raises(ConfigurationError, match=r"\['tokens'\] is a UserDict, whose tensors"):
+        num_samples(batch)
