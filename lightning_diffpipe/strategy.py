@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.checkpointing import CheckpointHooks
+from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline
@@ -102,6 +102,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             refuse_arguments(unsupported)
         super().__init__(timeout_s, process_group_backend)
         self.pipeline: Pipeline | None = None
+        self.division: Division | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
         self.batches_ahead = BATCHES_AHEAD
@@ -147,11 +148,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._failed = False
         refuse_unsupported(trainer, self)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            self._failed = False
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -167,6 +168,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
         self.pipeline = prepare(module, self._run_training_step, batch, self._options, self.process)
+        self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)

@@ -326,4 +326,3 @@ class KvCache:
             step = self._step if m <= here else self._step - 1
             expected = step if step >= 0 else None
             assert buffer.written.get(patch) == expected, (where.block.name, here, m, self._step)
-
