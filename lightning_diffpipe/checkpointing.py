@@ -8,12 +8,15 @@ in both directions.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -22,13 +25,31 @@ from torch.optim import Optimizer
 from torch.serialization import safe_globals
 
 from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.runtime.checkpoint import (
     collect,
     collect_optimizer_state,
+    owners_of_state,
     refuse_misfit,
     take_over,
 )
+from lightning_diffpipe.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what of a module; what optimizers and averages know stays divided when training has ended.
+
+    Attributes:
+        module: The module that was cut.
+        owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
+        mesh: This rank's place.
+    """
+
+    module: nn.Module
+    owners: Mapping[str, int]
+    mesh: Mesh
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -36,9 +57,12 @@ class CheckpointHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
+        division: Of the latest pipeline, also when that has ended; None before.
     """
 
     pipeline: Pipeline | None
+    division: Division | None
+    _failed: bool
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -46,12 +70,19 @@ class CheckpointHooks(ParallelStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of all stages; complete on rank 0, empty elsewhere."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
+        """The state of all stages; complete on rank 0, empty elsewhere.
+
+        Raises:
+            CheckpointError: Training has failed, and weights of other ranks with it.
+        """
+        module = self.lightning_module
+        assert module is not None
+        state = module.state_dict()
         if self.pipeline is None:
+            _refuse_placeholders(module)
             return state
-        return collect(state, self.pipeline.owners, self.pipeline.mesh)
+        owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
+        return collect(state, owners, self.pipeline.mesh)
 
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
@@ -62,23 +93,48 @@ class CheckpointHooks(ParallelStrategy):
 
         Returns:
             Complete on rank 0, empty elsewhere.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
         """
-        if self.pipeline is None:
+        if self.division is None:
             return dict(tensors)
-        return collect(tensors, self.pipeline.owners, self.pipeline.mesh)
+        with self._connected(self.division.mesh):
+            return collect(tensors, self.division.owners, self.division.mesh)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of all stages, numbered as on one device; empty except on rank 0."""
+        """The optimizer state of all stages, numbered as on one device; empty except on rank 0.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
+        """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         state = optimizer.state_dict()
-        if self.pipeline is None:
+        if self.division is None:
             return state
         owners = {
-            index: self.pipeline.owners.get(name, 0)
-            for index, name in enumerate(_names(optimizer, self.pipeline.module))
+            index: self.division.owners.get(name, 0)
+            for index, name in enumerate(_names(optimizer, self.division.module))
         }
-        whole = collect_optimizer_state(state["state"], owners, self.pipeline.mesh)
+        with self._connected(self.division.mesh):
+            whole = collect_optimizer_state(state["state"], owners, self.division.mesh)
         return {**state, "state": whole} if self.is_global_zero else {}
+
+    @contextlib.contextmanager
+    def _connected(self, mesh: Mesh) -> Iterator[None]:
+        """Inside, the ranks of a pipeline can talk, be it under way or at its end."""
+        if self.pipeline is not None:
+            yield
+            return
+        if self._failed or not _distributed_is_initialized():
+            why = "a run has failed" if self._failed else "the processes have left each other"
+            raise CheckpointError(
+                f"optimizer states and averages are divided over the ranks, and {why}, so rank 0 cannot "
+                "collect them. Save before the end of fit (FinalCheckpoint, ModelCheckpoint), or with "
+                "weights_only=True"
+            )
+        with mesh.reconnected():
+            yield
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -92,8 +148,8 @@ class CheckpointHooks(ParallelStrategy):
         try:
             with safe_globals(_of_hydra_configs()):
                 return super().load_checkpoint(path, weights_only=weights_only)
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is no checkpoint {path}") from error
         except Exception as error:
             raise CheckpointError(
                 f"cannot read the checkpoint {path}: {error}. If it was cut short while being "
@@ -137,6 +193,15 @@ class CheckpointHooks(ParallelStrategy):
                 state = {**state, "state": kept}
             optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+
+
+def _refuse_placeholders(module: nn.Module) -> None:
+    gone = [name for name, parameter in module.named_parameters() if is_placeholder(parameter)]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} parameters, e.g. {gone[0]}, were on other ranks when training failed, so there is "
+            "nothing whole to save; go on from the latest checkpoint"
+        )
 
 
 def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:

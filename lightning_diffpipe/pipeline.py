@@ -206,7 +206,8 @@ class Pipeline:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
         buffers = dict(self.module.named_buffers())
-        tensors = {**self.module.state_dict(), **buffers}  # some buffers are in no state dict
+        # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
+        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **buffers}
         whole = spread(tensors, self.owners, self.mesh) if connected else {}
         self.engine.close()
         self._interception.uninstall()

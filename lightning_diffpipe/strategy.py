@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.checkpointing import CheckpointHooks
+from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.example_batch import example_batch
 from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline
@@ -108,6 +108,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             refuse_arguments(unsupported)
         super().__init__(timeout_s, process_group_backend)
         self.pipeline: Pipeline | None = None
+        self.division: Division | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
         self.batches_ahead = BATCHES_AHEAD
@@ -154,11 +155,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._failed = False
         refuse_unsupported(trainer, self)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            self._failed = False
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -176,6 +177,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
         self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
+        self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)

@@ -3,12 +3,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
+from lightning_diffpipe.cli import training
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
@@ -111,6 +113,28 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "strategy.num_microbatches=0", "trainer.devices=1"],
             "diffpipe train: num_microbatches must be a whole number >= 1 or 'auto'; got 0",
         ),
+        # History: 'cluster' itself was suggested.
+        (
+            ["train", "cluster=x"],
+            "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
+        ),
+        (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        # History: these ended in a TypeError, and in "Key 'logger' is not in struct".
+        (
+            ["train", "callbacks.samples=false", "trainer.devices=1"],
+            "callbacks.samples=False is nothing to build; callbacks.samples=null leaves it out",
+        ),
+        (
+            ["train", "logger=null"],
+            "logger=null chooses no option; leave it out, or take one of csv, none, wandb",
+        ),
+        (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
+        (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        # History: every rank showed a traceback.
+        (
+            ["train", "ckpt_path=none.ckpt"],
+            "diffpipe train: there is no checkpoint none.ckpt to go on from (ckpt_path)",
+        ),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (
@@ -126,6 +150,36 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     assert message in told
     assert "Traceback" not in told
     assert "HYDRA_FULL_ERROR" not in told
+
+
+class Run:
+    """What a logger keeps of a run."""
+
+    def __init__(self):
+        self.exit_codes = []
+
+    def finish(self, exit_code=None):
+        self.exit_codes.append(exit_code)
+
+
+def test_runs_of_loggers_end_with_a_job():
+    """History: all jobs of a sweep wrote into the run of the first."""
+    logger, other = SimpleNamespace(_experiment=Run()), SimpleNamespace()
+    trainer = SimpleNamespace(loggers=[logger, other])
+    with training._runs_ended(trainer):
+        pass
+    with pytest.raises(KeyError), training._runs_ended(trainer):
+        raise KeyError
+    assert logger._experiment.exit_codes == [0, 1]
+    logger._experiment = None  # a rank that logs nothing
+    with training._runs_ended(trainer):
+        pass
+
+
+def test_help_lists_the_groups_of_a_verb(capsys, monkeypatch):
+    """History: `diffpipe show` has clusters, but did not say so."""
+    _, out, _ = call(capsys, monkeypatch, "show", "--help")
+    assert "cluster: 2x8_a100" in out
 
 
 def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
@@ -431,10 +485,12 @@ def test_the_demo_tells_its_story(tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
+    """History: all jobs wrote into the W&B run of the first."""
     settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=1", "save_to=null"]
     settings += ["trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
     swept = run(
         *("train", "-m", *settings, "model.optimization.lr=1e-3,1e-4", "hydra.sweep.dir=sweep"),
+        "logger=wandb",
         cwd=tmp_path,
     )
     assert swept.returncode == 0, swept.stderr[-3000:]
@@ -442,6 +498,9 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
         "0",
         "1",
     ]
+    for job in ("0", "1"):
+        runs = list((tmp_path / "sweep" / job / "wandb").glob("offline-run-*/*.wandb"))
+        assert len(runs) == 1, "a run of its own"
 
 
 def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):

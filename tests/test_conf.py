@@ -100,6 +100,13 @@ def test_any_value_can_be_overridden(output_dir):
     assert config.model.optimization.lr == 1e-5
 
 
+def test_several_machines_reach_the_trainer_and_its_strategy(output_dir):
+    """History: `trainer.num_nodes=2` was answered with "there is no setting"."""
+    config = composed("train", "trainer.num_nodes=2", output_dir)
+    trainer = hydra.utils.instantiate(config.trainer, logger=False)
+    assert trainer.num_nodes == trainer.strategy.num_nodes == 2
+
+
 def test_what_lets_wandb_upload(output_dir):
     """History: the README named `WANDB_MODE=online` alone, which an offline logger overwrites."""
     offline = lambda *settings: (

@@ -59,9 +59,10 @@ class EMA(L.Callback):
             raise ConfigurationError(f"decay must be in [0, 1), but is {decay}")
         self.decay = decay
         self.averages: dict[str, Tensor] = {}
+        self._names: tuple[str, ...] = ()  # averaged, here or on another rank
         self._num_updates = 0
         self._last_step = 0
-        self._restored: dict[str, Tensor] = {}
+        self._restored: dict[str, Any] = {}
         self._weights: dict[str, Tensor] = {}  # set aside while the averages are in their place
 
     @property
@@ -88,11 +89,19 @@ class EMA(L.Callback):
             if (is_resident(name) if is_resident else not _is_placeholder(parameter))
         }
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets the averages of an earlier run: the module may be another one, or divided otherwise."""
+        if stage == "fit":
+            self.averages, self._names, self._num_updates = {}, (), 0
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Starts from the restored averages, or from the weights themselves."""
         self._last_step = trainer.global_step
+        self._num_updates = self._restored.get("num_updates", 0)
+        restored = self._restored.get("averages", {})
+        self._names = tuple(_trained(pl_module))
         self.averages = {
-            name: self._restored.get(name, parameter.detach()).to(
+            name: restored.get(name, parameter.detach()).to(
                 parameter.device, _dtype_of_average(parameter), copy=True
             )
             for name, parameter in self._resident(trainer, pl_module).items()
@@ -156,17 +165,23 @@ class EMA(L.Callback):
     ) -> None:
         """Leaves the weights in training behind, also when a validation fails."""
         self._swap_out(pl_module)
+        self._restored = {}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets what was read for a run that did not train, such as a validation."""
+        self._restored = {}
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Completes the averages with those of the other ranks; every rank takes part."""
         gather = getattr(trainer.strategy, "gather_by_name", None)
-        if gather is None or "callbacks" not in checkpoint:
+        if gather is None or "callbacks" not in checkpoint or not self._names:
             return
+        parameters = dict(pl_module.named_parameters())
         averages = {
-            name: self.averages.get(name, _outline(parameter))
-            for name, parameter in _trained(pl_module).items()
+            name: self.averages[name] if name in self.averages else _outline(parameters[name])
+            for name in self._names
         }
         checkpoint["callbacks"][self.state_key]["averages"] = gather(averages)
 
@@ -176,5 +191,4 @@ class EMA(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the stored averages until it is known which of them live here."""
-        self._restored = state_dict["averages"]
-        self._num_updates = state_dict["num_updates"]
+        self._restored = state_dict

@@ -8,12 +8,14 @@ the only way for layers that depend on noise or timesteps, like the locked half 
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import IterableDataset
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import cut
@@ -32,9 +34,10 @@ class EncodingCache(L.Callback):
     """Stores what frozen layers give for each sample, and reads it in later passes.
 
     Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
-    that other weights, crops, captions or precisions are other entries. Layers that draw random numbers, or
-    whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the moments,
-    so that each pass draws its own latents. Any number of ranks and runs may share the folder.
+    that other weights, settings, crops, captions or precisions are other entries. A layer whose weights change
+    in training is computed from then on (a write through `.data` leaves no trace). Layers that draw random
+    numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
+    moments, so that each pass draws its own latents. Any number of ranks and runs may share the folder.
 
     Args:
         folder: Where; ranks on several hosts may share it or have their own.
@@ -123,7 +126,9 @@ class EncodingCache(L.Callback):
         found, made = statistics.found.total(), statistics.made.total()
         now = (found - self._found_before[0], made - self._found_before[1])
         self._found_before = (found, made)
-        if self._passes > 1 and sum(now) and now[0] < _USELESS_SHARE * sum(now):
+        useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
+        # A pass over a part of the data brings other samples than those before, which will come back.
+        if self._passes > 1 and useless and self.memo.stores and _covers_data(trainer):
             self.memo.stores = False
             rank_zero_warn(
                 f"only {percent(now[0] / sum(now))} of the samples of this pass had been stored: they "
@@ -141,6 +146,24 @@ class EncodingCache(L.Callback):
             statistics.found.total(), percent(statistics.found_share), statistics.made.total(),
             size(self._store.bytes_written), self.folder,
         )  # fmt: skip
+
+
+def _covers_data(trainer: L.Trainer) -> bool:
+    """Whether every pass brings most of the samples; not known of streams."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    strategy: Any = trainer.strategy
+    share = 1 / strategy.distributed_sampler_kwargs["num_replicas"]
+    for loader in combined.flattened:
+        data = getattr(loader, "dataset", None)
+        if isinstance(data, IterableDataset) or not isinstance(data, Sized):
+            return False
+        if (
+            trainer.num_training_batches < len(loader)
+            or len(loader.sampler) < share * len(data) / 2
+        ):
+            return False
+    return True
 
 
 def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:

@@ -22,6 +22,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
@@ -76,7 +77,7 @@ class PipelineMonitor(L.Callback):
         pictures_share: Most of the run's time that may go into drawing pictures of timelines, the
             last one excepted, which is drawn when training is over.
         folder: Where report, picture and trace go, and the plan with the profile and the cluster it was
-            made from; the logger's folder if not given. Without either nothing is written.
+            made from; the run's, as the logger has it, if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
     Raises:
@@ -121,11 +122,11 @@ class PipelineMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forgets the run before; finds out where to write, which all ranks must ask together."""
         self._reset()
-        log_dir = trainer.log_dir
+        own = run_folder(trainer)
         if self.folder is not None:
             self._written_to = self.folder
-        elif trainer.loggers and log_dir is not None:
-            self._written_to = Path(log_dir) / "pipeline"
+        elif trainer.loggers and own is not None:
+            self._written_to = own / "pipeline"
         pipeline = _pipeline(trainer)
         if pipeline is not None:
             self._flops = flops_per_sample(pipeline.graph)

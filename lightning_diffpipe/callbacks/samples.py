@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.errors import ConfigurationError
 
 
@@ -95,8 +96,8 @@ class SampleImages(L.Callback):
             return
         self._last_step = step
         images = self.draw(trainer, pl_module)
-        # Asking for log_dir is a collective operation, so all ranks ask.
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "samples"
+        # Asking for the folder is a collective operation, so all ranks ask.
+        folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "samples"
         if trainer.is_global_zero:
             self._publish(trainer, images, folder, step)
 

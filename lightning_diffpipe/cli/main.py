@@ -18,11 +18,11 @@ from typing import Any
 
 import hydra
 from hydra.errors import HydraException, InstantiationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
-from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
 _CONF = "pkg://lightning_diffpipe.conf"
@@ -38,8 +38,27 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     return named
 
 
+def _refuse_null_options(arguments: Sequence[str]) -> None:
+    """Says what to choose instead of `logger=null`, which Hydra would answer with a traceback.
+
+    Raises:
+        ConfigurationError: An option of a group is null.
+    """
+    for argument in arguments:
+        group, _, option = argument.partition("=")
+        folder = files("lightning_diffpipe.conf") / group
+        if option == "null" and group.isidentifier() and folder.is_dir():
+            options = sorted(
+                f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+            )
+            raise ConfigurationError(
+                f"{group}=null chooses no option; leave it out, or take one of {', '.join(options)}"
+            )
+
+
 def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
+    _refuse_null_options(arguments)
     _, function = VERBS[name]
     whole = list(sys.argv)
     failures: list[Exception] = []
@@ -75,12 +94,15 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     """Looks for a setting that is spelled like a wrong one."""
     choices = [a for a in arguments if a.partition("=")[0] in _CHOICES]
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
-        known = list(_flatten(hydra.compose(name, overrides=choices)))
-    known += [
-        folder.name for folder in files("lightning_diffpipe.conf").iterdir() if folder.is_dir()
-    ]
-    near = difflib.get_close_matches(wrong, known, n=1)
-    near = near or [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]][:1]
+        config = hydra.compose(name, overrides=choices, return_hydra_config=True)
+    groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
+    with flag_override(config, ["struct", "readonly"], False):
+        config.pop("hydra")
+    known = [key for key in {*_flatten(config), *groups} if key != wrong]
+    last = wrong.rpartition(".")[2]
+    elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
+    near = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.0)
+    near = near or difflib.get_close_matches(wrong, sorted(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

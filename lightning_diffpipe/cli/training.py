@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import module_of, plain, prepare
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 
-def _nodes(config: DictConfig) -> Iterator[DictConfig]:
-    """Yields the `_target_` nodes of a dictionary group, such as `callbacks`."""
-    for node in config.values():
-        if node is not None and "_target_" in node:
+def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
+    """Yields the `_target_` nodes of a dictionary group, such as `callbacks`.
+
+    Raises:
+        ConfigurationError: The group is missing, or has an entry that is nothing to build.
+    """
+    if config.get(group) is None:
+        raise ConfigurationError(f"there is no {group}; take {group}=none for an empty one")
+    for name, node in config[group].items():
+        if node is None:
+            continue
+        if not OmegaConf.is_dict(node):
+            raise ConfigurationError(
+                f"{group}.{name}={node} is nothing to build; {group}.{name}=null leaves it out"
+            )
+        if "_target_" in node:
             yield node
 
 
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
+    logger_nodes = list(_nodes(config, "logger"))
     callbacks = list(further) + [
         hydra.utils.instantiate(node)
-        for node in _nodes(config.callbacks)
+        for node in _nodes(config, "callbacks")
         if (config.trainer.enable_checkpointing or not node._target_.endswith("Checkpoint"))
         and (config.trainer.enable_progress_bar or not node._target_.endswith("ProgressBar"))
         # Lightning refuses this one without a logger.
         and (config.logger or not node._target_.endswith("LearningRateMonitor"))
     ]
-    loggers = [hydra.utils.instantiate(node) for node in _nodes(config.logger)]
+    loggers = [hydra.utils.instantiate(node) for node in logger_nodes]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
+
+
+@contextlib.contextmanager
+def _runs_ended(trainer: Any) -> Iterator[None]:
+    """Ends what loggers call a run, behind it: jobs of a sweep follow each other in one process."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for logger in trainer.loggers:
+            # Only where there is a run: asking for `logger.experiment` would begin one.
+            finish = getattr(getattr(logger, "_experiment", None), "finish", None)
+            if callable(finish):
+                told = "exit_code" in inspect.signature(finish).parameters
+                finish(**({"exit_code": int(failed)} if told else {}))
+
+
+def _require_checkpoint(path: str | None) -> None:
+    """Looks before processes start whether there is a file to go on from."""
+    by_name = path in (None, "last", "best", "hpc") or "://" in str(path)
+    if not by_name and not str(path).startswith("registry") and not Path(str(path)).exists():
+        raise CheckpointError(f"there is no checkpoint {path} to go on from (ckpt_path)")
 
 
 def _require_final_checkpoint(config: DictConfig, use: str) -> None:
@@ -45,7 +83,7 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
         use: What the checkpoint is for: "save_to is written".
     """
     told = f"{use} from the final checkpoint"
-    if config.callbacks.get("final_checkpoint") is None:
+    if not (config.get("callbacks") or {}).get("final_checkpoint"):
         raise ConfigurationError(
             f"{told}; take callbacks=training or callbacks=default, which write one, and leave "
             "callbacks.final_checkpoint as it is"
@@ -67,13 +105,15 @@ def train(config: DictConfig) -> Any:
                 f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
                 f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
             )
+    _require_checkpoint(config.ckpt_path)
     prepare(config)
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)
     trainer = _build_trainer(config)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(plain(config))
-    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    with _runs_ended(trainer):
+        for logger in trainer.loggers:
+            logger.log_hyperparams(plain(config))
+        trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
     if config.save_to is not None and trainer.is_global_zero:
         _export(config, type(module))
     return trainer.callback_metrics
@@ -109,8 +149,9 @@ def demo(config: DictConfig) -> Any:
         config.guidance_scale,
     )
     trainer = _build_trainer(config, story)
-    if trainer.is_global_zero:
-        story.begin(module)
-    trainer.fit(module, datamodule=data)
+    with _runs_ended(trainer):
+        if trainer.is_global_zero:
+            story.begin(module)
+        trainer.fit(module, datamodule=data)
     story.end(Path(config.callbacks.final_checkpoint.path))
     return trainer.callback_metrics

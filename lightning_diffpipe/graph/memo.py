@@ -16,6 +16,9 @@ stored and every epoch draws anew.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class LayerMemo:
     Args:
         store: Where entries are kept.
         names: Modules that are remembered; calls of others just run.
-        num_verified: So many calls that were found are computed all the same, and compared.
+        num_verified: So many calls of each layer that were found are computed all the same, and compared.
 
     Attributes:
         statistics: What was found.
@@ -114,8 +117,9 @@ class LayerMemo:
         self.statistics = Statistics()
         self.stores = True
         self._store, self._names = store, names
-        self._unverified = num_verified
-        self._digests: dict[int, str] = {}
+        self._num_verified = num_verified
+        self._verified: Counter[str] = Counter()
+        self._digests: dict[int, tuple[str | None, list[tuple[int, int, int]]]] = {}
 
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
@@ -125,9 +129,8 @@ class LayerMemo:
         Raises:
             GraphError: What was stored is not what the layer gives.
         """
-        if layer.name not in self._names:
-            return run()
-        keys = keys_of(layer, self._digest(module), args, kwargs)
+        digest = self._digest(layer, module) if layer.name in self._names else None
+        keys = None if digest is None else keys_of(layer, digest, args, kwargs)
         if keys is None:
             return run()
         entries = [self._store.read(key) for key in keys]
@@ -135,8 +138,8 @@ class LayerMemo:
         if len(known) == len(keys):
             self.statistics.found[layer.name] += len(keys)
             remembered = _join(layer, known, _device_of(args, kwargs))
-            if self._unverified:
-                self._unverified -= 1
+            if self._verified[layer.name] < self._num_verified:
+                self._verified[layer.name] += 1
                 _compare(layer, remembered, run())
             return remembered
         self.statistics.made[layer.name] += len(keys)
@@ -157,10 +160,23 @@ class LayerMemo:
                 )
                 self._store.write(key, Entry(rows, tuple(dense_stride(leaf) for leaf, _ in leaves)))
 
-    def _digest(self, module: nn.Module) -> str:
+    def _digest(self, layer: Layer, module: nn.Module) -> str | None:
+        """The digest of a layer; None from when its weights change, as each step would need another one."""
+        state = _state_of(module)
         if id(module) not in self._digests:
-            self._digests[id(module)] = module_digest(module)
-        return self._digests[id(module)]
+            self._digests[id(module)] = module_digest(module), state
+        digest, known = self._digests[id(module)]
+        if digest is None or state == known:
+            return digest
+        if module_digest(module) != digest:  # and not only moved
+            digest = None
+            warnings.warn(
+                f"weights of {layer.name} were changed during training: it is computed from now on, and "
+                "nothing that is stored of it is read",
+                stacklevel=2,
+            )
+        self._digests[id(module)] = digest, state
+        return digest
 
 
 def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: float) -> str:
@@ -248,13 +264,13 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
     of_sample: list[tuple[Tensor, int]] = []
     for value, n in zip(flat, rows, strict=True):
         if isinstance(value, Tensor):
-            common.update(f"{value.dtype} {tuple(value.shape[1:])} {dense_stride(value)}".encode())
+            common.update(f"{value.dtype} {tuple(value.shape[1:])} {dense_stride(value)};".encode())
             if n:
                 of_sample.append((_on_host(value), n))
             else:
                 common.update(_bytes(_on_host(value)))
         elif isinstance(value, CONSTANT_TYPES):
-            common.update(repr(value).encode())
+            common.update(f"{value!r};".encode())
         else:
             return None
     keys = []
@@ -267,15 +283,74 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
 
 
 def module_digest(module: nn.Module) -> str:
-    """A hash of what a module computes: its structure, settings, weights and buffers."""
-    found = hashlib.sha256(f"{type(module).__qualname__} {module!r} {torch.__version__}".encode())
-    found.update(repr([m.training for m in module.modules()]).encode())
-    config = getattr(module, "config", None)
-    found.update(str(sorted(dict(config).items()) if isinstance(config, Mapping) else "").encode())
+    """A hash of what a module computes: its code, structure, settings, weights and buffers."""
+    found = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
+    modules = list(module.modules())
+    for code in dict.fromkeys(map(type, modules)):
+        found.update(f"{code.__module__}.{code.__qualname__} {_version_of(code)};".encode())
+    for part in modules:
+        found.update(f"{_settings(part)};".encode())
+    configs = (getattr(part, "config", None) for part in modules)
+    for config in {id(c): c for c in configs if c is not None}.values():
+        found.update(f"{_values_of(config)};".encode())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(_bytes(_on_host(tensor)))
     return found.hexdigest()
+
+
+def _state_of(module: nn.Module) -> list[tuple[int, int, int]]:
+    """What changes when a weight or buffer is written, replaced or moved."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [(id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _version_of(code: type) -> str:
+    """The version of the library that defines a class; the source of a class that is in none."""
+    library = sys.modules.get(code.__module__.partition(".")[0])
+    version = getattr(library, "__version__", None)
+    if version is None:
+        try:
+            return inspect.getsource(code)
+        except (OSError, TypeError):  # typed in, or made on the fly
+            return ""
+    return str(version)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another folder are the same
+
+
+def _settings(module: nn.Module) -> str:
+    """The plain attributes of a module, and the kinds of the others, such as attention processors."""
+    return repr(
+        [
+            (name, _plain(value))
+            for name, value in sorted(vars(module).items())
+            if name not in _OF_EVERY_MODULE
+            and name not in _OF_A_PLACE
+            and not isinstance(value, torch.device)
+            and not callable(getattr(type(module), name, None))  # a wrapper around a method
+        ]
+        + [module.training]
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, CONSTANT_TYPES):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _values_of(config: Any) -> str:
+    """The values of a diffusers or transformers config; the kind of any other."""
+    values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+    attention = getattr(config, "_attn_implementation", None)
+    kept = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
+    return f"{type(config).__qualname__} {kept} {attention}"
 
 
 def _circumstances() -> str:

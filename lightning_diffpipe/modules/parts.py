@@ -28,9 +28,11 @@ from typing import Any, ClassVar, Self
 import diffusers
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.files import write_atomically
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -102,6 +104,19 @@ def _forget_origin(folder: Path) -> None:
         config = json.loads(path.read_text())
         if config.pop("_name_or_path", None) is not None:
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_part(part: Any, folder: Path) -> None:
+    """Writes a part aside, then puts its files in place."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as name:
+        aside = Path(name)
+        part.save_pretrained(aside)
+        _forget_origin(aside)
+        for path in [path for path in aside.rglob("*") if path.is_file()]:
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(exist_ok=True)
+            path.replace(target)
 
 
 def _text_files(part: Any) -> dict[str, str]:
@@ -209,10 +224,15 @@ class PartsModule(L.LightningModule):
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes every part into its sub-folder and adds it to `model_index.json`.
 
+        Of several processes the first one writes and the others return at once: call it on all of them,
+        or on that one. Every file is whole or not there.
+
         Args:
             path: Folder to write into; parts of other modules in it are kept.
             dtype: Type of the stored weights; `None` keeps the present one.
         """
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         index_path = folder / "model_index.json"
@@ -225,9 +245,8 @@ class PartsModule(L.LightningModule):
             if isinstance(part, nn.Module) and dtype is not None:
                 # Past diffusers' own `to`, which warns about every change of type.
                 part = nn.Module.to(copy.deepcopy(part), dtype)
-            part.save_pretrained(folder / name)
-            _forget_origin(folder / name)
-        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _write_part(part, folder / name)
+        write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the configs and vocabularies of all parts to the checkpoint."""

@@ -46,6 +46,35 @@ def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -
     return gathered
 
 
+def owners_of_state(
+    state: Mapping[str, Any], module: nn.Module, owners: Mapping[str, int]
+) -> dict[str, int]:
+    """Owners of the entries of a state dict that may call parameters otherwise than their module.
+
+    Args:
+        state: What the module's `state_dict()` gave, perhaps overridden to leave out or rename entries.
+        module: The module.
+        owners: As for `collect`, by the module's own names.
+
+    Returns:
+        As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
+        parameter or buffer belongs to its owner, anything else to rank 0.
+    """
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers()),
+    }
+    by_memory = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+    found = {}
+    for key, value in state.items():
+        name = key
+        if key not in tensors and isinstance(value, Tensor):
+            name = by_memory.get(value.data_ptr(), key)
+        if name in owners:
+            found[key] = owners[name]
+    return found
+
+
 def spread(
     tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
 ) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ each other.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -176,6 +177,22 @@ class Mesh:
         for group in self._owned:
             dist.destroy_process_group(group)
         self._forget()
+
+    @contextlib.contextmanager
+    def reconnected(self) -> Iterator[None]:
+        """Inside, the ranks of a pipeline can talk on the host again, after `disconnect`.
+
+        Every rank of the world must enter it at the same time.
+        """
+        for pipeline in range(self.layout.num_pipelines):
+            ranks = self.layout.pipeline_ranks(pipeline)
+            group = self._new_group(ranks, "gloo")
+            if self.rank in ranks:
+                self.control = group
+        try:
+            yield
+        finally:
+            self.disconnect()
 
     def abort(self) -> None:
         """Gives up what is under way, where that would keep the device waiting.

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import ConfigurationError
 
@@ -90,6 +91,36 @@ def test_a_resumed_run_goes_on_averaging(tmp_path):
     fit(tmp_path, second, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
     assert second._num_updates == whole._num_updates == 12
     torch.testing.assert_close(second.averages["layer.weight"], whole.averages["layer.weight"])
+
+
+def test_a_second_fit_of_a_trainer_averages_anew(tmp_path):
+    """History: averages began with the weights again, but with the decay of a long run."""
+    ema = EMA(decay=0.3)
+    trainer, module, _ = fit(tmp_path, ema)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))
+    recorder.trained = []
+    # What is read to validate must not begin the next training either.
+    trainer.validate(module, ckpt_path=tmp_path / "first.ckpt", verbose=False)
+    assert ema._num_updates == 6
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    assert ema._num_updates == 6
+    expected = averaged_by_hand(recorder.trained, 0.3)
+    torch.testing.assert_close(ema.averages["layer.weight"], expected)
+
+
+def test_nothing_is_made_up_where_training_has_not_begun(tmp_path):
+    """History: a checkpoint saved before training held averages of arbitrary memory."""
+    ema = EMA(decay=0.3)
+    trainer = L.Trainer(
+        strategy=DiffPipeStrategy(), devices=1, accelerator="cpu", logger=False, callbacks=[ema],
+        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=1,
+    )  # fmt: skip
+    trainer.validate(BoringModel(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "early.ckpt")
+    saved = torch.load(tmp_path / "early.ckpt", weights_only=True)
+    assert saved["callbacks"]["EMA"] == {"averages": {}, "num_updates": 0}
 
 
 def test_the_context_swaps_in_and_back(tmp_path):

@@ -3,11 +3,12 @@
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -118,6 +119,40 @@ class Augmented(TinyDiffusion):
     def training_step(self, batch, batch_idx):
         shift = 1e-3 * self.current_epoch
         return super().training_step({**batch, "image": batch["image"] + shift}, batch_idx)
+
+
+def passes_over_parts(folder, whole, epochs=3):
+    """How much is stored of passes without a sample in common: of a stream, or of fixed data."""
+    cache = EncodingCache(folder, min_flops_per_byte=0.5)
+    samples = Samples(40)
+
+    class Loading(L.LightningDataModule):
+        def train_dataloader(self):
+            first = 8 * self.trainer.current_epoch
+            part = Subset(samples, range(first, first + 8))
+            return DataLoader(part if whole else Streamed(part), 4)
+
+    trainer = quiet_trainer(
+        devices=1, strategy=quick_strategy(num_stages=1, num_microbatches=2), callbacks=[cache],
+        max_epochs=epochs, reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    trainer.fit(build(Settings()), datamodule=Loading())
+    return sum(1 for path in folder.rglob("*") if path.is_file())
+
+
+class Streamed(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def test_passes_over_a_part_of_the_data_are_not_taken_for_augmentation(tmp_path):
+    """History: with streams, or `limit_train_batches=0.05`, storing ended after the second pass."""
+    assert passes_over_parts(tmp_path / "stream", whole=False) == 24
+    with pytest.warns(UserWarning, match="differ from pass to pass"):
+        assert passes_over_parts(tmp_path / "whole", whole=True) == 16
 
 
 @pytest.mark.slow

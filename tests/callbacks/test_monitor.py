@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import default_collate
 
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
+from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipeline import Basis
 from lightning_diffpipe.planning.cluster import Cluster
@@ -136,6 +137,29 @@ def test_two_pipelines_and_no_logger(tmp_path, monkeypatch):
     assert len(others) == 2, "each pipeline has a first rank"
     assert "A step takes" in report
     assert not list(tmp_path.iterdir()), "without logger and folder nothing is written"
+
+
+class Runs:
+    """A logger that writes into a common folder, as a bare `WandbLogger()`."""
+
+    name, version = "project", None
+
+    @property
+    def experiment(self):
+        self.version = "3f2a"
+
+
+@pytest.mark.parametrize(
+    ("folder", "own"), [(".", "project/3f2a"), ("outputs", "outputs"), (None, None)]
+)
+def test_a_run_has_a_folder_of_its_own(folder, own, tmp_path, monkeypatch):
+    """History: a bare `WandbLogger()` made every run write over the plan and report of the one before."""
+    monkeypatch.chdir(tmp_path)
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(
+        loggers=[Runs()], log_dir=folder, is_global_zero=True, strategy=strategy
+    )
+    assert run_folder(trainer) == (None if own is None else Path(own))
 
 
 def test_a_run_shorter_than_the_first_look_is_explained_too():

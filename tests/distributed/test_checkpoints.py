@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import OmegaConf
 
+from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import CheckpointError
 from tests.distributed.scenarios import (
     Settings,
@@ -83,6 +84,95 @@ def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
         }
 
 
+def save_twice(rank, folder):
+    """Saves at the end of training and after it, and trains an epoch more with the same trainer."""
+    module, at_end = build(Settings()), SaveAtEnd(folder / "within.ckpt")
+    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[EMA(), at_end])
+    trainer.fit(module, datamodule=Data())
+    trainer.save_checkpoint(folder / "after.ckpt")
+    trainer.validate(module, datamodule=Data(), verbose=False)
+    trainer.save_checkpoint(folder / "later.ckpt")
+    trainer.fit_loop.max_epochs, at_end.path = 2, folder / "second.ckpt"
+    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "after.ckpt")
+    return weights_of(module)
+
+
+def test_what_is_saved_after_training_is_what_is_saved_at_its_end(tmp_path):
+    """History: optimizer states of the other stages were missing, and their averages were arbitrary memory."""
+    resumed = run_ranks(save_twice, 2, tmp_path)
+    within = torch.load(tmp_path / "within.ckpt", weights_only=True)
+    assert within["callbacks"]["EMA"]["averages"].keys() < within["state_dict"].keys()
+    for name in ("after", "later"):
+        found = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for what in ("state_dict", "optimizer_states", "callbacks"):
+            torch.testing.assert_close(found[what], within[what], rtol=0, atol=0)
+    for weights in resumed:
+        for name, value in straight().items():
+            assert_close(weights[name], value, 1e-10, name)
+
+
+class SavesLess(TinyDiffusion):
+    """Leaves what is frozen out of its checkpoints, and calls the head otherwise."""
+
+    strict_loading = False
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        kept = {name: value for name, value in state.items() if "encoder" not in name}
+        return {name.replace("head.", "last."): value for name, value in kept.items()}
+
+
+def save_less(rank, path):
+    module = build(Settings(module_class=SavesLess))
+    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[SaveAtEnd(path)])
+    trainer.fit(module, datamodule=Data())
+    return weights_of(module), dict(module.named_parameters())
+
+
+def test_a_module_may_say_itself_what_is_saved(tmp_path):
+    """History: training ended with a KeyError, and a renamed entry of another rank was saved as NaN."""
+    path = tmp_path / "less.ckpt"
+    for saved, parameters in run_ranks(save_less, 2, path):
+        found = torch.load(path, weights_only=True)["state_dict"]
+        assert found.keys() == saved.keys()
+        assert {"last.weight", "blocks.0.mix.weight"} < found.keys()
+        for name, value in found.items():
+            assert torch.equal(value, saved[name]), name
+        assert not any(value.isnan().any() for value in parameters.values())
+
+
+class Fails(L.Callback):
+    def on_train_batch_end(self, trainer, module, *args):
+        raise ZeroDivisionError
+
+
+def save_after_a_failure(rank, path):
+    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[Fails()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(build(Settings()), datamodule=Data())
+    with pytest.raises(CheckpointError, match="on other ranks when training failed"):
+        trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError, match="a run has failed, so rank 0 cannot collect them"):
+        trainer.strategy.optimizer_state(trainer.optimizers[0])
+    return True
+
+
+def test_nothing_is_saved_after_a_failure(tmp_path):
+    """History: weights of the other ranks were saved as NaN."""
+    assert all(run_ranks(save_after_a_failure, 2, tmp_path / "a.ckpt"))
+
+
+def load_missing(rank, path):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt"):
+        load_broken(rank, path)
+    return True
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    """History: Lightning's own error told nothing but the path, with a traceback."""
+    assert all(run_ranks(load_missing, 1, tmp_path / "none.ckpt"))
+
+
 @functools.cache
 def straight():
     """The weights of one rank after two epochs without a break."""
@@ -145,7 +235,8 @@ def test_callbacks_that_decide_by_metrics_decide_alike_on_all_ranks(tmp_path):
 
 
 def load_broken(rank, path):
-    trainer = quiet_trainer(devices=2, strategy=strategy_for(2))
+    devices = torch.distributed.get_world_size()
+    trainer = quiet_trainer(devices=devices, strategy=strategy_for(devices))
     trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
 
 

@@ -164,6 +164,8 @@ def fit_in_a_row(rank, module_class, path):
     )
     trainer.fit(module, shuffled())
     trainer.save_checkpoint(path)
+    states = torch.load(path)["optimizer_states"][0]["state"] if rank == 0 else {}
+    assert rank or len(states) == sum(p.requires_grad for p in module.parameters())
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, shuffled(), ckpt_path=path)
     return module.answers, trainer.global_step

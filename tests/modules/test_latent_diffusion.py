@@ -170,6 +170,31 @@ def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path
     diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler")
 
 
+def test_the_first_of_several_processes_saves(make_model, tmp_path, monkeypatch):
+    """History: all processes of a pipeline wrote the same files at once."""
+    model = make_model()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank, num_files in ((1, 0), (0, 1)):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        model.save_pretrained(tmp_path / "saved")
+        assert len(list(tmp_path.rglob("model_index.json"))) == num_files
+
+
+def test_a_folder_is_left_whole_where_saving_fails(make_model, tmp_path, monkeypatch):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def fail(folder):
+        (folder / "config.json").write_text("{")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(model.unet, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_folder_may_leave_parts_to_another(make_model, tmp_path):
     """As the built-in transformer does, so that the package has its autoencoder and text encoder once."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"

@@ -86,8 +86,9 @@ def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
     peaks = peak_samples(schedule_of(schedule, placement, len(sizes)), sizes)
     for stage, ranks in enumerate(placement.stage_ranks):
         later_ranks = sum(replicas[stage + 1 :])
-        least = sum(bounds.alive_sizes(replicas[stage], later_ranks))
-        assert sizes[0] <= least <= max(peaks[rank][stage] for rank in ranks)
+        least = bounds.alive_sizes(replicas[stage], later_ranks)
+        assert sizes[0] <= sum(least) <= max(peaks[rank][stage].samples for rank in ranks)
+        assert 1 <= len(least) <= max(peaks[rank][stage].microbatches for rank in ranks)
 
 
 @pytest.mark.parametrize("seed", range(20))
