@@ -51,6 +51,7 @@ from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.step_watch import StepWatch
 from lightning_diffpipe.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
 
@@ -104,6 +105,7 @@ class Pipeline:
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
         untrained: Parameters of the module with `requires_grad=False`, by name.
+        watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
     """
@@ -117,6 +119,7 @@ class Pipeline:
     owners: dict[str, int]
     trained: dict[str, nn.Parameter]
     untrained: dict[str, nn.Parameter]
+    watch: StepWatch
     seed: int
     _interception: Interception
     _relay: RelayView
@@ -247,7 +250,7 @@ def assemble(
         process: Where this rank runs.
         seed: Seed of the run.
         check_finite: Look for NaN and infinity at stage boundaries.
-        verify: Fill dummies with NaN and compare one batch with the whole module.
+        verify: Compare one batch with the whole module.
 
     Raises:
         PlanError: The plan was made for other layers.
@@ -277,7 +280,7 @@ def assemble(
 
     steps = PartitionedStepCache(
         module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
-        process.device, verify,
+        process.device,
     )  # fmt: skip
     trained = _trained_here(module, resident & graph.trained)
     layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
@@ -287,8 +290,10 @@ def assemble(
         compare(module, engine, here, trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    idle = _idle_here(module, resident - graph.trained)
+    watch = StepWatch(module, layout, idle)
     return Pipeline(
-        module, plan, graph, mesh, engine, resident, owners, trained, untrained, seed,
+        module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
         interception, relay,
     )  # fmt: skip
 
@@ -308,6 +313,14 @@ def _connect(
 def _trained_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
     """Parameters of this rank that get gradients, in the module's order."""
     return {name: p for name, p in module.named_parameters() if name in names}
+
+
+def _idle_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Those that could be trained but get no gradient; the rest of one from before training is dropped."""
+    idle = {n: p for n, p in module.named_parameters() if n in names and p.requires_grad}
+    for parameter in idle.values():
+        parameter.grad = None
+    return idle
 
 
 def _group_size(plan: PipelinePlan) -> int | None:

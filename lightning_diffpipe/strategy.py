@@ -228,6 +228,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if trainer.fit_loop.batch_idx % accumulate == 0:
             self._gradients.forget()
         self._arguments = arguments
+        self.pipeline.watch.before_step(batch, arguments)
         result = self.pipeline.engine.run_step(
             batch,
             trainer.fit_loop.epoch_loop.total_batch_idx,
@@ -236,6 +237,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             arguments=arguments,
             upcoming=self._take_upcoming(arguments),
         )
+        self.pipeline.watch.after_step(result, batch, arguments)
         self.last_step = result
         self._gradients.set_aside()
         for logged in result.logged:

@@ -19,7 +19,7 @@ from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.layer_run import Memo
-from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
@@ -40,7 +40,6 @@ class PartitionedStepCache:
         local_rank: This rank's position.
         interception: The installed wrappers.
         device: Where this rank computes.
-        verify: Fill dummies with NaN.
     """
 
     def __init__(
@@ -53,11 +52,9 @@ class PartitionedStepCache:
         local_rank: int,
         interception: Interception,
         device: torch.device,
-        verify: bool = False,
     ) -> None:
         self._root = root
         self._step = step
-        self._verify = verify
         self._graph = graph
         self._positions = tuple(positions)
         self._stages = placement.stages_of(local_rank)
@@ -80,6 +77,19 @@ class PartitionedStepCache:
             self._made[key] = self._partition(graph)
         return self._made[key]
 
+    def require_unchanged(self, microbatch: Any, arguments: tuple[Any, ...]) -> None:
+        """Traces a microbatch again and compares with how it was cut.
+
+        Raises:
+            GraphError: The step has changed since; says what.
+        """
+
+        def step(module: nn.Module, batch: Any) -> Any:
+            return self._step(module, batch, *arguments)
+
+        made = self._made.get(batch_signature(microbatch))
+        require_unchanged(self._root, step, microbatch, made.graph if made else self._graph)
+
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
         self._memo = memo
@@ -89,13 +99,11 @@ class PartitionedStepCache:
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
         pieces = cut_for(graph, self._positions, self._alone)
         views = {
-            stage: StageView(
-                self._root, graph, pieces.stages[stage], self._interception, verify=self._verify
-            )
+            stage: StageView(self._root, graph, pieces.stages[stage], self._interception)
             for stage in self._stages
         }
         frozen = (
-            FrozenView(self._root, graph, pieces.frozen, self._interception, verify=self._verify)
+            FrozenView(self._root, graph, pieces.frozen, self._interception)
             if pieces.frozen.layers
             else None
         )
