@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
@@ -345,7 +346,17 @@ def batch_signature(batch: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {batch_signature(v)}" for k, v in items) + "}"
     if isinstance(batch, list | tuple):
         return "[" + ", ".join(map(batch_signature, batch)) + "]"
-    return repr(batch) if batch is None or isinstance(batch, bool) else type(batch).__name__
+    if batch is None or isinstance(batch, bool):
+        return repr(batch)
+    return type(batch).__name__ + _signature_inside(batch)
+
+
+def _signature_inside(batch: Any) -> str:
+    """Signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
+    if type(batch) not in pytree.SUPPORTED_NODES:
+        return ""
+    children, _ = pytree.SUPPORTED_NODES[type(batch)].flatten_fn(batch)
+    return "(" + ", ".join(map(batch_signature, children)) + ")"
 
 
 def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:

@@ -43,6 +43,10 @@ def add_sample(batch: Any, num_samples: int) -> Any:
             return [*batch, batch[0]]
         items = [add_sample(x, num_samples) for x in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if type(batch) in pytree.SUPPORTED_NODES:
+        node = pytree.SUPPORTED_NODES[type(batch)]
+        children, context = node.flatten_fn(batch)
+        return node.unflatten_fn([add_sample(child, num_samples) for child in children], context)
     return batch
 
 
