@@ -266,6 +266,11 @@ class LayerGraph:
         """Modules whose calls a view must see."""
         return frozenset(self.layer_names) | frozenset(self.fine_names) | self.watched
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether the step could only be probed on real values."""
+        return self.mode.startswith("real")
+
     def stream(self, index: int) -> frozenset[Value]:
         """What a layer reads, or behind the last one the loss, with outputs of containers as one."""
         if self.streams:

@@ -176,7 +176,7 @@ def trace_layers(
     Raises:
         LayerLeakError: One of the layers must be expanded.
     """
-    mode: Mode = "real" if graph.mode.startswith("real") else "auto"
+    mode: Mode = "real" if graph.needs_values else "auto"
     leaky, more = graph.leaky, graph.of_more_samples if same_batch else None
     return _in_some_mode(
         root,

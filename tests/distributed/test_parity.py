@@ -100,6 +100,21 @@ def test_unequal_replicas(replicas):
     check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
 
 
+class Guarded(TinyDiffusion):
+    """Looks at its loss, so that it can only be probed on values."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise FloatingPointError("diverged")
+        return loss
+
+
+def test_a_step_that_looks_at_its_loss():
+    """History: microbatches of other sizes than two were probed on NaN, and its own check ended the run."""
+    check(2, 2, module_class=Guarded)
+
+
 class Normed(TinyDiffusion):
     """Normalizes on the last stage, over the samples of a microbatch."""
 
