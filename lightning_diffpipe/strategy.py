@@ -126,6 +126,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._accumulating = False
         self._failed = False
         self._clip_grad_by_norm: Any = None
+        self._example_input: Any = None
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -170,8 +171,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
+        self._hide_example_input(module)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
+
+    def _hide_example_input(self, module: Any) -> None:
+        """Keeps the model summary from calling layers that live elsewhere, until `teardown`."""
+        assert self.pipeline is not None
+        if self.pipeline.plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
+            self._example_input, module.example_input_array = module.example_input_array, None
+            rank_zero_info(
+                "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
+            )
 
     def _add_bubble_filling(self, trainer: Any) -> None:
         from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
@@ -354,6 +365,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
+        if self._example_input is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.example_input_array = self._example_input
+            self._example_input = None
         if self.transfer is not None:
             self.transfer.uninstall()
         self.upcoming, self.transfer, self._gradients = [], None, None

@@ -15,6 +15,7 @@ layer's output. All of this is plain data: picklable, and equal on all ranks (co
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -375,3 +376,20 @@ def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
         if a != b:
             return f"call {i} is {b}, expected {a}"
     return f"{len(got)} calls, expected {len(expected)}"
+
+
+def other_calls(expected: Sequence[str], got: Sequence[str]) -> str:
+    """The first difference of two sequences of calls and what to do about it, for error messages."""
+    difference, before, now = first_difference(expected, got), Counter(expected), Counter(got)
+    repeated = [name for name in before if now[name] != before[name]]
+    if before.keys() != now.keys() or not repeated:
+        return (
+            f"{difference}. The step must call the same layers for every batch; move the branch inside the "
+            "forward of one module"
+        )
+    name = repeated[0]
+    return (
+        f"{difference}. {name} is called {now[name]} times, and {before[name]} times where it was probed, as if "
+        "once for each sample: call it once for all samples of a microbatch (vae.disable_slicing(); all captions "
+        "in one call of the text encoder), or move the loop inside the forward of one module"
+    )

@@ -31,7 +31,7 @@ from lightning_diffpipe.graph.fake import (
     kept_young,
     untouched,
 )
-from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, first_difference
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.trace import loss_of
 
@@ -189,10 +189,7 @@ def trace_layers(
 
 
 def _other_sequence(expected: Sequence[str], got: Sequence[str]) -> GraphError:
-    return GraphError(
-        f"this batch calls other layers: {first_difference(expected, got)}. The step must call the same "
-        "layers for every batch; move the branch inside the forward of one module"
-    )
+    return GraphError(f"this batch calls other layers: {other_calls(expected, got)}")
 
 
 def _in_some_mode(
