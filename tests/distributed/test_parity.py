@@ -121,7 +121,8 @@ def test_a_step_that_looks_at_its_loss():
     """History: microbatches of other sizes than two were probed on NaN, and its own check ended the run; and the
     model summary ran `forward` on the example input, of which each rank had some layers only.
     """
-    check(2, 2, module_class=Guarded, trainer={"enable_model_summary": True})
+    settings = {"strategy": {"num_stages": 2}, "trainer": {"enable_model_summary": True}}
+    check(2, 2, module_class=Guarded, **settings)
 
 
 class Normed(TinyDiffusion):
