@@ -7,6 +7,7 @@ rank makes its own part of that, and they connect.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,13 +24,14 @@ from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import (
     is_placeholder,
     leave_on_host,
     place_parameters,
     restore_parameters,
 )
+from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import (
@@ -48,12 +50,15 @@ from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.holding import holders_of, owners_of, residents_of, whereabouts
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.step_watch import StepWatch
 from lightning_diffpipe.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
 
+_log = logging.getLogger(__name__)
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -104,6 +109,7 @@ class Pipeline:
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
         untrained: Parameters of the module with `requires_grad=False`, by name.
+        watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
     """
@@ -117,6 +123,7 @@ class Pipeline:
     owners: dict[str, int]
     trained: dict[str, nn.Parameter]
     untrained: dict[str, nn.Parameter]
+    watch: StepWatch
     seed: int
     _interception: Interception
     _relay: RelayView
@@ -248,7 +255,7 @@ def assemble(
         process: Where this rank runs.
         seed: Seed of the run.
         check_finite: Look for NaN and infinity at stage boundaries.
-        verify: Fill dummies with NaN and compare one batch with the whole module.
+        verify: Compare one batch with the whole module.
 
     Raises:
         PlanError: The plan was made for other layers.
@@ -265,6 +272,7 @@ def assemble(
     residents = residents_of(module, pieces, schedule.placement)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, schedule.placement)
+    known = _planned_graphs(module, step, batch, graph, plan, process.device)
     interception = Interception(module).install()
     whole = None
     here = _on_device(batch, process.device) if verify else None
@@ -278,7 +286,7 @@ def assemble(
 
     steps = PartitionedStepCache(
         module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
-        process.device, verify,
+        process.device, known,
     )  # fmt: skip
     trained = _trained_here(module, resident & graph.trained)
     layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
@@ -288,8 +296,10 @@ def assemble(
         compare(module, engine, here, trained, whole)
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    idle = _idle_here(module, resident - graph.trained)
+    watch = StepWatch(module, layout, idle)
     return Pipeline(
-        module, plan, graph, mesh, engine, resident, owners, trained, untrained, seed,
+        module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
         interception, relay,
     )  # fmt: skip
 
@@ -306,9 +316,39 @@ def _connect(
     return mesh, holders
 
 
+def _planned_graphs(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    graph: LayerGraph,
+    plan: PipelinePlan,
+    device: torch.device,
+) -> list[LayerGraph]:
+    """Graphs of the microbatches of a batch, if the step can only be probed on values: soon they are gone."""
+    if not graph.needs_values:
+        return []
+    here = _on_device(batch, device)
+    parts = split(here, microbatch_sizes(num_samples(batch), plan.num_microbatches))
+    try:
+        with placed(module, device):
+            unlike = {batch_signature(part): part for part in parts}
+            return [reprobe(module, step, part, graph) for part in unlike.values()]
+    except torch.OutOfMemoryError:
+        _log.warning("the whole module does not fit on %s: microbatches are probed later", device)
+        return []
+
+
 def _trained_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
     """Parameters of this rank that get gradients, in the module's order."""
     return {name: p for name, p in module.named_parameters() if name in names}
+
+
+def _idle_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Those that could be trained but get no gradient; the rest of one from before training is dropped."""
+    idle = {n: p for n, p in module.named_parameters() if n in names and p.requires_grad}
+    for parameter in idle.values():
+        parameter.grad = None
+    return idle
 
 
 def _group_size(plan: PipelinePlan) -> int | None:

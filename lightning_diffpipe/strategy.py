@@ -134,6 +134,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._accumulating = False
         self._failed = False
         self._clip_grad_by_norm: Any = None
+        self._example_input: Any = None
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -181,6 +182,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
+        self._hide_example_input(module)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
 
@@ -190,6 +192,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
         return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
+
+    def _hide_example_input(self, module: Any) -> None:
+        """Keeps the model summary from calling layers that live elsewhere, until `teardown`."""
+        assert self.pipeline is not None
+        if self.pipeline.plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
+            self._example_input, module.example_input_array = module.example_input_array, None
+            rank_zero_info(
+                "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
+            )
 
     def _add_bubble_filling(self, trainer: Any) -> None:
         from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
@@ -246,6 +257,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if trainer.fit_loop.batch_idx % accumulate == 0:
             self._gradients.forget()
         self._arguments = arguments
+        self.pipeline.watch.before_step(batch, arguments)
         result = self.pipeline.engine.run_step(
             batch,
             trainer.fit_loop.epoch_loop.total_batch_idx,
@@ -254,6 +266,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             arguments=arguments,
             upcoming=self._take_upcoming(arguments),
         )
+        self.pipeline.watch.after_step(result, batch, arguments)
         self.last_step = result
         self._gradients.set_aside()
         for logged in result.logged:
@@ -370,6 +383,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
+        if self._example_input is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.example_input_array = self._example_input
+            self._example_input = None
         if self.transfer is not None:
             self.transfer.uninstall()
         self.upcoming, self.transfer, self._gradients = [], None, None

@@ -1,8 +1,8 @@
 """Proof before training: the pipeline's loss and gradients against a run of the whole module.
 
 The probe follows every value through PyTorch's dispatcher. Custom kernels that read raw pointers, or code
-that keeps tensors where nobody looks, can escape it. With `verify=True` all dummies hold NaN, so that a
-value that should have been sent is loud, and one batch is run both ways before training begins.
+that keeps tensors where nobody looks, can escape it. Dummies hold NaN, so that a value that should have been
+sent is loud; with `verify=True` one batch is run both ways before training begins, too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run_whole(
             known = reprobe(module, step, part, graph)
             outputs = (leaf for layer in known.layers for leaf in layer.outputs)
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
-            view = StageView(module, known, uncut(known), interception, verify=True)
+            view = StageView(module, known, uncut(known), interception)
             run = view.forward(
                 lambda part=part: step(module, part),
                 seed=microbatch_seed(seed, pipeline, 0, index),

@@ -46,7 +46,6 @@ class FrozenView:
         graph: The probed step, for batches of one signature.
         cut: The frozen part of a `Cut`.
         interception: Installed on the root; shared by all views of it.
-        verify: Fill dummies with NaN.
     """
 
     def __init__(
@@ -55,12 +54,10 @@ class FrozenView:
         graph: LayerGraph,
         cut: StageCut,
         interception: Interception,
-        *,
-        verify: bool = False,
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut, float("nan") if verify else 0.0)
+        self._plan = RunPlan(graph, cut)
         self._samples_compared = False
 
     def remember(self, memo: Memo | None) -> None:

@@ -15,6 +15,7 @@ layer's output. All of this is plain data: picklable, and equal on all ranks (co
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
@@ -269,6 +271,11 @@ class LayerGraph:
         """Modules whose calls a view must see."""
         return frozenset(self.layer_names) | frozenset(self.fine_names) | self.watched
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether the step could only be probed on real values."""
+        return self.mode.startswith("real")
+
     def stream(self, index: int) -> frozenset[Value]:
         """What a layer reads, or behind the last one the loss, with outputs of containers as one."""
         if self.streams:
@@ -351,7 +358,17 @@ def batch_signature(batch: Any) -> str:
         return "[" + ", ".join(map(batch_signature, batch)) + "]"
     if isinstance(batch, np.ndarray):
         return f"array {batch.dtype}{list(batch.shape)}"
-    return repr(batch) if batch is None or isinstance(batch, bool) else type(batch).__name__
+    if batch is None or isinstance(batch, bool):
+        return repr(batch)
+    return type(batch).__name__ + _signature_inside(batch)
+
+
+def _signature_inside(batch: Any) -> str:
+    """Signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
+    if type(batch) not in pytree.SUPPORTED_NODES:
+        return ""
+    children, _ = pytree.SUPPORTED_NODES[type(batch)].flatten_fn(batch)
+    return "(" + ", ".join(map(batch_signature, children)) + ")"
 
 
 def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
@@ -365,3 +382,20 @@ def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
         if a != b:
             return f"call {i} is {b}, expected {a}"
     return f"{len(got)} calls, expected {len(expected)}"
+
+
+def other_calls(expected: Sequence[str], got: Sequence[str]) -> str:
+    """The first difference of two sequences of calls and what to do about it, for error messages."""
+    difference, before, now = first_difference(expected, got), Counter(expected), Counter(got)
+    repeated = [name for name in before if now[name] != before[name]]
+    if before.keys() != now.keys() or not repeated:
+        return (
+            f"{difference}. The step must call the same layers for every batch; move the branch inside the "
+            "forward of one module"
+        )
+    name = repeated[0]
+    return (
+        f"{difference}. {name} is called {now[name]} times, and {before[name]} times where it was probed, as if "
+        "once for each sample: call it once for all samples of a microbatch (vae.disable_slicing(); all captions "
+        "in one call of the text encoder), or move the loop inside the forward of one module"
+    )

@@ -60,11 +60,10 @@ class RunPlan:
     Args:
         graph: The probed step.
         cut: What is executed here.
-        fill: Value of dummies; NaN shows that they reach no result.
     """
 
-    def __init__(self, graph: LayerGraph, cut: StageCut, fill: float = 0.0) -> None:
-        self.graph, self.cut, self.fill = graph, cut, fill
+    def __init__(self, graph: LayerGraph, cut: StageCut) -> None:
+        self.graph, self.cut = graph, cut
         self.names, self.sites = graph.layer_names, graph.site_names
         self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
         self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
@@ -76,7 +75,11 @@ class RunPlan:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def dummy(self, layer: Layer, leaf: int) -> Tensor:
-        """A tensor of the right shape, strides and type; all share the memory of the largest one."""
+        """A tensor of the right shape, strides and type; all share the memory of the largest one.
+
+        Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say,
+        must not go on with numbers that look right.
+        """
         key = (layer.index, leaf)
         if key not in self._dummies:
             self._dummies[key] = self._make_dummy(layer.outputs[leaf])
@@ -90,7 +93,7 @@ class RunPlan:
             size = max(torch.Size(o.shape).numel() for o in specs if o.dtype == spec.dtype)
             floating = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._scratch[spec.dtype] = torch.full(
-                (size,), self.fill if floating else 0, dtype=spec.dtype, device=spec.device
+                (size,), float("nan") if floating else 0, dtype=spec.dtype, device=spec.device
             )
         return self._scratch[spec.dtype].as_strided(spec.shape, spec.stride)
 

@@ -31,11 +31,19 @@ from lightning_diffpipe.graph.fake import (
     kept_young,
     untouched,
 )
-from lightning_diffpipe.graph.layer import LayerGraph, first_difference
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.trace import loss_of
 
-__all__ = ["LayerLeakError", "Step", "loss_of", "probe", "reprobe", "trace_layers"]
+__all__ = [
+    "LayerLeakError",
+    "Step",
+    "loss_of",
+    "probe",
+    "reprobe",
+    "require_unchanged",
+    "trace_layers",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +111,45 @@ def reprobe(
     return new
 
 
+def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph) -> None:
+    """Traces a step again as it is now, with the counters and training flags of this moment.
+
+    Args:
+        root: The probed module; its parameters may be placeholders.
+        step: The probed step.
+        batch: A microbatch of the signature of the graph.
+        graph: What is run.
+
+    Raises:
+        GraphError: The step reads, trains, draws or writes other things than the graph knows; says which.
+    """
+    now = reprobe(root, step, batch, graph)
+    for old, new in zip(graph.layers, now.layers, strict=True):
+        _require_known_reads(f"layer {new.name}", new.reads - old.reads, graph)
+        _require_same("parameters read by layer " + new.name, old.parameters, new.parameters)
+        _require_same(
+            "buffers written by layer " + new.name, old.written_buffers, new.written_buffers
+        )
+    _require_known_reads("the loss, or what is logged,", now.tail_reads - graph.tail_reads, graph)
+    _require_same("parameters read by the loss", graph.tail_parameters, now.tail_parameters)
+    seeded = probe(root, step, batch, layer_names=graph.fine_names).seeded
+    _require_same("layers that draw random numbers", graph.seeded, seeded)
+
+
+def _require_known_reads(reader: str, more: Collection[TensorKey], graph: LayerGraph) -> None:
+    if more:
+        layer, leaf = min(more)
+        raise GraphError(
+            f"{reader} now reads output {leaf} of {graph.layers[layer].name}, which it did not when the step "
+            "was probed, so nobody sends it"
+        )
+
+
+def _require_same(what: str, before: Collection[str], now: Collection[str]) -> None:
+    if odd := sorted(set(before) ^ set(now)):
+        raise GraphError(f"{what} are others than when the step was probed, e.g. {odd[0]}")
+
+
 def trace_layers(
     root: nn.Module,
     step: Step,
@@ -129,7 +176,7 @@ def trace_layers(
     Raises:
         LayerLeakError: One of the layers must be expanded.
     """
-    mode: Mode = "real" if graph.mode.startswith("real") else "auto"
+    mode: Mode = "real" if graph.needs_values else "auto"
     leaky, more = graph.leaky, graph.of_more_samples if same_batch else None
     return _in_some_mode(
         root,
@@ -142,10 +189,7 @@ def trace_layers(
 
 
 def _other_sequence(expected: Sequence[str], got: Sequence[str]) -> GraphError:
-    return GraphError(
-        f"this batch calls other layers: {first_difference(expected, got)}. The step must call the same "
-        "layers for every batch; move the branch inside the forward of one module"
-    )
+    return GraphError(f"this batch calls other layers: {other_calls(expected, got)}")
 
 
 def _in_some_mode(

@@ -6,7 +6,7 @@
     gradients = run.backward(gradients_of_outputs)   # for the stage before it
 
 Every stage runs the same callable from the same seed. A layer call is executed where it belongs;
-elsewhere it hands out received tensors if something here reads them, or else dummies. So a stage is a
+elsewhere it hands out received tensors if something here reads them, or else dummies, full of NaN. So a stage is a
 function of received tensors and parameters, and by the chain rule gradients are plain sums over stages.
 The run stops when its last own layer is done.
 """
@@ -44,7 +44,6 @@ class StageView:
         graph: The probed step, for batches of one signature.
         cut: What this stage executes, receives and sends.
         interception: Installed on the root; shared by all views of it.
-        verify: Fill dummies with NaN, so that reading one can never go unnoticed.
     """
 
     def __init__(
@@ -53,12 +52,10 @@ class StageView:
         graph: LayerGraph,
         cut: StageCut,
         interception: Interception,
-        *,
-        verify: bool = False,
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut, float("nan") if verify else 0.0)
+        self._plan = RunPlan(graph, cut)
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""

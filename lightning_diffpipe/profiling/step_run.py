@@ -30,7 +30,7 @@ from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.graph.layer import LayerGraph, first_difference
+from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import loss_of
 from lightning_diffpipe.graph.split_backward import NestedExits, input_gradients
 from lightning_diffpipe.profiling.glue import StepTimes
@@ -182,7 +182,7 @@ class StepRun:
 
     def _check(self) -> None:
         if tuple(self._names) != self._graph.layer_names:
-            difference = first_difference(self._graph.layer_names, self._names)
+            difference = other_calls(self._graph.layer_names, self._names)
             raise GraphError(
                 f"while it was timed the step called other layers than in its probe: {difference}"
             )

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.layer_run import Memo
-from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
@@ -40,7 +41,7 @@ class PartitionedStepCache:
         local_rank: This rank's position.
         interception: The installed wrappers.
         device: Where this rank computes.
-        verify: Fill dummies with NaN.
+        known: Graphs of other signatures, made while all parameters had values.
     """
 
     def __init__(
@@ -53,11 +54,10 @@ class PartitionedStepCache:
         local_rank: int,
         interception: Interception,
         device: torch.device,
-        verify: bool = False,
+        known: Sequence[LayerGraph] = (),
     ) -> None:
         self._root = root
         self._step = step
-        self._verify = verify
         self._graph = graph
         self._positions = tuple(positions)
         self._stages = placement.stages_of(local_rank)
@@ -67,18 +67,44 @@ class PartitionedStepCache:
         self._memo: Memo | None = None
         if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
             self._made[graph.signature] = self._partition(graph)
+        self._made |= {other.signature: self._partition(other) for other in known}
 
     def of(self, microbatch: Any) -> PartitionedStep:
         """The cut step for a microbatch; probes sizes that were not seen before.
 
         Raises:
-            GraphError: With these sizes the step calls other layers.
+            GraphError: With these sizes the step calls other layers, or it needs values that are not here.
         """
         key = batch_signature(microbatch)
         if key not in self._made:
-            graph = reprobe(self._root, self._step, microbatch, self._graph)
-            self._made[key] = self._partition(graph)
+            self._made[key] = self._partition(self._probed(key, microbatch))
         return self._made[key]
+
+    def _probed(self, key: str, microbatch: Any) -> LayerGraph:
+        try:
+            return reprobe(self._root, self._step, microbatch, self._graph)
+        except Exception as error:  # of the user's own code, say, which finds NaN
+            if not self._graph.needs_values:
+                raise
+            raise GraphError(
+                f"microbatches {key} were not probed before training, and cannot be now: the step needs values, "
+                f"but parameters of other ranks are NaN here, and it ended with {type(error).__name__}: {error}. "
+                "Let all batches have the size of the first (drop_last=True in the data loader), or read no "
+                "values in the step (.item(), `if tensor:`)"
+            ) from error
+
+    def require_unchanged(self, microbatch: Any, arguments: tuple[Any, ...]) -> None:
+        """Traces a microbatch again and compares with how it was cut.
+
+        Raises:
+            GraphError: The step has changed since; says what.
+        """
+
+        def step(module: nn.Module, batch: Any) -> Any:
+            return self._step(module, batch, *arguments)
+
+        made = self._made.get(batch_signature(microbatch))
+        require_unchanged(self._root, step, microbatch, made.graph if made else self._graph)
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
@@ -89,13 +115,11 @@ class PartitionedStepCache:
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
         pieces = cut_for(graph, self._positions, self._alone)
         views = {
-            stage: StageView(
-                self._root, graph, pieces.stages[stage], self._interception, verify=self._verify
-            )
+            stage: StageView(self._root, graph, pieces.stages[stage], self._interception)
             for stage in self._stages
         }
         frozen = (
-            FrozenView(self._root, graph, pieces.frozen, self._interception, verify=self._verify)
+            FrozenView(self._root, graph, pieces.frozen, self._interception)
             if pieces.frozen.layers
             else None
         )

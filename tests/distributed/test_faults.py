@@ -203,6 +203,23 @@ def test_unfreezing_during_training_is_refused():
         run(1, trainer={"callbacks": [Unfreezes()], "max_epochs": 2})
 
 
+class Later(TinyDiffusion):
+    """A layer of the first stage enters the loss from the second epoch on."""
+
+    def denoise(self, noisy, t, text):
+        first = self.blocks[0](noisy, self.time(t[:, None]))
+        prediction = super().denoise(noisy, t, text)
+        return prediction + first if self.current_epoch > 0 else prediction
+
+
+def test_a_branch_that_begins_in_a_later_epoch_is_refused_with_the_layer():
+    """History: what was not read when the step was probed was full of zeros, and training went on with them."""
+    with pytest.raises(
+        RankError, match=r"GraphError: .* not finite, as the step has changed .* now reads output"
+    ):
+        run(2, module_class=Later, trainer={"max_epochs": 2})
+
+
 def fit_compiled(rank):
     module = torch.compile(build(Settings()), backend="eager")
     quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())

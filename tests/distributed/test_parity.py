@@ -18,7 +18,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Samples, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -98,6 +98,31 @@ def test_two_pipelines_side_by_side():
 def test_unequal_replicas(replicas):
     """History: with a mean over each replica's microbatches, 4 over 3 replicas weighs them unequally."""
     check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
+
+
+class Guarded(TinyDiffusion):
+    """Looks at its loss, so that it can only be probed on values; can be summed up with sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(1, 4, WIDTH, dtype=torch.float64)
+
+    def forward(self, latent):
+        return self.head(self.blocks[0](latent, torch.zeros_like(latent[:, 0])))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise FloatingPointError("diverged")
+        return loss
+
+
+def test_a_step_that_looks_at_its_loss():
+    """History: microbatches of other sizes than two were probed on NaN, and its own check ended the run; and the
+    model summary ran `forward` on the example input, of which each rank had some layers only.
+    """
+    settings = {"strategy": {"num_stages": 2}, "trainer": {"enable_model_summary": True}}
+    check(2, 2, module_class=Guarded, **settings)
 
 
 class Normed(TinyDiffusion):

@@ -184,7 +184,7 @@ class Runner:
         trained = {name: parameters[name] for name in resident & self.graph.trained}
         steps = PartitionedStepCache(
             root, step, self.graph, plan.positions, schedule.placement, mesh.local_rank,
-            interception, CPU, verify=True,
+            interception, CPU,
         )  # fmt: skip
         reducer = GradientReducer(mesh, trained, holders)
         runner = Engine(BatchLayout(root, step, schedule, steps, mesh, plan.index), reducer)

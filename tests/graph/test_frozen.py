@@ -51,8 +51,8 @@ def folded(root, batch=None, positions=(1,)):
 
 def views(root, graph, positions, interception):
     pieces = cut(graph, positions)
-    frozen = FrozenView(root, graph, pieces.frozen, interception, verify=True)
-    stages = [StageView(root, graph, s, interception, verify=True) for s in pieces.stages]
+    frozen = FrozenView(root, graph, pieces.frozen, interception)
+    stages = [StageView(root, graph, s, interception) for s in pieces.stages]
     return pieces, frozen, stages
 
 

@@ -33,7 +33,7 @@ def coarse(root, run=step):
 
 
 def stage_view(root, graph, interception, positions=(), stage=0):
-    return StageView(root, graph, cut(graph, positions).stages[stage], interception, verify=True)
+    return StageView(root, graph, cut(graph, positions).stages[stage], interception)
 
 
 def test_a_module_looks_the_same_with_and_without():

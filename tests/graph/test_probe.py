@@ -315,6 +315,18 @@ def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
     assert folded == measured
 
 
+def test_layers_called_once_for_each_sample_are_named_with_the_remedy():
+    """History: the error spoke of a branch, which nobody who had called `vae.enable_slicing()` could find."""
+    root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def sliced(module, batch):
+        return module[1](torch.cat([module[0](row) for row in batch.split(1)])).mean()
+
+    graph = probe(root, sliced, torch.randn(2, 4))
+    with pytest.raises(GraphError, match=r"0 is called 3 times, and 2 times .*disable_slicing"):
+        reprobe(root, sliced, torch.randn(3, 4), graph)
+
+
 def test_signatures_tell_shapes_but_not_values():
     assert batch_signature([torch.zeros(2), 3, "a"]) == batch_signature([torch.ones(2), 4, "b"])
     assert batch_signature([torch.zeros(2)]) != batch_signature([torch.zeros(3)])

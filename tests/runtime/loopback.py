@@ -155,7 +155,7 @@ class Loopback:
         interception = Interception(root).install()
         place_parameters(root, resident, CPU)
         make = PartitionedStepCache if self.known is None else partial(SharedSteps, self.known)
-        steps = make(root, step, graph, positions, placement, rank, interception, CPU, verify=True)
+        steps = make(root, step, graph, positions, placement, rank, interception, CPU)
         mesh = Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
         engine = Engine(layout, self.reducer, transport=LoopbackTransport(network, rank))

@@ -1,0 +1,157 @@
+"""Noticing that a step is no longer the one that was probed, where nothing else would.
+
+What a stage runs and sends was decided by one look at the step before training. A branch on the epoch, or
+a call of `.train()`, may change later what the step reads. Three things show it:
+
+    modes        a module is in training mode that was not, or the other way round
+    gradients    a parameter got one that had none coming, so that nobody would put it aside
+    not finite   the loss, or what is logged, is NaN: dummies are, so it may have read one
+
+Then the step is traced again, once, and if it has changed the run ends and says what was changed. If it has
+not, all goes on as in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+
+_log = logging.getLogger(__name__)
+_LOSS = ""  # a name that nothing logged has
+_TRAINING = attrgetter("training")
+_REMEDY = (
+    "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
+    "from the first step on: multiply a term by 0 until it shall count, instead of leaving it out"
+)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Which values of a step are finite, once `event` has happened, and what can be traced again."""
+
+    names: tuple[str, ...]
+    finite: Tensor
+    event: torch.cuda.Event | None
+    batch: Any
+    arguments: tuple[Any, ...]
+
+
+class StepWatch:
+    """Compares what one rank's steps do with what was probed.
+
+    Args:
+        module: The module, its training flags as they were probed.
+        layout: Lays batches out, and knows the cut steps.
+        idle: Parameters of this rank that could be trained, but get no gradient, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: BatchLayout, idle: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._module, self._layout, self._idle = module, layout, idle
+        self._modes = self._current_modes()
+        self._not_finite: set[str] = set()
+        self._under_way: _Values | None = None
+
+    def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
+        """Looks at training flags; takes microseconds as long as they are as they were.
+
+        Raises:
+            ConfigurationError: They are not, and the step draws other random numbers or writes other
+                buffers because of it; names the modules.
+        """
+        modes = self._current_modes()
+        if modes == self._modes:
+            return
+        changed = [
+            f"{name or 'the module itself'} ({'train' if module.training else 'eval'})"
+            for (name, module), mode in zip(self._module.named_modules(), self._modes, strict=False)
+            if module.training != mode
+        ]
+        try:
+            self._trace_again(batch, arguments)
+        except (
+            Exception
+        ) as error:  # where values are needed, the user's own code may raise anything
+            raise ConfigurationError(
+                f".train() or .eval() was called since the step was probed: {len(changed)} modules are in "
+                f"another mode, e.g. {', '.join(changed[:3])}, and stages would not agree on it ({error}). "
+                "Set modes before trainer.fit, e.g. in __init__"
+            ) from error
+        self._modes = modes
+
+    def after_step(self, result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> None:
+        """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.
+
+        Raises:
+            GraphError: The step has changed since it was probed; says how.
+        """
+        for name, parameter in self._idle.items():
+            if parameter.grad is not None:
+                raise GraphError(
+                    f"{name} got a gradient, though the loss did not read it when the step was probed, so "
+                    f"that it would never be trained. {_REMEDY}"
+                )
+        values = _values(result, batch, arguments)
+        if values.event is not None:  # nobody waits for the device
+            values, self._under_way = self._under_way, values
+        if values is not None:
+            self._examine(values)
+
+    def _examine(self, values: _Values) -> None:
+        if values.event is not None:
+            values.event.synchronize()
+        pairs = zip(values.names, values.finite.tolist(), strict=True)
+        new = {name for name, finite in pairs if not finite} - self._not_finite
+        if not new:
+            return
+        self._not_finite |= new
+        what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
+        try:
+            self._trace_again(values.batch, values.arguments)
+        except GraphError as error:
+            raise GraphError(
+                f"{what} is not finite, as the step has changed since it was probed: {error}. {_REMEDY}"
+            ) from error
+        except Exception as error:  # as above
+            _log.warning(
+                "%s is not finite. Either training diverges, or the step has changed since it was probed, "
+                "which cannot be found out, as it needs values (%s). %s", what, error, _REMEDY,
+            )  # fmt: skip
+            return
+        if _LOSS in new:
+            _log.warning(
+                "the loss is not finite. The step reads what it read when it was probed, so this is not the "
+                "pipeline's doing: lower the learning rate or clip gradients; check_finite=True finds the layer"
+            )
+
+    def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
+        layout = self._layout
+        sizes = microbatch_sizes(num_samples(batch), layout.schedule.num_microbatches)
+        layout.steps.require_unchanged(split(batch, sizes)[0], arguments)
+
+    def _current_modes(self) -> list[bool]:
+        return list(map(_TRAINING, self._module.modules()))
+
+
+def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> _Values:
+    names = (_LOSS, *(logged.name for logged in result.logged))
+    finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
+    if finite.device.type != "cuda":
+        return _Values(names, finite, None, batch, arguments)
+    copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
+    copy.copy_(finite, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return _Values(names, copy, event, batch, arguments)

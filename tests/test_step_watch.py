@@ -1,0 +1,123 @@
+"""A step that changes after it was probed is noticed, and the user told what changed."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.results import Logged
+from lightning_diffpipe.step_watch import StepWatch
+from tests.runtime.loopback import Loopback
+
+BATCH = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class Dropping(nn.Linear):
+    """A layer that draws random numbers in training mode."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Chain(nn.Module):
+    """Layers in a row, and terms that begin later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.dropping = Dropping(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.epoch = 0
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        last = self.norm(self.dropping(self.layers[1:](first)))
+        loss = last.square().mean()
+        if self.epoch == 1:
+            loss = loss + 0.1 * first.square().mean()
+        if self.epoch == 2:
+            loss = loss + self.shift.square().mean()
+        return loss
+
+
+def pipeline(epoch=0):
+    """A pipeline of two stages in eval mode, whose module is then told an epoch; and the last rank's watch."""
+    module = Chain().eval()
+    ranks = Loopback(
+        module, lambda module, batch: module(batch), BATCH, num_stages=2, num_microbatches=2
+    )
+    last = ranks.ranks[-1]
+    watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift})
+    for rank in ranks.ranks:
+        rank.module.epoch = epoch
+    return ranks, last.module, watch
+
+
+def result(loss, **logged):
+    found = [Logged(name, torch.tensor(value), {}) for name, value in logged.items()]
+    return StepResult(torch.tensor(loss), found, 4, None)
+
+
+def test_a_branch_that_begins_later_reads_no_zeros():
+    """History: what no stage read when the step was probed was full of zeros, and a later term trained nothing."""
+    ranks, _, watch = pipeline(epoch=1)
+    loss = ranks.run_step(BATCH, 0)
+    ranks.close()
+    with pytest.raises(
+        GraphError,
+        match=r"the loss is not finite, as the step has changed .* reads output 0 of layers\.0, .* by 0",
+    ):
+        watch.after_step(result(loss), BATCH, ())
+
+
+def test_a_loss_that_diverges_goes_on_as_in_one_process(caplog):
+    ranks, _, watch = pipeline()
+    ranks.close()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            watch.after_step(result(1.0, psnr=float("inf")), BATCH, ())
+        assert not caplog.records
+        for _ in range(2):
+            watch.after_step(result(float("nan")), BATCH, ())
+    assert [record.message for record in caplog.records if "not finite" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
+
+
+def test_a_gradient_that_nobody_puts_aside_is_refused():
+    """History: a parameter whose term began later lost its gradients to zero_grad and never moved."""
+    ranks, module, watch = pipeline()
+    ranks.close()
+    watch.after_step(result(1.0), BATCH, ())
+    module.shift.grad = torch.ones(4)
+    with pytest.raises(GraphError, match=r"shift got a gradient, though .* from the first step on"):
+        watch.after_step(result(1.0), BATCH, ())
+
+
+@pytest.mark.parametrize("name", ["dropping", "norm"])
+def test_modes_that_change_what_is_drawn_or_written_are_refused(name):
+    """History: dropout switched on behind the probe drew masks that depended on where the layers were cut."""
+    ranks, module, watch = pipeline()
+    ranks.close()
+    watch.before_step(BATCH, ())
+    module.get_submodule(name).train()
+    with pytest.raises(ConfigurationError, match=rf"{name} \(train\), .* Set modes before trainer"):
+        watch.before_step(BATCH, ())
+
+
+def test_modes_that_change_nothing_are_let_be(monkeypatch):
+    ranks, module, watch = pipeline()
+    ranks.close()
+    module.layers.train()
+    watch.before_step(BATCH, ())
+    monkeypatch.setattr(watch, "_layout", SimpleNamespace())  # is not asked again
+    watch.before_step(BATCH, ())
