@@ -31,6 +31,7 @@ from lightning_diffpipe.graph.placement import (
     restore_parameters,
 )
 from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import (
     Encode,
@@ -106,6 +107,7 @@ class Pipeline:
         untrained: Parameters of the module with `requires_grad=False`, by name.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
+        runs_ahead: Frozen layers may still run before their batch is due.
     """
 
     module: nn.Module
@@ -121,6 +123,7 @@ class Pipeline:
     _interception: Interception
     _relay: RelayView
     basis: Basis | None = None
+    runs_ahead: bool = True
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -137,16 +140,26 @@ class Pipeline:
             and bool(self.graph.frozen)
         )
 
-    @property
-    def frozen_version(self) -> int:
-        """A number that grows whenever parameters of frozen layers are written in place."""
-        return sum(parameter._version for parameter in self._of_frozen_layers)
-
     @cached_property
-    def _of_frozen_layers(self) -> list[nn.Parameter]:
-        layers = (self.graph.layers[index] for index in self.graph.frozen)
-        names = frozenset().union(*(layer.parameters for layer in layers))
-        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+    def read_ahead(self) -> Versions:
+        """Parameters and buffers that frozen layers read, but for those that layers write themselves."""
+        layers = self.graph.layers
+        written = frozenset().union(*(layer.written_buffers for layer in layers))
+        parameters = frozenset().union(*(layers[i].parameters for i in self.graph.frozen))
+        buffers = frozenset().union(*(layers[i].buffers for i in self.graph.frozen))
+        return Versions(self.module, parameters, buffers - written)
+
+    def stop_ahead_if_changed(self) -> bool:
+        """Runs nothing ahead any more if what frozen layers read was changed between two steps.
+
+        Returns:
+            Whether it stopped just now.
+        """
+        if not self.runs_ahead or not self.read_ahead.changed():
+            return False
+        self.runs_ahead = False
+        self.engine.drop_prepared()
+        return True
 
     def refuse_unfrozen(self) -> None:
         """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.

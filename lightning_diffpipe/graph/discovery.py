@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import LeakError, Record, unfolded, values
+from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
 from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
 from lightning_diffpipe.graph.trace import (
     Tracer,
@@ -324,6 +324,7 @@ class StepProbe:
                     argument_rows=argument_rows(record.argument_dims, more_in, num_samples),
                     fine=(record.fine_start, record.fine_start + record.num_fine),
                     written_buffers=frozenset(record.written_buffers),
+                    buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
                 )
             )
         return tuple(layers)

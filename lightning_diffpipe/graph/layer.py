@@ -118,6 +118,7 @@ class Layer:
             if no tensor. None instead of the tuple if the layer cannot be cut into samples.
         fine: Half-open range of layers of the fine graph inside it.
         written_buffers: Names of the buffers it changes (running statistics).
+        buffers: Names of the buffers it reads, its own and those of the glue that feeds it.
     """
 
     index: int
@@ -133,6 +134,7 @@ class Layer:
     argument_rows: tuple[int | None, ...] | None = None
     fine: tuple[int, int] = (0, 0)
     written_buffers: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
     @property
     def deps(self) -> frozenset[int]:

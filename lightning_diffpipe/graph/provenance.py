@@ -6,8 +6,8 @@ which parameters it depends on, through any amount of glue. No knowledge about a
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
 (an output of a layer), `Folded` (of a container), a string (a parameter), `Leak` (made or changed
-inside a layer and not, or not yet, returned by it), or None (data: random, or from a storage that is neither
-parameter nor buffer).
+inside a layer and not, or not yet, returned by it), `Buffer`, or None (data: random, or from a storage that is
+neither parameter nor buffer).
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ class Leak:
     """Tag of a value that lives inside a layer."""
 
     layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Tag of what a buffer held when the step began."""
+
+    name: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -119,7 +126,8 @@ class Provenance(TorchDispatchMode):
             {_key(t) for t in [*original.parameters(), *original.buffers()]} if original else set()
         )
         for name, buffer in module.named_buffers():
-            self.set_tags(buffer, [])
+            known = self._tags.get(_key(buffer), (None, frozenset()))[1]
+            self.set_tags(buffer, known | {Buffer(name)})
             self._buffer[_key(buffer)] = name
         for name, parameter in module.named_parameters():
             known = self._tags.get(_key(parameter), (None, frozenset()))[1]
@@ -227,8 +235,8 @@ class Provenance(TorchDispatchMode):
                 self.control |= read
             return read
         self.current.reads |= read
-        # Made of parameters only, e.g. a cached table or a cast weight: every stage can make it again.
-        constant = all(isinstance(tag, str) for tag in raw)
+        # Made of parameters and buffers only, e.g. a cached table or a cast weight: every stage can make it again.
+        constant = all(isinstance(tag, str | Buffer) for tag in raw)
         return read if constant else {Leak(self.current.index)}
 
     def _note_writes(self, tensors: list[Tensor], new: set[Any]) -> None:

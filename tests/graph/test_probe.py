@@ -284,6 +284,26 @@ class Varies(Untrained):
         return functools.reduce(lambda x, block: block(x), blocks, batch).pow(2).mean()
 
 
+class ReadsBuffers(Untrained):
+    """One buffer feeds a frozen layer by way of glue, one the trained part, and one is only looked at in shape."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("feeds", "weighs", "shape"):
+            self.register_buffer(name, torch.ones(16))
+
+    def training_step(self, batch, batch_idx):
+        x = self.encoder(batch * torch.multinomial(self.feeds, 1) + torch.zeros_like(self.shape))
+        return (self.run(x) * self.weighs).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_buffers_that_feed_layers_are_noted(mode):
+    graph = probe(ReadsBuffers(), step, rows(), max_share=1 / 4, mode=mode)
+    assert {name for i in graph.frozen for name in graph.layers[i].buffers} == {"feeds"}
+    assert not any(graph.layers[i].buffers - {"feeds"} for i in graph.path)
+
+
 def test_another_sequence_of_layers_is_refused():
     root = Varies()
     graph = probe(root, step, rows(4), max_share=1 / 4)
