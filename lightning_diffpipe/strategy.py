@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.processes import ProcessHooks
-from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
+from lightning_diffpipe.refusals import refuse_arguments, refuse_averages, refuse_unsupported
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.runtime.set_aside import GradientsAside
@@ -167,6 +167,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
         self.pipeline = prepare(module, self._run_training_step, batch, self._options, self.process)
+        if len(self.pipeline.plan.stages) > 1:
+            refuse_averages(trainer, module)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
