@@ -28,6 +28,9 @@ from lightning_diffpipe.errors import GraphError
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
 
+Attribute = tuple[str, str]
+"""(qualified name of a module or parameter, name of its attribute)."""
+
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 """Outputs of these types are handed out by stubs as the probe saw them, and guarded where they are made."""
 
@@ -225,6 +228,8 @@ class LayerGraph:
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
             of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
+        toggled: Attributes that differ somewhere in the step, and in the end are what they were.
+        left: Further attributes that glue sets, and leaves.
     """
 
     layers: tuple[Layer, ...]
@@ -246,6 +251,8 @@ class LayerGraph:
         default=None, compare=False, repr=False
     )
     glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

@@ -304,6 +304,32 @@ def test_buffers_that_feed_layers_are_noted(mode):
     assert not any(graph.layers[i].buffers - {"feeds"} for i in graph.path)
 
 
+class SetsAttributes(Untrained):
+    """Sets attributes for a while, for good, and in a layer."""
+
+    def training_step(self, batch, batch_idx):
+        self.encoder.eval()
+        self.adapters, self.calls, self.unused = ["reference"], self.calls + 1, True
+        x = self.encoder(batch)
+        self.encoder.train()
+        self.adapters, self.unused = ["default"], False
+        self.blocks[2].linear.bias.requires_grad_(False)
+        x = self.run(x)
+        self.blocks[2].linear.bias.requires_grad = True
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_attributes_that_a_step_sets_are_noted(mode):
+    root = SetsAttributes()
+    root.adapters, root.calls, root.unused = ["default"], 0, False
+    graph = probe(root, step, rows(), max_share=1 / 4, mode=mode)
+    inner = {name for name, _ in root.encoder.named_modules(prefix="encoder")}
+    toggled = {(name, "training") for name in inner} | {("", "adapters"), ("", "unused")}
+    assert graph.toggled == toggled | {("blocks.2.linear.bias", "requires_grad")}
+    assert graph.left == {("", "calls")}
+
+
 def test_another_sequence_of_layers_is_refused():
     root = Varies()
     graph = probe(root, step, rows(4), max_share=1 / 4)
