@@ -264,11 +264,12 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
-        ConfigurationError: The step keeps state outside of layers.
+        ConfigurationError: The step keeps state outside of layers, or draws from generators of its own.
         GraphError: `verify` found a difference.
     """
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
     _require_stateless_glue(graph, plan)
+    _require_global_generators(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
@@ -368,6 +369,22 @@ def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "runs a part of the step only, so stages would disagree from then on. Change it in "
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
+        )
+
+
+def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses random numbers that no seed of a microbatch governs.
+
+    Raises:
+        ConfigurationError: The step draws from a generator that outlives it.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.generators:
+        raise ConfigurationError(
+            f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every "
+            "rank has its own copy, and draws from it at other times and more or less often than the next, so "
+            "stages and frozen layers would see different numbers. Draw from torch's global generator, which "
+            "is kept in step on all ranks (leave `generator=` out), or make one inside the step, seeded "
+            "with a number from the global one"
         )
 
 

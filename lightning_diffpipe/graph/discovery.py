@@ -176,6 +176,7 @@ class StepProbe:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
             glue_writes=frozenset(tracer.provenance.glue_writes),
+            generators=tracer.provenance.generators.found(),
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
         )

@@ -228,6 +228,7 @@ class LayerGraph:
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
             of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
+        generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
     """
@@ -251,6 +252,7 @@ class LayerGraph:
         default=None, compare=False, repr=False
     )
     glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
+from lightning_diffpipe.graph.generators import OwnGenerators
 from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
 
@@ -105,6 +106,7 @@ class Provenance(TorchDispatchMode):
         folded: What containers returned.
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
+        generators: Those of its own that the step draws from.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
@@ -115,6 +117,7 @@ class Provenance(TorchDispatchMode):
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False
         self.glue_writes: set[str] = set()
+        self.generators = OwnGenerators(module)
         self._read_buffers: set[int] = set()
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
@@ -286,7 +289,7 @@ def values(tags: Iterable[Any]) -> frozenset[Value]:
 
 
 class ValueReads(TorchFunctionMode):
-    """Sees the ways in which values become Python objects without passing the dispatcher."""
+    """Sees what the dispatcher does not: ways in which values become Python objects, and generators."""
 
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
@@ -295,7 +298,9 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._provenance.generators.note((*args, *kwargs.values()))
+        return func(*args, **kwargs)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -193,6 +193,26 @@ def test_state_outside_of_layers_is_refused():
         run(2, module_class=LossAware)
 
 
+class KeepsGenerator(TinyDiffusion):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        size = batch["image"].shape
+        return self.loss({**batch, "image": torch.randn(size, generator=self.noise).double()})
+
+
+def test_a_generator_that_outlives_the_step_is_refused():
+    """History: every stage and frozen layers drew from copies that fell out of step."""
+    with pytest.raises(
+        RankError, match=r"draws random numbers from noise, which.*global generator"
+    ):
+        run(2, module_class=KeepsGenerator)
+
+
 class KeepsAverages(TinyDiffusion):
     """Averages its blocks as scripts without our callback do."""
 
