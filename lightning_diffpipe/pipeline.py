@@ -33,6 +33,7 @@ from lightning_diffpipe.graph.placement import (
 )
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.instruction import (
     Encode,
@@ -112,6 +113,7 @@ class Pipeline:
         watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
+        runs_ahead: Frozen layers may still run before their batch is due.
     """
 
     module: nn.Module
@@ -128,6 +130,7 @@ class Pipeline:
     _interception: Interception
     _relay: RelayView
     basis: Basis | None = None
+    runs_ahead: bool = True
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -144,16 +147,26 @@ class Pipeline:
             and bool(self.graph.frozen)
         )
 
-    @property
-    def frozen_version(self) -> int:
-        """A number that grows whenever parameters of frozen layers are written in place."""
-        return sum(parameter._version for parameter in self._of_frozen_layers)
-
     @cached_property
-    def _of_frozen_layers(self) -> list[nn.Parameter]:
-        layers = (self.graph.layers[index] for index in self.graph.frozen)
-        names = frozenset().union(*(layer.parameters for layer in layers))
-        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+    def read_ahead(self) -> Versions:
+        """Parameters and buffers that frozen layers read, but for those that layers write themselves."""
+        layers = self.graph.layers
+        written = frozenset().union(*(layer.written_buffers for layer in layers))
+        parameters = frozenset().union(*(layers[i].parameters for i in self.graph.frozen))
+        buffers = frozenset().union(*(layers[i].buffers for i in self.graph.frozen))
+        return Versions(self.module, parameters, buffers - written)
+
+    def stop_ahead_if_changed(self) -> bool:
+        """Runs nothing ahead any more if what frozen layers read was changed between two steps.
+
+        Returns:
+            Whether it stopped just now.
+        """
+        if not self.runs_ahead or not self.read_ahead.changed():
+            return False
+        self.runs_ahead = False
+        self.engine.drop_prepared()
+        return True
 
     def refuse_unfrozen(self) -> None:
         """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
@@ -259,11 +272,12 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
-        ConfigurationError: The step keeps state outside of layers.
+        ConfigurationError: The step keeps state outside of layers, or draws from generators of its own.
         GraphError: `verify` found a difference.
     """
     graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
     _require_stateless_glue(graph, plan)
+    _require_global_generators(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
@@ -396,6 +410,22 @@ def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "runs a part of the step only, so stages would disagree from then on. Change it in "
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
+        )
+
+
+def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses random numbers that no seed of a microbatch governs.
+
+    Raises:
+        ConfigurationError: The step draws from a generator that outlives it.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.generators:
+        raise ConfigurationError(
+            f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every "
+            "rank has its own copy, and draws from it at other times and more or less often than the next, so "
+            "stages and frozen layers would see different numbers. Draw from torch's global generator, which "
+            "is kept in step on all ranks (leave `generator=` out), or make one inside the step, seeded "
+            "with a number from the global one"
         )
 
 

@@ -6,13 +6,15 @@ before it is cut and would then average the weights of one stage into another, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError
 
@@ -63,6 +65,53 @@ def _refuse_early_loader(trainer: Any) -> None:
             "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
             "on_fit_start, not in setup or configure_model"
         )
+
+
+def refuse_averages(trainer: Any, module: nn.Module) -> None:
+    """Refuses averages of weights that module or callbacks keep themselves, where there are several stages.
+
+    They would average the placeholders of other ranks' weights, which are NaN, and nothing would tell until
+    somebody looks at the checkpoint.
+
+    Raises:
+        ConfigurationError: There are some; says where.
+    """
+    owners = [(f"{name}." if name else "", owner) for name, owner in module.named_modules()]
+    owners += [(f"{type(c).__name__}.", c) for c in trainer.callbacks]
+    for prefix, owner in owners:
+        for name, value in _attributes(owner):
+            if _averages_weights(value):
+                raise ConfigurationError(
+                    f"{prefix}{name} is a {type(value).__name__}, which averages weights, but in a pipeline a "
+                    "rank holds the weights of its own stage only, so that the averages of all others "
+                    "would become NaN, in checkpoints too. Leave it out (e.g. use_ema=False) and add the callback "
+                    "lightning_diffpipe.EMA, which averages on every rank what lives there; or train with "
+                    "num_stages=1"
+                )
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by name, and what its modules, lists and dictionaries hold."""
+    held = vars(owner) | vars(owner).get("_modules", {})
+    for name, value in held.items():
+        if name in ("_modules", "_parameters", "_buffers"):
+            continue
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", inner) for key, inner in value.items())
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}[{index}]", inner) for index, inner in enumerate(value))
+
+
+def _averages_weights(value: Any) -> bool:
+    """EMAs of torch, diffusers, torch_ema, ema_pytorch, timm and CompVis, which nobody needs to have installed."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(value).__mro__}
+    named = any(kind.endswith(_AVERAGING_NAMES) for kind in kinds) or "ema_pytorch.EMA" in kinds
+    keeps_shadows = "shadow_params" in getattr(value, "__dict__", ())
+    return isinstance(value, AveragedModel) or named or keeps_shadows
+
+
+_AVERAGING_NAMES = (".LitEma", ".ModelEma", ".ModelEmaV2", ".ModelEmaV3")
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,7 +36,7 @@ from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.processes import ProcessHooks
-from lightning_diffpipe.refusals import refuse_arguments, refuse_unsupported
+from lightning_diffpipe.refusals import refuse_arguments, refuse_averages, refuse_unsupported
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.runtime.set_aside import GradientsAside
@@ -179,6 +179,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         options = replace(self._options, averages_bytes_factor=averages)
         self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
+        if len(self.pipeline.plan.stages) > 1:
+            refuse_averages(trainer, module)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
@@ -252,6 +254,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.lightning_module is not None
         assert self._gradients is not None
         self.pipeline.refuse_unfrozen()
+        self._stop_ahead_if_changed()
         trainer = self.lightning_module.trainer
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.batch_idx % accumulate == 0:
@@ -268,12 +271,25 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         self.pipeline.watch.after_step(result, batch, arguments)
         self.last_step = result
+        if self.pipeline.fills:
+            self.pipeline.read_ahead.note()  # what layers wrote themselves does not count
         self._gradients.set_aside()
         for logged in result.logged:
             self.lightning_module.log(
                 logged.name, logged.value, batch_size=result.num_samples, **logged.options
             )
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _stop_ahead_if_changed(self) -> None:
+        assert self.pipeline is not None
+        if self.pipeline.fills and self.pipeline.stop_ahead_if_changed():
+            self.upcoming = []
+            rank_zero_warn(
+                "weights of frozen layers, or buffers that feed them, were changed during training, so what "
+                "they gave for coming batches was thrown away, and they run when a batch is due from now on. "
+                "If they follow trained weights, train on a single stage: a rank holds no weights of other "
+                "stages, only NaN in their place"
+            )
 
     def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
         """Batches that come next and are not known to the engine, with the arguments of their steps."""

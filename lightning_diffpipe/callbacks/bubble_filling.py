@@ -7,9 +7,10 @@ While a rank waits for a message it runs frozen layers of the next two batches, 
 already read. Their results wait until they are due. Nothing is approximated: frozen weights do not change
 and every batch has its own seeds, so losses and weights are those of a run without filling, bit for bit.
 
-Should frozen weights change all the same (a teacher that follows its student), on all ranks alike, nothing runs
-ahead from then on. A write through `.data` leaves no trace: train with `filling=none` then. On several stages
-such a teacher becomes NaN, since a rank holds no weights of the other stages to follow.
+Should frozen weights change all the same (a teacher that follows its student), or a buffer that feeds frozen layers
+(losses by timestep, from which the next timesteps are drawn), on all ranks alike, nothing runs ahead from then on.
+A write through `.data` leaves no trace, nor does a change of what is no buffer: train with `filling=none` then. On
+several stages such a teacher becomes NaN, since a rank holds no weights of the other stages to follow.
 
 The strategy adds this callback by itself; give it to the trainer to choose another mode.
 
@@ -24,11 +25,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.utils._pytree as pytree
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.loader import AlignedLoader
-from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.runtime.ahead import Filling
 from lightning_diffpipe.runtime.filling import FillingMode
@@ -76,8 +75,6 @@ class BubbleFilling(L.Callback):
         self.mode = mode
         self.deterministic = deterministic
         self.batches_ahead = batches_ahead
-        self._version: int | None = None
-        self._stopped = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks that there will be bubbles."""
@@ -91,7 +88,6 @@ class BubbleFilling(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Switches filling on, if the plan fills."""
-        self._version, self._stopped = None, False
         pipeline = _strategy(trainer).pipeline
         assert pipeline is not None
         if not pipeline.fills:
@@ -113,35 +109,14 @@ class BubbleFilling(L.Callback):
         assert strategy.pipeline is not None
         if not strategy.pipeline.fills:
             return
-        self._stop_if_weights_changed(strategy.pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         known = strategy.pipeline.engine.num_prepared_behind(number)
-        coming = _next_batches(trainer)[: 0 if self._stopped else _num_left(trainer)]
+        coming = _next_batches(trainer)[: _num_left(trainer) if strategy.pipeline.runs_ahead else 0]
         strategy.upcoming = [
             (ahead, self._brought(strategy, pl_module, batch, ahead))
             for ahead, batch in enumerate(coming, 1)
             if ahead > known
         ]
-
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
-    ) -> None:
-        """Notes how often frozen weights were written; what layers did themselves does not count."""
-        pipeline = _strategy(trainer).pipeline
-        assert pipeline is not None
-        if pipeline.fills:
-            self._version = pipeline.frozen_version
-
-    def _stop_if_weights_changed(self, pipeline: Pipeline) -> None:
-        if self._stopped or self._version in (None, pipeline.frozen_version):
-            return
-        self._stopped = True
-        pipeline.engine.drop_prepared()
-        rank_zero_warn(
-            "weights of frozen layers were changed during training, so what they gave for coming batches was "
-            "thrown away, and they run when a batch is due from now on. If they follow trained weights, train "
-            "on a single stage: a rank holds no weights of other stages, only NaN in their place"
-        )
 
     @staticmethod
     def _brought(

@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import LeakError, Record, unfolded, values
+from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
 from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
 from lightning_diffpipe.graph.trace import (
     Tracer,
@@ -177,6 +177,9 @@ class StepProbe:
             of_more_samples=of_more_samples,
             glue_writes=frozenset(tracer.provenance.glue_writes),
             autocast=frozenset(tracer.autocast),
+            generators=tracer.provenance.generators.found(),
+            toggled=tracer.attributes.toggled(),
+            left=tracer.attributes.left(),
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
@@ -325,6 +328,7 @@ class StepProbe:
                     argument_rows=argument_rows(record.argument_dims, more_in, num_samples),
                     fine=(record.fine_start, record.fine_start + record.num_fine),
                     written_buffers=frozenset(record.written_buffers),
+                    buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
                 )
             )
         return tuple(layers)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
@@ -58,6 +59,7 @@ class FrozenView:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut)
+        self._attributes = Attributes(root, graph.toggled | graph.left)
         self._samples_compared = False
 
     def remember(self, memo: Memo | None) -> None:
@@ -112,7 +114,9 @@ class FrozenView:
     ) -> PausedRun:
         """Prepares a run that goes on only while `advance` or `finish` is called; see `whole`."""
         run = FrozenRun(self._plan, self._groups(call, seed, samples, group_size))
-        return PausedRun(run, self.interception, call, seed, self.graph.host_random)
+        return PausedRun(
+            run, self.interception, call, seed, self.graph.host_random, self._attributes
+        )
 
     def mixing(self, call: Callable[[], Any], seed: int) -> frozenset[str]:
         """Layers whose results for a single sample are not its rows of the results for all samples.
@@ -152,7 +156,12 @@ class FrozenView:
     def _whole(self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]) -> Results:
         run = FrozenRun(self._plan, groups)
         host = self.graph.host_random
-        with rng.preserved(host), self.interception.running(run), torch.no_grad():
+        with (
+            rng.preserved(host),
+            self._attributes.preserved(),
+            self.interception.running(run),
+            torch.no_grad(),
+        ):
             rng.seed_all(seed, host)
             run.walk(call)
         return run.results()

@@ -31,6 +31,9 @@ from lightning_diffpipe.errors import GraphError
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
 
+Attribute = tuple[str, str]
+"""(qualified name of a module or parameter, name of its attribute)."""
+
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 """Outputs of these types are handed out by stubs as the probe saw them, and guarded where they are made."""
 
@@ -121,6 +124,7 @@ class Layer:
             if no tensor. None instead of the tuple if the layer cannot be cut into samples.
         fine: Half-open range of layers of the fine graph inside it.
         written_buffers: Names of the buffers it changes (running statistics).
+        buffers: Names of the buffers it reads, its own and those of the glue that feeds it.
     """
 
     index: int
@@ -136,6 +140,7 @@ class Layer:
     argument_rows: tuple[int | None, ...] | None = None
     fine: tuple[int, int] = (0, 0)
     written_buffers: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
     @property
     def deps(self) -> frozenset[int]:
@@ -228,6 +233,9 @@ class LayerGraph:
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
             trace in a probe on the host.
+        generators: Generators of random numbers besides the global ones from which the step draws.
+        toggled: Attributes that differ somewhere in the step, and in the end are what they were.
+        left: Further attributes that glue sets, and leaves.
     """
 
     layers: tuple[Layer, ...]
@@ -250,6 +258,9 @@ class LayerGraph:
     )
     glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     autocast: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """A frozen run that waits in the middle of a model's code, and goes on when it is told to.
 
 It waits in a thread of its own. The hand-off is strict: one of the two threads always waits, and what
-threads share is swapped with it: the states of the random number generators and the default dtype, which
-`precision="bf16-true"` changes inside a step. So the result does not depend on who runs in between. The
-thread is kept for the next run: in a new one all memory is first touched again, which costs up to half of the
-time of an encoder.
+threads share is swapped with it: the states of the random number generators, the default dtype, which
+`precision="bf16-true"` changes inside a step, and attributes of modules that the step sets. So the result
+does not depend on who runs in between. The thread is kept for the next run: in a new one all memory is
+first touched again, which costs up to half of the time of an encoder.
 
 Source:
     Coroutines by threads; greenlets would be cheaper to switch (0.3 instead of 20 microseconds), but
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import TensorKey
 
@@ -77,6 +78,7 @@ class PausedRun:
         call: Callable[[], Any],
         seed: int,
         host_random: bool,
+        attributes: Attributes,
     ) -> None:
         self.done, self.num_layers_done = False, 0
         self._run, self._interception, self._call = run, interception, call
@@ -86,6 +88,8 @@ class PausedRun:
             rng.seed_all(seed, self._host)
             self._state = rng.capture(self._host)
         self._dtype = torch.get_default_dtype()
+        self._attributes = attributes
+        self._set: Any = None  # what they are inside; before the run begins, whatever they are
         self._goes_on: Callable[[str], bool] = _never
         self._cancelled = self._started = False
         self._error: BaseException | None = None
@@ -159,8 +163,11 @@ class PausedRun:
     def _switch(self) -> None:
         """Hands control to the worker until it hands it back."""
         outside, dtype = rng.capture(self._host), torch.get_default_dtype()
+        attributes = self._attributes.capture()
         rng.restore(self._state)
         torch.set_default_dtype(self._dtype)
+        if self._set is not None:
+            self._attributes.restore(self._set)
         if not self._started:
             self._started = True
             _Worker.submit(lambda: self._context.run(self._work))
@@ -174,8 +181,10 @@ class PausedRun:
             raise
         finally:
             self._state, self._dtype = rng.capture(self._host), torch.get_default_dtype()
+            self._set = self._attributes.capture()
             rng.restore(outside)
             torch.set_default_dtype(dtype)
+            self._attributes.restore(attributes)
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -6,8 +6,8 @@ which parameters it depends on, through any amount of glue. No knowledge about a
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
 (an output of a layer), `Folded` (of a container), a string (a parameter), `Leak` (made or changed
-inside a layer and not, or not yet, returned by it), or None (data: random, or from a storage that is neither
-parameter nor buffer).
+inside a layer and not, or not yet, returned by it), `Buffer`, or None (data: random, or from a storage that is
+neither parameter nor buffer).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
+from lightning_diffpipe.graph.generators import OwnGenerators
 from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
 
@@ -42,6 +43,13 @@ class Leak:
     """Tag of a value that lives inside a layer."""
 
     layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Tag of what a buffer held when the step began."""
+
+    name: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,6 +106,7 @@ class Provenance(TorchDispatchMode):
         folded: What containers returned.
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
+        generators: Those of its own that the step draws from.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
@@ -108,6 +117,7 @@ class Provenance(TorchDispatchMode):
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False
         self.glue_writes: set[str] = set()
+        self.generators = OwnGenerators(module)
         self._read_buffers: set[int] = set()
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
@@ -119,7 +129,8 @@ class Provenance(TorchDispatchMode):
             {_key(t) for t in [*original.parameters(), *original.buffers()]} if original else set()
         )
         for name, buffer in module.named_buffers():
-            self.set_tags(buffer, [])
+            known = self._tags.get(_key(buffer), (None, frozenset()))[1]
+            self.set_tags(buffer, known | {Buffer(name)})
             self._buffer[_key(buffer)] = name
         for name, parameter in module.named_parameters():
             known = self._tags.get(_key(parameter), (None, frozenset()))[1]
@@ -227,8 +238,8 @@ class Provenance(TorchDispatchMode):
                 self.control |= read
             return read
         self.current.reads |= read
-        # Made of parameters only, e.g. a cached table or a cast weight: every stage can make it again.
-        constant = all(isinstance(tag, str) for tag in raw)
+        # Made of parameters and buffers only, e.g. a cached table or a cast weight: every stage can make it again.
+        constant = all(isinstance(tag, str | Buffer) for tag in raw)
         return read if constant else {Leak(self.current.index)}
 
     def _note_writes(self, tensors: list[Tensor], new: set[Any]) -> None:
@@ -278,7 +289,7 @@ def values(tags: Iterable[Any]) -> frozenset[Value]:
 
 
 class ValueReads(TorchFunctionMode):
-    """Sees the ways in which values become Python objects without passing the dispatcher."""
+    """Sees what the dispatcher does not: ways in which values become Python objects, and generators."""
 
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
@@ -287,7 +298,9 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._provenance.generators.note((*args, *kwargs.values()))
+        return func(*args, **kwargs)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

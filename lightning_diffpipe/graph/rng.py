@@ -103,6 +103,13 @@ def private_stream(host: bool) -> Iterator[None]:
         yield
 
 
+def is_global(generator: torch.Generator) -> bool:
+    """Whether a generator is torch's own for a device."""
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    # Operators are given another object for the same generator.
+    return any(generator._cdata == own._cdata for own in (torch.default_generator, *cuda))
+
+
 _DROPOUT_ARGUMENTS = ("dropout_p", "p", "dropout")
 _TRAINING_ARGUMENTS = ("train", "training")
 
@@ -118,7 +125,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     schema = func._schema.arguments
     values = {a.name: kwargs.get(a.name, a.default_value) for a in schema}
     values.update({a.name: value for a, value in zip(schema, args, strict=False)})
-    if values.get("generator") is not None:
+    generator = values.get("generator")
+    if generator is not None and not is_global(generator):
         return False
     if any(values.get(name) is False for name in _TRAINING_ARGUMENTS):
         return False

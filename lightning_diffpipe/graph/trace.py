@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.attributes import AttributeWrites
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
 from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
@@ -124,6 +125,7 @@ class Tracer:
         fake: bool,
     ) -> None:
         self.provenance = Provenance(module, original)
+        self.attributes = AttributeWrites(module, lambda: not self._in_fine)
         self.calls: list[Call] = []
         self.fine_names: list[str] = []
         self.logged: set[Any] = set()
@@ -155,6 +157,7 @@ class Tracer:
             checkpointing_off(),
             gradients_refused(inside),
             ValueReads(self.provenance),
+            self.attributes.noted(),
             self.provenance,
         ):
             before = rng.host_state()
@@ -171,7 +174,10 @@ class Tracer:
             if self.provenance.current is not None:
                 return self._inside(name, forward, args, kwargs)
             if name in self._layers:
-                return self._layer(name, forward, args, kwargs)
+                self.attributes.look()
+                out = self._layer(name, forward, args, kwargs)
+                self.attributes.look()
+                return out
             if name in self._containers:
                 return self._container(name, forward, args, kwargs)
             return forward(*args, **kwargs)
@@ -181,6 +187,7 @@ class Tracer:
     def _inside(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if name not in self._fine or self._in_fine:
             return forward(*args, **kwargs)
+        self.attributes.look()
         with self._fine_call(name):
             return forward(*args, **kwargs)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
@@ -56,6 +57,7 @@ class StageView:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut)
+        self._attributes = Attributes(root, graph.toggled)
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
@@ -87,7 +89,7 @@ class StageView:
         """
         run = StageRun(self._plan, self.interception, received or {}, log)
         host = self.graph.host_random
-        with rng.preserved(host), self.interception.running(run):
+        with rng.preserved(host), self._attributes.preserved(), self.interception.running(run):
             rng.seed_all(seed, host)
             run._finish(run.walk(call))
         return run

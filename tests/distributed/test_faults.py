@@ -3,14 +3,19 @@
 import functools
 import os
 import time
+import types
 
 import lightning as L
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe import EMA, DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.refusals import refuse_averages
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -186,6 +191,65 @@ def test_state_outside_of_layers_is_refused():
         RankError, match=r"ConfigurationError: .* the buffer 'history' outside of a layer"
     ):
         run(2, module_class=LossAware)
+
+
+class KeepsGenerator(TinyDiffusion):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        size = batch["image"].shape
+        return self.loss({**batch, "image": torch.randn(size, generator=self.noise).double()})
+
+
+def test_a_generator_that_outlives_the_step_is_refused():
+    """History: every stage and frozen layers drew from copies that fell out of step."""
+    with pytest.raises(
+        RankError, match=r"draws random numbers from noise, which.*global generator"
+    ):
+        run(2, module_class=KeepsGenerator)
+
+
+class KeepsAverages(TinyDiffusion):
+    """Averages its blocks as scripts without our callback do."""
+
+    def __init__(self):
+        super().__init__()
+        self.ema = EMAModel(self.blocks.parameters())
+
+    def on_train_batch_end(self, *_):
+        self.ema.step(self.blocks.parameters())
+
+
+def test_averages_that_a_module_keeps_itself_are_refused_on_several_stages():
+    """History: averages of weights on other ranks became NaN, and rank 0 wrote them."""
+    with pytest.raises(
+        RankError, match=r"ema is a EMAModel, which averages.*callback lightning_diffpipe\.EMA"
+    ):
+        run(2, module_class=KeepsAverages)
+
+
+class LitEma(nn.Module):
+    """Stands for CompVis's."""
+
+
+@pytest.mark.parametrize("average", [AveragedModel, lambda module: LitEma(), EMAModel])
+def test_averages_are_found_wherever_they_are_kept(average):
+    """History: only Lightning's two callbacks were looked for."""
+    module, callback = nn.Linear(2, 2), L.Callback()
+    trainer = types.SimpleNamespace(callbacks=[callback, EMA()])
+    refuse_averages(trainer, module)
+    callback._averages = {"slow": average(module)}
+    with pytest.raises(ConfigurationError, match=r"^Callback\._averages\['slow'\] is a "):
+        refuse_averages(trainer, module)
+    callback._averages = None
+    outer = nn.Sequential(module)
+    module.average = average(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=r"^0\.average is a "):
+        refuse_averages(trainer, outer)
 
 
 class Unfreezes(L.Callback):

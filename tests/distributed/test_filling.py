@@ -235,6 +235,34 @@ def test_frozen_weights_that_change_are_not_run_ahead():
     assert ahead == [2, 0, 0, 0]
 
 
+class LossAware(Augmented):
+    """Draws timesteps from a buffer that changes in front of every batch; a frozen layer embeds them."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("history", torch.ones(6))
+        self.locked = torch.nn.Linear(1, 3).requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.history[batch_idx % 6] *= 20
+
+    def loss(self, batch):
+        t = torch.multinomial(self.history, len(batch["text"]), True)[:, None] / 6
+        time = self.locked(t.to(self.dtype))[:, :, None]
+        return super().loss({**batch, "image": batch["image"] + time}) * (1 + t).mean()
+
+
+def test_buffers_that_feed_frozen_layers_and_change_are_noticed():
+    """History: only parameters were looked at, and frozen layers saw other timesteps than the loss."""
+    _, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        module_class=LossAware,
+        trainer={"max_steps": 4, "max_epochs": -1},
+    )
+    assert ahead == [2, 0, 0, 0]
+
+
 def test_two_pipelines_with_interleaved_stages():
     compare(
         4,

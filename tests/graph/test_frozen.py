@@ -188,6 +188,82 @@ def test_the_default_dtype_of_a_run_is_its_own():
     assert ends == [torch.bfloat16]
 
 
+class Adapted(Block):
+    """A block with an adapter, as peft has it: turning it off freezes its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.randn(16, 16) / 16)
+        self.enabled = True
+
+    def enable(self, enabled):
+        self.enabled = enabled
+        self.adapter.requires_grad_(enabled)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + x @ self.adapter if self.enabled else x
+
+
+class Preferences(Tower):
+    """A pass with adapters, and as reference one without: frozen, though the modules are the same."""
+
+    block, num_blocks = Adapted, 4
+
+    def training_step(self, batch, batch_idx):
+        self.scale = batch.abs().mean()
+        chosen = self.run(batch)
+        for block in self.blocks:
+            block.enable(False)
+        self.eval()
+        with torch.no_grad():
+            reference = self.run(batch * self.scale)
+        self.train()
+        for block in self.blocks:
+            block.enable(True)
+        return F.mse_loss(chosen, reference * self.scale)
+
+
+def test_what_a_step_sets_for_a_while_stays_in_its_own_run():
+    """History: a paused run left adapters off, and behind the last frozen layer nobody turned them on again."""
+    root = Preferences()
+    graph = probe(root, step, rows(), max_share=1 / 8)
+    assert graph.frozen == (0, 4, 5, 6, 7)  # the first layer of the pass with adapters, too
+    batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2)]
+    now, later = (lambda: step(root, batches[0])), (lambda: step(root, batches[1]))
+
+    def as_before():
+        flags = [(b.enabled, b.adapter.requires_grad, b.training) for b in root.blocks]
+        return flags == [(True, True, True)] * 4 and root.training and not hasattr(root, "scale")
+
+    with intercepted(root) as interception:
+        _, view, stages = views(root, graph, (2,), interception)
+        expected = view.whole(later, seed=2)
+        assert as_before()
+        run = view.start(later, seed=2)
+        run.advance(2)
+        assert as_before()
+        frozen = view.whole(now, seed=1)
+        first = stages[0].forward(now, seed=1, received=frozen)
+        run.advance(1)
+        received = {k: v.detach() for k, v in first.outputs.items()}
+        last = stages[1].forward(now, seed=1, received={**received, **frozen})
+        del root.scale
+        got = run.finish()
+        assert as_before()
+        assert all(torch.equal(got[key], expected[key]) for key in expected)
+        first.backward(last.backward())
+        gradients = take_gradients(root)
+    root.zero_grad()
+    loss = step(root, batches[0])
+    loss.backward()
+    assert torch.equal(loss, last.loss)
+    assert gradients.keys() == {f"blocks.{i}.adapter" for i in range(4)}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(root.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_an_error_in_a_paused_run_reaches_the_owner_with_the_layer():
     class Breaks(Encoder):
         broken = False

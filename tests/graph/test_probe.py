@@ -5,10 +5,13 @@ import dataclasses
 import functools
 import pickle
 import random
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.fold import fold
@@ -282,6 +285,119 @@ class Varies(Untrained):
     def training_step(self, batch, batch_idx):
         blocks = self.blocks[1:] if len(batch) == 1 else self.blocks
         return functools.reduce(lambda x, block: block(x), blocks, batch).pow(2).mean()
+
+
+class ReadsBuffers(Untrained):
+    """One buffer feeds a frozen layer by way of glue, one the trained part, and one is only looked at in shape."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("feeds", "weighs", "shape"):
+            self.register_buffer(name, torch.ones(16))
+
+    def training_step(self, batch, batch_idx):
+        x = self.encoder(batch * torch.multinomial(self.feeds, 1) + torch.zeros_like(self.shape))
+        return (self.run(x) * self.weighs).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_buffers_that_feed_layers_are_noted(mode):
+    graph = probe(ReadsBuffers(), step, rows(), max_share=1 / 4, mode=mode)
+    assert {name for i in graph.frozen for name in graph.layers[i].buffers} == {"feeds"}
+    assert not any(graph.layers[i].buffers - {"feeds"} for i in graph.path)
+
+
+class SetsAttributes(Untrained):
+    """Sets attributes for a while, for good, and in a layer."""
+
+    def training_step(self, batch, batch_idx):
+        self.encoder.eval()
+        self.adapters, self.calls, self.unused = ["reference"], self.calls + 1, True
+        x = self.encoder(batch)
+        self.encoder.train()
+        self.adapters, self.unused = ["default"], False
+        self.blocks[2].linear.bias.requires_grad_(False)
+        x = self.run(x)
+        self.blocks[2].linear.bias.requires_grad = True
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_attributes_that_a_step_sets_are_noted(mode):
+    root = SetsAttributes()
+    root.adapters, root.calls, root.unused = ["default"], 0, False
+    graph = probe(root, step, rows(), max_share=1 / 4, mode=mode)
+    inner = {name for name, _ in root.encoder.named_modules(prefix="encoder")}
+    toggled = {(name, "training") for name in inner} | {("", "adapters"), ("", "unused")}
+    assert graph.toggled == toggled | {("blocks.2.linear.bias", "requires_grad")}
+    assert graph.left == {("", "calls")}
+
+
+GENERATOR = torch.Generator()
+
+
+class DrawsByItself(Untrained):
+    """Draws from generators wherever they may be kept."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.unused = kind, torch.Generator()
+        self.gen, self.host = torch.Generator(), {"numpy": np.random.default_rng(0)}
+        self.sampler = types.SimpleNamespace(legacy=np.random.RandomState(0), own=random.Random(0))
+        self.encoder.sobol = SobolEngine(1)
+
+    def draw(self):
+        if self.kind == "made inside":
+            made = types.SimpleNamespace(generator=torch.Generator().manual_seed(1))
+            made.itself = made
+            return torch.rand(1, generator=made.generator)
+        if self.kind == "global":
+            return torch.rand(1, generator=torch.default_generator)
+        kinds = {
+            "gen": lambda: torch.rand(1, generator=self.gen),
+            "elsewhere": lambda: torch.rand(1, generator=GENERATOR),
+            "host['numpy']": lambda: self.host["numpy"].random(),
+            "sampler.legacy": lambda: self.sampler.legacy.rand(),
+            "sampler.own": lambda: self.sampler.own.random(),
+            "encoder.sobol": lambda: self.encoder.sobol.draw(1),
+        }
+        return kinds[self.kind]()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch + self.draw(), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        *((kind, {kind}) for kind in ("gen", "host['numpy']", "sampler.legacy", "sampler.own")),
+        ("encoder.sobol", {"encoder.sobol"}),
+        ("elsewhere", {"a torch.Generator kept outside of the module"}),
+        ("made inside", set()),
+        ("global", set()),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "real"])
+def test_generators_that_outlive_the_step_are_found(kind, found, mode):
+    """History: operators with a generator counted as drawing nothing, and those of numpy were not seen."""
+    graph = probe(DrawsByItself(kind), step, rows(), max_share=1 / 4, mode=mode)
+    assert graph.generators == found
+
+
+def test_a_layer_may_name_the_global_generator():
+    class Drops(Untrained):
+        def __init__(self):
+            super().__init__()
+            self.encoder = Noisy().requires_grad_(False)
+
+    graph = probe(Drops(), step, rows(), max_share=1 / 4)
+    assert graph.seeded == {"encoder"}
+
+
+class Noisy(Block):
+    def forward(self, x):
+        noise = torch.randn(x.shape, generator=torch.default_generator)
+        return super().forward(x + noise)
 
 
 def test_another_sequence_of_layers_is_refused():
