@@ -123,7 +123,7 @@ class Bench:
             with placed(self._module, self._device):
                 self._batch = tree_to(batch, self._device)
                 rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
-                saved = {count: self._saved_bytes(count) for count in (min(rounds), max(rounds))}
+                saved = {count: self._saved_bytes(count) for count in {min(rounds), max(rounds)}}
                 return rounds, kept_bytes(saved), splits
         finally:
             self._batch = batch
