@@ -178,6 +178,25 @@ def test_parts_add_up_and_blame_what_is_slow(filling):
     assert "1.50 x its planned time" in str(gap)
 
 
+class Counted(tuple):
+    """Counts how often somebody goes through it."""
+
+    scans = 0
+
+    def __iter__(self):
+        Counted.scans += 1
+        return super().__iter__()
+
+
+def test_the_way_is_found_in_a_few_passes_over_what_was_measured():
+    """History: every instruction was looked for in all spans, so that large runs ended with minutes of it."""
+    plan = plan_of()
+    measured = Timeline(Counted(plan.timeline.spans), 2)
+    Counted.scans = 0
+    explain_gap(plan, measured)
+    assert Counted.scans < 20
+
+
 def test_what_no_instruction_explains_is_messages():
     plan = plan_of()
     late = tuple(replace(s, start_s=2 * s.start_s, stop_s=2 * s.start_s + s.duration_s)
