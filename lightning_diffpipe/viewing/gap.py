@@ -49,6 +49,10 @@ OTHER_MACHINE = (
     "The plan's times are not of this machine: they were counted (profile=flops), or measured elsewhere. "
     "Its order still runs; for times to compare, plan with profile=measure."
 )
+_MEASURE_ANEW = (
+    "start again without `strategy.plan` and with `strategy.cluster=measure` (the default: links are measured at "
+    "every start)"
+)
 REMEDIES = {
     "forward": "Layers take longer than when they were timed: other processes on these cores, more "
     "threads than cores, or a profile of another machine. Profile anew, on an idle machine.",
@@ -56,10 +60,9 @@ REMEDIES = {
     "cores and for swapping; profile anew.",
     "frozen work": "Frozen layers take longer than when they were timed, or run in smaller groups of "
     "samples; profile anew, or cache what they give (EncodingCache).",
-    "sums and exchanges": "Collectives are slower than planned: measure the cluster anew "
-    "(cluster=measure), or use fewer replicas.",
-    MESSAGES: "Messages take longer than planned, or ranks are held up at random: measure the cluster "
-    "anew (cluster=measure), use larger microbatches, or fewer stages.",
+    "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_ANEW}, or use fewer replicas.",
+    MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_ANEW}, use larger "
+    "microbatches, or fewer stages.",
     OPTIMIZER: "The optimizer, callbacks and loggers run on every rank while no pipeline does: use a "
     "fused optimizer, log less often, check callbacks.",
     LOADING: "The data loader keeps the pipeline waiting: raise num_workers, or store the samples in "

@@ -197,12 +197,24 @@ def test_the_way_is_found_in_a_few_passes_over_what_was_measured():
     assert Counted.scans < 20
 
 
+@pytest.mark.parametrize("slow", [ReduceGradients, Forward])
+def test_links_to_measure_anew_are_named_as_they_are_configured(slow):
+    """History: it said `cluster=measure`, which the trainer does not know."""
+    plan = find_plan(
+        equal_profile(8, gradient_bytes=10**6), Cluster(2, all_reduce=Link(1e6)),
+        PlanOptions(8, num_stages=1, num_microbatches=1, data_parallel=2),
+    )  # fmt: skip
+    gap = explain_gap(plan, scaled(plan.timeline, 1.5, slow))
+    assert ("`strategy.cluster=measure`" in str(gap)) == (slow is ReduceGradients)
+
+
 def test_what_no_instruction_explains_is_messages():
     plan = plan_of()
     late = tuple(replace(s, start_s=2 * s.start_s, stop_s=2 * s.start_s + s.duration_s)
                  for s in plan.timeline.spans)  # fmt: skip
     gap = explain_gap(plan, Timeline(late, 2))
     assert gap.largest.name == MESSAGES
+    assert "`strategy.cluster=measure` (the default" in str(gap)
 
 
 def test_filling_says_what_it_saved():
