@@ -47,7 +47,8 @@ class PlanOptions:
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only; False in the
             plan of a profile with an encoder that may not.
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
-            ones balance better and large ones run faster; `auto` weighs the two by the profile.
+            ones balance better and large ones run faster; `auto` weighs the two by the profile. A rank alone
+            runs them on whole microbatches.
         optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
             gradient; a number >= 0.
 

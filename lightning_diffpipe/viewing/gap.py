@@ -11,8 +11,10 @@ step lies outside the pipeline.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -47,6 +49,10 @@ OTHER_MACHINE = (
     "The plan's times are not of this machine: they were counted (profile=flops), or measured elsewhere. "
     "Its order still runs; for times to compare, plan with profile=measure."
 )
+_MEASURE_ANEW = (
+    "start again without `strategy.plan` and with `strategy.cluster=measure` (the default: links are measured at "
+    "every start)"
+)
 REMEDIES = {
     "forward": "Layers take longer than when they were timed: other processes on these cores, more "
     "threads than cores, or a profile of another machine. Profile anew, on an idle machine.",
@@ -54,10 +60,9 @@ REMEDIES = {
     "cores and for swapping; profile anew.",
     "frozen work": "Frozen layers take longer than when they were timed, or run in smaller groups of "
     "samples; profile anew, or cache what they give (EncodingCache).",
-    "sums and exchanges": "Collectives are slower than planned: measure the cluster anew "
-    "(cluster=measure), or use fewer replicas.",
-    MESSAGES: "Messages take longer than planned, or ranks are held up at random: measure the cluster "
-    "anew (cluster=measure), use larger microbatches, or fewer stages.",
+    "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_ANEW}, or use fewer replicas.",
+    MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_ANEW}, use larger "
+    "microbatches, or fewer stages.",
     OPTIMIZER: "The optimizer, callbacks and loggers run on every rank while no pipeline does: use a "
     "fused optimizer, log less often, check callbacks.",
     LOADING: "The data loader keeps the pipeline waiting: raise num_workers, or store the samples in "
@@ -156,7 +161,7 @@ def explain_gap(
     before_s = planned_s
     unfilled_s = None
     if plan.costs is not None:
-        substituted = _Measured(plan.costs, measured)
+        substituted = _Measured(plan.costs, *_sums(measured))
         for name, kinds in _KINDS.items():
             substituted = substituted.using(kinds)
             now_s = simulate(plan.lowered, substituted).iteration_s
@@ -183,10 +188,18 @@ _KINDS: Mapping[str, tuple[type[Instruction], ...]] = {
 
 @dataclass(frozen=True)
 class _Measured:
-    """Planned costs, measured ones for some kinds of instructions; see `simulator.Costs`."""
+    """Planned costs, measured ones for some kinds of instructions; see `simulator.Costs`.
+
+    Attributes:
+        planned: What was planned.
+        by_instruction: Measured seconds of every instruction.
+        by_kind: For every kind of instruction, measured seconds of each rank.
+        kinds: Of these the measured times count.
+    """
 
     planned: PipelineCosts
-    timeline: Timeline
+    by_instruction: Mapping[Instruction, float]
+    by_kind: Mapping[type[Instruction], Mapping[int, float]]
     kinds: tuple[type[Instruction], ...] = ()
 
     def using(self, kinds: tuple[type[Instruction], ...]) -> _Measured:
@@ -199,10 +212,14 @@ class _Measured:
         if not isinstance(instruction, self.kinds):
             return planned_s
         if isinstance(instruction, Encode):
-            total_s = sum(self.planned.encode_s)
-            return planned_s * self._sum_s((Encode,)) / total_s if total_s else planned_s
-        own = [s.duration_s for s in self.timeline.spans if s.instruction == instruction]
-        return sum(own) if own else planned_s
+            return planned_s * self._encode_ratio
+        return self.by_instruction.get(instruction, planned_s)
+
+    @cached_property
+    def _encode_ratio(self) -> float:
+        """Measured over planned time of all frozen work."""
+        total_s = sum(self.planned.encode_s)
+        return sum(self._ranks_s(Encode).values()) / total_s if total_s else 1.0
 
     @property
     def holds_sender(self) -> bool:
@@ -217,23 +234,30 @@ class _Measured:
         """See `Costs`."""
         if ReduceGradients not in self.kinds:
             return self.planned.reduce_s(rank)
-        return self._sum_s((ReduceGradients,), rank)
+        return self._ranks_s(ReduceGradients).get(rank, 0.0)
 
     def exchange_s(self) -> float:
         """See `Costs`."""
         if ExchangeFrozen not in self.kinds:
             return self.planned.exchange_s()
-        return max(
-            (self._sum_s((ExchangeFrozen,), rank) for rank in range(self.timeline.num_ranks)),
-            default=0.0,
-        )
+        return max(self._ranks_s(ExchangeFrozen).values(), default=0.0)
 
-    def _sum_s(self, kinds: tuple[type[Instruction], ...], rank: int | None = None) -> float:
-        return sum(
-            span.duration_s
-            for span in self.timeline.spans
-            if isinstance(span.instruction, kinds) and rank in (None, span.rank)
-        )
+    def _ranks_s(self, kind: type[Instruction]) -> Mapping[int, float]:
+        return self.by_kind.get(kind, {})
+
+
+def _sums(
+    measured: Timeline,
+) -> tuple[Mapping[Instruction, float], Mapping[type[Instruction], Mapping[int, float]]]:
+    """Measured seconds by instruction, and by kind and rank: a simulation asks for each of them."""
+    by_instruction: defaultdict[Instruction, float] = defaultdict(float)
+    by_kind: defaultdict[type[Instruction], defaultdict[int, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
+    for span in measured.spans:
+        by_instruction[span.instruction] += span.duration_s
+        by_kind[type(span.instruction)][span.rank] += span.duration_s
+    return by_instruction, by_kind
 
 
 def _ratio(

@@ -178,12 +178,43 @@ def test_parts_add_up_and_blame_what_is_slow(filling):
     assert "1.50 x its planned time" in str(gap)
 
 
+class Counted(tuple):
+    """Counts how often somebody goes through it."""
+
+    scans = 0
+
+    def __iter__(self):
+        Counted.scans += 1
+        return super().__iter__()
+
+
+def test_the_way_is_found_in_a_few_passes_over_what_was_measured():
+    """History: every instruction was looked for in all spans, so that large runs ended with minutes of it."""
+    plan = plan_of()
+    measured = Timeline(Counted(plan.timeline.spans), 2)
+    Counted.scans = 0
+    explain_gap(plan, measured)
+    assert Counted.scans < 20
+
+
+@pytest.mark.parametrize("slow", [ReduceGradients, Forward])
+def test_links_to_measure_anew_are_named_as_they_are_configured(slow):
+    """History: it said `cluster=measure`, which the trainer does not know."""
+    plan = find_plan(
+        equal_profile(8, gradient_bytes=10**6), Cluster(2, all_reduce=Link(1e6)),
+        PlanOptions(8, num_stages=1, num_microbatches=1, data_parallel=2),
+    )  # fmt: skip
+    gap = explain_gap(plan, scaled(plan.timeline, 1.5, slow))
+    assert ("`strategy.cluster=measure`" in str(gap)) == (slow is ReduceGradients)
+
+
 def test_what_no_instruction_explains_is_messages():
     plan = plan_of()
     late = tuple(replace(s, start_s=2 * s.start_s, stop_s=2 * s.start_s + s.duration_s)
                  for s in plan.timeline.spans)  # fmt: skip
     gap = explain_gap(plan, Timeline(late, 2))
     assert gap.largest.name == MESSAGES
+    assert "`strategy.cluster=measure` (the default" in str(gap)
 
 
 def test_filling_says_what_it_saved():
