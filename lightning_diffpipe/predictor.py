@@ -254,7 +254,7 @@ class Predictor:
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
         except (ConfigurationError, GraphError):
-            raise  # by all ranks, whose messages have all been received
+            raise  # by all ranks, which go on together
         except BaseException as error:
             self._break_off(error)
             raise
@@ -276,12 +276,13 @@ class Predictor:
                 )
                 return worker, worker.gather(call, mine)
             except (ConfigurationError, GraphError) as error:
+                shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
+                if shares or self._chooser is not None:
+                    worker.abandon()  # ranks may have sent what others have not received
+                    self._worker = None
                 if self._chooser is None:
-                    self._worker = None if worker.is_abandoned else worker
                     raise
                 self._chooser.refuse(worker.options, error)
-                worker.abandon()
-                self._worker = None
 
     def _break_off(self, error: BaseException) -> None:
         """Ends the messages of a request, of which each rank has sent and received others by now."""

@@ -144,12 +144,7 @@ class Worker:
         world: All ranks.
         device: Where this rank computes.
         timeout_s: Longest wait for a message.
-
-    Attributes:
-        is_abandoned: Whether links were broken, so that another worker is needed.
     """
-
-    is_abandoned = False
 
     def __init__(
         self,
@@ -280,5 +275,4 @@ class Worker:
 
     def abandon(self) -> None:
         """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
-        self.is_abandoned = True
         self.place.abandon()

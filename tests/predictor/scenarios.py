@@ -197,12 +197,12 @@ def hung(rank, path, prompts, settings, options, victim, told):
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
 
 
-def cancelled(rank, path, prompts, settings, options, who):
+def cancelled(rank, path, prompts, settings, options, who, kind):
     """Requests that some ranks end, then a whole one: errors with their seconds, and pictures of rank 0."""
 
     def enough(done, steps):
         if done == 2:
-            raise ValueError("enough")
+            raise kind("enough")
 
     errors = []
     with Predictor.from_pretrained(path, **options) as predictor:
@@ -210,7 +210,7 @@ def cancelled(rank, path, prompts, settings, options, who):
             started_s = time.monotonic()
             try:
                 predictor(prompts, **settings, on_step=enough if rank in ranks else None)
-            except (ValueError, DiffPipeError) as error:
+            except (kind, DiffPipeError) as error:
                 errors.append((type(error).__name__, time.monotonic() - started_s))
         pictures = predictor(prompts, **settings)
     return errors, None if rank else as_array(pictures)

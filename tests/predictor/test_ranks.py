@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
@@ -345,19 +345,25 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("pixart", {"method": "pipefusion", "num_patches": 4}), ("dit", {"method": "single"})],
+    ("name", "options", "kind"),
+    [
+        ("pixart", {"method": "pipefusion", "num_patches": 4}, KeyboardInterrupt),
+        ("pixart", {"method": "pipefusion", "num_patches": 4}, GraphError),
+        ("dit", {"method": "single"}, ValueError),
+    ],
 )
-def test_requests_are_drawn_after_one_that_was_cancelled(name, options, job):
-    """By all ranks, or by one of them.
+def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, job):
+    """By all ranks, or by one of them; what this package refuses is told to all.
 
     History: ranks kept their connections, on which each had sent and received others; the process was aborted.
     """
     each = job(name, 4, **options)
-    arguments = (*each[:3], options | {"timeout_s": 20.0}, [(0, 1), (1,)])
+    who = [(0, 1), (1,)]
+    arguments = (*each[:3], options | {"timeout_s": 20.0}, who, kind)
     found = run_ranks(cancelled, 2, *arguments, timeout_s=60.0)
     for rank, (errors, _) in enumerate(found):
-        ends = ["ValueError" if rank in who else "PipelineTimeoutError" for who in arguments[-1]]
+        own = [rank in ranks or kind is GraphError for ranks in who]
+        ends = [kind.__name__ if is_own else "PipelineTimeoutError" for is_own in own]
         assert [end for end, _ in errors] == ends
         assert all(seconds < 10 for _, seconds in errors), errors
     expected, _ = draw(0, *each)
