@@ -32,7 +32,7 @@ from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.layer_run import LayerRun, Memo, RunPlan
+from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan
 from lightning_diffpipe.graph.paused import PausedRun
 
 Samples = tuple[int, int]
@@ -47,6 +47,7 @@ class FrozenView:
         graph: The probed step, for batches of one signature.
         cut: The frozen part of a `Cut`.
         interception: Installed on the root; shared by all views of it.
+        memory: What dummies are made of, to be shared by all views of a rank.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class FrozenView:
         graph: LayerGraph,
         cut: StageCut,
         interception: Interception,
+        memory: DummyMemory | None = None,
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut)
+        self._plan = RunPlan(graph, cut, memory)
         self._attributes = Attributes(root, graph.toggled | graph.left)
         self._samples_compared = False
 

@@ -60,9 +60,10 @@ class RunPlan:
     Args:
         graph: The probed step.
         cut: What is executed here.
+        memory: Shared with other plans; its own if not given.
     """
 
-    def __init__(self, graph: LayerGraph, cut: StageCut) -> None:
+    def __init__(self, graph: LayerGraph, cut: StageCut, memory: DummyMemory | None = None) -> None:
         self.graph, self.cut = graph, cut
         self.names, self.sites = graph.layer_names, graph.site_names
         self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
@@ -72,30 +73,52 @@ class RunPlan:
         self.needed = _by_layer(cut.needed)
         self.memo: Memo | None = None
         self._dummies: dict[TensorKey, Tensor] = {}
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.dummy_memory = memory or DummyMemory()
 
     def dummy(self, layer: Layer, leaf: int) -> Tensor:
-        """A tensor of the right shape, strides and type; all share the memory of the largest one.
-
-        Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say,
-        must not go on with numbers that look right.
-        """
+        """Stands for an output of a foreign layer that nothing here reads."""
         key = (layer.index, leaf)
         if key not in self._dummies:
-            self._dummies[key] = self._make_dummy(layer.outputs[leaf])
+            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf])
         dummy = self._dummies[key]
         return dummy.clone() if leaf in layer.mutated else dummy.detach()
 
-    def _make_dummy(self, spec: TensorSpec) -> Tensor:
-        if spec.dtype not in self._scratch:
-            foreign = [x for x in self.graph.layers if x.index not in self.cut.layers]
-            specs = [o for x in foreign for o in x.outputs if isinstance(o, TensorSpec)]
-            size = max(torch.Size(o.shape).numel() for o in specs if o.dtype == spec.dtype)
+
+class DummyMemory:
+    """Memory that all dummies of a rank share, whatever they stand for: they are only read.
+
+    Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say, must
+    not go on with numbers that look right.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[tuple[torch.dtype, str], Tensor] = {}
+        self._versions: dict[tuple[torch.dtype, str], int] = {}
+
+    def of(self, spec: TensorSpec) -> Tensor:
+        """A tensor of the right shape, strides and type; memory grows to that of the largest one."""
+        key = (spec.dtype, spec.device)
+        memory, size = self._largest.get(key), torch.Size(spec.shape).numel()
+        if memory is None:
+            memory = self._largest[key] = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        if memory.numel() < size:  # in place, as dummies made before are views of it
             floating = spec.dtype.is_floating_point or spec.dtype.is_complex
-            self._scratch[spec.dtype] = torch.full(
-                (size,), float("nan") if floating else 0, dtype=spec.dtype, device=spec.device
-            )
-        return self._scratch[spec.dtype].as_strided(spec.shape, spec.stride)
+            memory.resize_(size).fill_(float("nan") if floating else 0)
+            self._versions[key] = memory._version
+        return memory.as_strided(spec.shape, spec.stride)
+
+    def require_unwritten(self) -> None:
+        """Checks that nobody wrote into dummies.
+
+        Raises:
+            GraphError: Somebody did.
+        """
+        for key, memory in self._largest.items():
+            if memory._version != self._versions.get(key, memory._version):
+                raise GraphError(
+                    f"the step writes in place into a {key[0]} output of a layer, which it did not when it was "
+                    "probed. Write into a copy, or from the first step on"
+                )
 
 
 def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
@@ -201,10 +224,11 @@ class LayerRun:
         if plan.final < 0:
             return None
         try:
-            result = call()
+            result, stopped = call(), False
         except Stop:
-            return None
-        if self._position < min(plan.final + 1, len(plan.names)):
+            result, stopped = None, True
+        plan.dummy_memory.require_unwritten()
+        if not stopped and self._position < min(plan.final + 1, len(plan.names)):
             raise GraphError(
                 f"the step ended after {self._position} layer calls, the probe saw {len(plan.names)}; the next "
                 f"would have been {plan.names[self._position]}. All batches must call the same layers"

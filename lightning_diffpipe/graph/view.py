@@ -27,7 +27,7 @@ from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
-from lightning_diffpipe.graph.layer_run import LayerRun, Memo, RunPlan, with_layout
+from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan, with_layout
 from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
 from lightning_diffpipe.graph.trace import loss_of
 
@@ -45,6 +45,7 @@ class StageView:
         graph: The probed step, for batches of one signature.
         cut: What this stage executes, receives and sends.
         interception: Installed on the root; shared by all views of it.
+        memory: What dummies are made of, to be shared by all views of a rank.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class StageView:
         graph: LayerGraph,
         cut: StageCut,
         interception: Interception,
+        memory: DummyMemory | None = None,
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut)
+        self._plan = RunPlan(graph, cut, memory)
         self._attributes = Attributes(root, graph.toggled)
 
     def remember(self, memo: Memo | None) -> None:

@@ -19,7 +19,7 @@ from lightning_diffpipe.graph.cut import Cut, cut, uncut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
-from lightning_diffpipe.graph.layer_run import Memo
+from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -65,6 +65,7 @@ class PartitionedStepCache:
         self._interception = interception
         self._made: dict[str, PartitionedStep] = {}
         self._memo: Memo | None = None
+        self._dummies = DummyMemory()
         if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
             self._made[graph.signature] = self._partition(graph)
         self._made |= {other.signature: self._partition(other) for other in known}
@@ -114,12 +115,13 @@ class PartitionedStepCache:
 
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
         pieces = cut_for(graph, self._positions, self._alone)
+        root, interception, memory = self._root, self._interception, self._dummies
         views = {
-            stage: StageView(self._root, graph, pieces.stages[stage], self._interception)
+            stage: StageView(root, graph, pieces.stages[stage], interception, memory)
             for stage in self._stages
         }
         frozen = (
-            FrozenView(self._root, graph, pieces.frozen, self._interception)
+            FrozenView(root, graph, pieces.frozen, interception, memory)
             if pieces.frozen.layers
             else None
         )

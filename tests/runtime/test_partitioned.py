@@ -74,3 +74,35 @@ def test_a_size_that_was_not_planned_says_why_values_are_missing():
     ):
         ranks.run_step(batch, 0)
     ranks.close()
+
+
+def test_dummies_of_all_sizes_share_the_memory_of_the_largest():
+    """History: every size of batch kept dummies of its own, as large as outputs that were no dummies, for good."""
+    plain = lambda module, batch: module(batch).square().mean()
+    ranks = Loopback(layers(), plain, torch.randn(4, 4), num_stages=2, num_microbatches=1)
+    for size in (3, 8, 5):
+        batch = torch.randn(size, 4)
+        torch.testing.assert_close(ranks.run_step(batch, 0), plain(layers(), batch).item())
+    ranks.close()
+    memories = [rank.engine.layout.steps._dummies._largest for rank in ranks.ranks]
+    # What comes behind the last own layer is not called at all, and what comes before it is received.
+    assert [[memory.numel() for memory in found.values()] for found in memories] == [[], [8 * 4]]
+    assert all(memory.isnan().all() for memory in memories[1].values())
+
+
+def test_writing_into_dummies_is_refused():
+    module, writes = layers(), []
+
+    def step(module, batch):
+        first = module[0](batch)
+        second = module[1](first)
+        if writes:
+            first.detach().zero_()
+        return module[2:](second).square().mean()
+
+    ranks = Loopback(module, step, torch.randn(2, 4), num_stages=4, num_microbatches=1)
+    ranks.run_step(torch.randn(2, 4), 0)
+    writes.append(True)
+    with pytest.raises(GraphError, match=r"writes in place into a torch.float32 output"):
+        ranks.run_step(torch.randn(2, 4), 1)
+    ranks.close()
