@@ -60,6 +60,7 @@ class StepWatch:
         self, module: nn.Module, layout: BatchLayout, idle: Mapping[str, nn.Parameter]
     ) -> None:
         self._module, self._layout, self._idle = module, layout, idle
+        self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
         self._not_finite: set[str] = set()
         self._under_way: _Values | None = None
@@ -142,7 +143,7 @@ class StepWatch:
         layout.steps.require_unchanged(split(batch, sizes)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
-        return list(map(_TRAINING, self._module.modules()))
+        return list(map(_TRAINING, self._modules))
 
 
 def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> _Values:
