@@ -82,9 +82,7 @@ class StepWatch:
         ]
         try:
             self._trace_again(batch, arguments)
-        except (
-            Exception
-        ) as error:  # where values are needed, the user's own code may raise anything
+        except Exception as error:  # of any kind, from code that needs values
             raise ConfigurationError(
                 f".train() or .eval() was called since the step was probed: {len(changed)} modules are in "
                 f"another mode, e.g. {', '.join(changed[:3])}, and stages would not agree on it ({error}). "
