@@ -60,6 +60,7 @@ class StepWatch:
         self, module: nn.Module, layout: BatchLayout, idle: Mapping[str, nn.Parameter]
     ) -> None:
         self._module, self._layout, self._idle = module, layout, idle
+        self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
         self._not_finite: set[str] = set()
         self._under_way: _Values | None = None
@@ -81,9 +82,7 @@ class StepWatch:
         ]
         try:
             self._trace_again(batch, arguments)
-        except (
-            Exception
-        ) as error:  # where values are needed, the user's own code may raise anything
+        except Exception as error:  # of any kind, from code that needs values
             raise ConfigurationError(
                 f".train() or .eval() was called since the step was probed: {len(changed)} modules are in "
                 f"another mode, e.g. {', '.join(changed[:3])}, and stages would not agree on it ({error}). "
@@ -142,7 +141,7 @@ class StepWatch:
         layout.steps.require_unchanged(split(batch, sizes)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
-        return list(map(_TRAINING, self._module.modules()))
+        return list(map(_TRAINING, self._modules))
 
 
 def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> _Values:

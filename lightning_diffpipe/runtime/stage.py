@@ -222,7 +222,8 @@ class StageRunner:
                 raise BoundaryError(
                     f"the {of} of layer {name!r} is not finite on its way {where} "
                     f"({count} of {tensor.numel()} values, microbatch {work.index}); "
-                    "check the learning rate and the precision, or clip gradients"
+                    "check the learning rate and the precision, or clip gradients. A step that reads more than "
+                    "when it was probed, from some epoch on, reads NaN, too"
                 )
 
 
