@@ -27,12 +27,13 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import run_together
 from lightning_diffpipe.runtime.holding import holders_of
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
-from lightning_diffpipe.runtime.microbatch import split
+from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.runtime.transport import LoopbackTransport
@@ -84,9 +85,9 @@ class SharedSteps(PartitionedStepCache):
         key = batch_signature(microbatch)
         if key in self._known and key not in self._made:
             self._made[key] = self._partition(self._known[key])
-        return self._made.get(key) or self._probed(key, microbatch)
+        return self._made.get(key) or self._probed_once(key, microbatch)
 
-    def _probed(self, key: str, microbatch: Any) -> PartitionedStep:
+    def _probed_once(self, key: str, microbatch: Any) -> PartitionedStep:
         partitioned = super().of(microbatch)
         self._known[key] = partitioned.graph
         return partitioned
@@ -128,7 +129,7 @@ class Loopback:
         fine: LayerGraph | None = None,
         shares_probes: bool = False,
     ) -> None:
-        small = split(batch, [num_probed])[0]
+        small = take_samples(batch, num_samples(batch), num_probed)
         self.fine = fine or probe(module, step, small, max_share=max_share)
         size = len(self.fine.path)
         positions = tuple(size * stage // num_stages for stage in range(1, num_stages))

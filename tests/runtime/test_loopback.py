@@ -25,6 +25,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.probe import probe, reprobe
 from lightning_diffpipe.graph.trace import loss_of
 from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.seeding import derived_seed
 from tests.graph.emulate import intercepted, randomise, relative_error
@@ -125,7 +126,7 @@ def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **opti
     """
     randomise(root)
     initial = {name: value.detach().clone() for name, value in root.named_parameters()}
-    graph = probe(root, step, split(batches[0], [2])[0], max_share=max_share)
+    graph = probe(root, step, take_samples(batches[0], num_samples(batches[0]), 2), max_share=max_share)
     alone = OneProcess(copy.deepcopy(root), graph)
     with contextlib.ExitStack() as stack:
         pipelines = []
