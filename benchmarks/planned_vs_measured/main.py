@@ -88,6 +88,7 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
         looks_at_results=False,
     )
     profile = measure_profile(subject, pool=partial(pool_times, group=dist.group.WORLD))
+    pipeline.dismantle()
     return compared(pipeline.plan, planned_again(pipeline.plan, profile), steps[WARMUP:])
 
 

@@ -88,7 +88,6 @@ class StepRun:
                 torch.autograd.grad(loss, self._outputs, allow_unused=True)
             end = self._clock.stamp()
         self._clock.settle()
-        self._outputs.clear()
         return self._times(end)
 
     def split_backward_s(self, call: Callable[[], Any], interception: Interception) -> float | None:
@@ -110,7 +109,6 @@ class StepRun:
             later.run()
             stop = self._clock.stamp()
         self._clock.settle()
-        self._outputs.clear()
         return self._clock.seconds(start, stop)
 
     def forward_only(self, call: Callable[[], Any], interception: Interception) -> Any:
@@ -131,6 +129,8 @@ class StepRun:
             ):
                 yield
         finally:
+            # Their hooks hold this run, out of sight of the garbage collector: they would never be freed.
+            self._outputs.clear()
             if collects:
                 gc.enable()
 
@@ -262,7 +262,8 @@ class SavedBytes:
             self._seen.add(_storage(tensor))
             self._alive.append(tensor)
             self.num_bytes[self._run.position] += tensor.untyped_storage().nbytes()
-        return tensor
+        # An output that its own node keeps, with its history, would never be freed.
+        return tensor.detach()
 
 
 def _storage(tensor: Tensor) -> int:

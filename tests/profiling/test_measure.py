@@ -1,6 +1,8 @@
 import copy
+import gc
 import random
 import statistics
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,8 +15,9 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError, ProfileError
 from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.split_backward import NestedExits
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import bench, measure
+from lightning_diffpipe.profiling import bench, measure, step_run
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
@@ -95,6 +98,24 @@ def test_has_every_layer_once_with_its_bytes():
     assert sum(layer.parameter_bytes for layer in encoder) == frozen
     assert {samples for samples, _ in layers[0].forward_s.points} == {2, 4}
     assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_leaves_no_activations_behind(splits, monkeypatch):
+    """History: a forward without backward, and one that could not be split, stayed for all of training."""
+    module, step, batch, graph = toy()
+    outputs = weakref.WeakSet()
+    for block in module.blocks:
+        block.register_forward_hook(lambda _module, _args, out: outputs.add(out))
+    if not splits:
+        monkeypatch.setattr(step_run, "input_gradients", unsplittable)
+    measured(module, step, batch, graph)
+    gc.collect()
+    assert not len(outputs)
+
+
+def unsplittable(*_arguments):
+    raise NestedExits
 
 
 def test_counts_what_autograd_keeps_once():

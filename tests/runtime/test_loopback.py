@@ -126,7 +126,9 @@ def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **opti
     """
     randomise(root)
     initial = {name: value.detach().clone() for name, value in root.named_parameters()}
-    graph = probe(root, step, take_samples(batches[0], num_samples(batches[0]), 2), max_share=max_share)
+    graph = probe(
+        root, step, take_samples(batches[0], num_samples(batches[0]), 2), max_share=max_share
+    )
     alone = OneProcess(copy.deepcopy(root), graph)
     with contextlib.ExitStack() as stack:
         pipelines = []
