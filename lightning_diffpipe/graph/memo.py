@@ -39,6 +39,7 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
+from lightning_diffpipe.graph.versions import version_of
 
 _VERSION = 2
 
@@ -302,7 +303,7 @@ def module_digest(module: nn.Module) -> str:
 def _state_of(module: nn.Module) -> list[tuple[int, int, int]]:
     """What changes when a weight or buffer is written, replaced or moved."""
     tensors = [*module.parameters(), *module.buffers()]
-    return [(id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors]
+    return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def _version_of(code: type) -> str:

@@ -44,7 +44,7 @@ class Versions:
     def _now(self) -> list[tuple[Tensor | None, int]]:
         # The tensors themselves, as the identity of one that is gone may be given to another.
         return [
-            (tensor, _version(tensor))
+            (tensor, version_of(tensor))
             for tensor in (tensors.get(key) for tensors, key in self._places)
         ]
 
@@ -58,6 +58,6 @@ def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
-def _version(tensor: Tensor | None) -> int:
-    # A buffer replaced in validation may be an inference tensor, which counts no writes.
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor was written; 0 for inference tensors, such as buffers set in validation: they do not count."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
