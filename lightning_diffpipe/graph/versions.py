@@ -59,5 +59,5 @@ def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor was written; 0 for inference tensors, such as buffers set in validation: they do not count."""
+    """How often a tensor was written; 0 for inference tensors, which do not count it."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version

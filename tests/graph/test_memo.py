@@ -120,7 +120,11 @@ def test_constants_that_read_alike_in_a_row_differ():
 @torch.no_grad()
 def test_a_buffer_set_in_validation_counts_as_changed():
     """History: an inference tensor has no version to ask for, and the next step ended in an error."""
-    module, memo, x = nn.BatchNorm1d(3).eval(), LayerMemo(InMemory(), frozenset({"norm"})), torch.ones(2, 3)
+    module, memo, x = (
+        nn.BatchNorm1d(3).eval(),
+        LayerMemo(InMemory(), frozenset({"norm"})),
+        torch.ones(2, 3),
+    )
     call(memo, "norm", module, x)
     with torch.inference_mode():
         module.running_mean = torch.ones(3)
