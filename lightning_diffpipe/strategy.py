@@ -271,8 +271,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         self.pipeline.watch.after_step(result, batch, arguments)
         self.last_step = result
-        if self.pipeline.fills:
-            self.pipeline.read_ahead.note()  # what layers wrote themselves does not count
+        self.pipeline.read_ahead.note()  # what layers wrote themselves does not count
         self._gradients.set_aside()
         for logged in result.logged:
             self.lightning_module.log(
@@ -282,13 +281,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _stop_ahead_if_changed(self) -> None:
         assert self.pipeline is not None
-        if self.pipeline.fills and self.pipeline.stop_ahead_if_changed():
+        if self.pipeline.stop_ahead_if_changed() and self.pipeline.fills:
             self.upcoming = []
             rank_zero_warn(
                 "weights of frozen layers, or buffers that feed them, were changed during training, so what "
-                "they gave for coming batches was thrown away, and they run when a batch is due from now on. "
-                "If they follow trained weights, train on a single stage: a rank holds no weights of other "
-                "stages, only NaN in their place"
+                "they gave for coming batches was thrown away, and they run when a batch is due from now on"
             )
 
     def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -6,6 +6,8 @@ posterior, in dropout. That both also equal one process is what `test_parity.py`
 pipelines fill too.
 """
 
+import contextlib
+import copy
 import random
 
 import lightning as L
@@ -233,6 +235,55 @@ def test_frozen_weights_that_change_are_not_run_ahead():
     )
     assert up_front == [True] * 4
     assert ahead == [2, 0, 0, 0]
+
+
+class Taught(TinyDiffusion):
+    """Momentum teachers of the first block and of the last, as in consistency distillation; no caption dropout."""
+
+    fetches = True
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.teachers = copy.deepcopy(self.blocks[:1] + self.blocks[-1:]).requires_grad_(False)
+
+    def denoise(self, noisy, t, text):
+        with torch.no_grad():
+            goal = sum(teacher(noisy, self.text(text).mean(1)) for teacher in self.teachers)
+        return super().denoise(noisy, t, text) - 0.3 * goal
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        whole_model = getattr(self.trainer.strategy, "whole_model", contextlib.nullcontext)
+        first, last = self.teachers
+        with whole_model() if self.fetches else contextlib.nullcontext(), torch.no_grad():
+            for mean, weight in zip(first.parameters(), self.blocks[0].parameters(), strict=True):
+                mean.data.mul_(0.7).add_(weight.data, alpha=0.3)
+            torch._foreach_lerp_(list(last.parameters()), list(self.blocks[-1].parameters()), 0.3)
+
+
+class TaughtByPlaceholders(Taught):
+    """Reads weights of other stages where nothing fetches them."""
+
+    fetches = False
+
+
+def test_teachers_follow_weights_of_all_stages():
+    """History: written through `.data`, which counts no version, teachers of two steps before were asked."""
+    strategy = {"num_stages": 2, "num_microbatches": 2, "filling": "shares"}
+    settings = Settings(
+        strategy=strategy, trainer={"max_steps": 4, "max_epochs": -1}, module_class=Taught
+    )
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), reference(settings, 2))
+
+
+@pytest.mark.parametrize("filling", ["none", "shares"])
+def test_teachers_that_would_follow_placeholders_end_the_run(filling):
+    """History: the loss became NaN, and the user was told to lower the learning rate."""
+    strategy = {"num_stages": 2, "num_microbatches": 2, "filling": filling}
+    settings = Settings(
+        strategy=strategy, trainer={"max_steps": 3}, module_class=TaughtByPlaceholders
+    )
+    with pytest.raises(RankError, match=r"e\.g\. teachers\.[01]\..*whole_model"):
+        run_ranks(fit, 2, settings, 2)
 
 
 class LossAware(Augmented):

@@ -16,9 +16,20 @@ def replaced_in_validation(root):
         root.running_mean = torch.zeros(3)
 
 
+def averaged(root):
+    """As averages of weights are often written; earlier nobody noticed, and encodings were stale."""
+    root.weight.data.mul_(0.9).add_(1.0)
+
+
+def pointed_elsewhere(root):
+    root.weight.data = root.weight.data.clone()
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        averaged,
+        pointed_elsewhere,
         lambda root: root.weight.detach().zero_(),
         lambda root: root.running_mean.zero_(),
         replaced,
@@ -34,3 +45,28 @@ def test_changes_are_noticed_until_they_are_noted(change):
     assert versions.changed()
     versions.note()
     assert not versions.changed()
+
+
+def test_what_is_not_finite_is_named():
+    root = nn.BatchNorm1d(3)
+    versions = Versions(root, {"weight", "bias"}, {"num_batches_tracked"})
+    assert versions.not_finite() == []
+    root.bias.data[1] = float("nan")
+    assert versions.not_finite() == ["bias"]
+
+
+def test_tensors_of_any_form_are_watched():
+    """NaN, other dtypes, memory in another order, and tensors without elements or without memory of their own."""
+    root = nn.Module()
+    root.not_a_number = nn.Parameter(torch.full((3,), float("nan")))
+    root.brief = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    root.channels_last = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    root.expanded = nn.Parameter(torch.zeros(()).expand(5))
+    root.none = nn.Parameter(torch.zeros(0))
+    names = {name for name, _ in root.named_parameters()}
+    versions = Versions(root, names, set())
+    assert not versions.changed()
+    root.channels_last.data[1, 2, 3, 3] = 2  # the last of 96 elements: every sixth is compared, and not this one
+    assert not versions.changed()
+    root.channels_last.data.mul_(2)
+    assert versions.changed()
