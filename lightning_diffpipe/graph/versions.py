@@ -72,7 +72,9 @@ class Versions:
         return [_State(tensor, version_of(tensor), _address(tensor)) for tensor in tensors]
 
     def _compared(self) -> list[Tensor]:
-        return [torch.cat(pieces).view(torch.uint8) for pieces in self._pieces]  # NaN equals nothing
+        return [
+            torch.cat(pieces).view(torch.uint8) for pieces in self._pieces
+        ]  # NaN equals nothing
 
 
 class _State(NamedTuple):

@@ -240,7 +240,7 @@ def test_frozen_weights_that_change_are_not_run_ahead():
 class Taught(TinyDiffusion):
     """Momentum teachers of the first block and of the last, as in consistency distillation; no caption dropout."""
 
-    fetches = True
+    fetches = through_data = True
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -253,11 +253,20 @@ class Taught(TinyDiffusion):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         whole_model = getattr(self.trainer.strategy, "whole_model", contextlib.nullcontext)
-        first, last = self.teachers
+        means = list(self.teachers.parameters())
+        weights = [*self.blocks[0].parameters(), *self.blocks[-1].parameters()]
         with whole_model() if self.fetches else contextlib.nullcontext(), torch.no_grad():
-            for mean, weight in zip(first.parameters(), self.blocks[0].parameters(), strict=True):
+            if not self.through_data:
+                torch._foreach_lerp_(means, weights, 0.3)
+                return
+            for mean, weight in zip(means, weights, strict=True):
                 mean.data.mul_(0.7).add_(weight.data, alpha=0.3)
-            torch._foreach_lerp_(list(last.parameters()), list(self.blocks[-1].parameters()), 0.3)
+
+
+class TaughtInPlace(Taught):
+    """Writes all teachers with one call, which counts up their versions."""
+
+    through_data = False
 
 
 class TaughtByPlaceholders(Taught):
@@ -266,11 +275,12 @@ class TaughtByPlaceholders(Taught):
     fetches = False
 
 
-def test_teachers_follow_weights_of_all_stages():
+@pytest.mark.parametrize("module_class", [Taught, TaughtInPlace])
+def test_teachers_follow_weights_of_all_stages(module_class):
     """History: written through `.data`, which counts no version, teachers of two steps before were asked."""
     strategy = {"num_stages": 2, "num_microbatches": 2, "filling": "shares"}
     settings = Settings(
-        strategy=strategy, trainer={"max_steps": 4, "max_epochs": -1}, module_class=Taught
+        strategy=strategy, trainer={"max_steps": 4, "max_epochs": -1}, module_class=module_class
     )
     assert_equal_runs(run_ranks(fit, 2, settings, 2), reference(settings, 2))
 

@@ -66,7 +66,9 @@ def test_tensors_of_any_form_are_watched():
     names = {name for name, _ in root.named_parameters()}
     versions = Versions(root, names, set())
     assert not versions.changed()
-    root.channels_last.data[1, 2, 3, 3] = 2  # the last of 96 elements: every sixth is compared, and not this one
+    root.channels_last.data[1, 2, 3, 3] = (
+        2  # the last of 96 elements: every sixth is compared, and not this one
+    )
     assert not versions.changed()
     root.channels_last.data.mul_(2)
     assert versions.changed()
