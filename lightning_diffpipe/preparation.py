@@ -38,6 +38,7 @@ from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
+from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.links import measure_cluster, memory_bytes
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
@@ -129,6 +130,7 @@ def prepare(
     small = split(batch, [probed, size - probed])[0]
     graph = probe(module, step, small, seed=seed)
     _require_equal(graph.digest, world)
+    warn_of_whole_compiled(module, graph)
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
         microbatch_size = math.ceil(size / options.num_microbatches)

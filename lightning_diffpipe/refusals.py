@@ -13,10 +13,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.calltree import is_compiled
+from lightning_diffpipe.graph.layer import LayerGraph
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
@@ -129,3 +132,21 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     raise ConfigurationError(
         f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
     )
+
+
+def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
+    """Warns if what is trained is hidden in one compiled module, which cannot be cut.
+
+    Args:
+        module: The root.
+        graph: Its step.
+    """
+    trained = [layer for layer in graph.layers if not layer.frozen]
+    cost = sum(layer.cost_flops for layer in trained)
+    for layer in trained:
+        if 2 * layer.cost_flops > cost and is_compiled(module.get_submodule(layer.name)):
+            rank_zero_warn(
+                f"{layer.name} is compiled as a whole (torch.compile), so that nobody sees its layers, and "
+                "no pipeline can be cut from it. Compile its blocks instead: "
+                f"`for block in {layer.name.removesuffix('._orig_mod')}.<blocks>: block.compile()`"
+            )

@@ -22,6 +22,7 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan, _profile
 from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.verification import WholeRun, compare
 
@@ -162,3 +163,26 @@ def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
     monkeypatch.setattr(preparation, "cached_profile", lambda subject, **options: "timed")
     assert _profile(None, source, None) == "timed"
+
+
+def blocks():
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda net: net.compile() or net])
+def test_a_network_compiled_as_a_whole_is_named(compiled):
+    """History: a single layer was left, and only "cannot cut 1 layers into 2 stages" was said."""
+    module = nn.ModuleDict({"net": compiled(blocks())})
+    graph = probe(module, lambda module, batch: module["net"](batch).mean(), torch.ones(2, 4))
+    with pytest.warns(UserWarning, match="^net is compiled as a whole.*block.compile()"):
+        warn_of_whole_compiled(module, graph)
+
+
+def test_compiled_blocks_are_layers(recwarn):
+    net = blocks()
+    for block in net:
+        block.compile()
+    graph = probe(net, lambda module, batch: module(batch).mean(), torch.ones(2, 4))
+    warn_of_whole_compiled(net, graph)
+    assert len(graph.layers) == 4
+    assert not recwarn.list
