@@ -9,7 +9,12 @@ import lightning as L
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -169,6 +174,17 @@ class OwnBackward(TinyDiffusion):
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
     with pytest.raises(RankError, match=message):
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
+    """History: the failed rank waited `timeout_s` for weights of ranks that waited for it, and hid its error."""
+    option = {"save_on_exception": True} if kind is ModelCheckpoint else {}
+    trainer = {"callbacks": [kind(tmp_path, **option)], "enable_checkpointing": True}
+    with pytest.raises(
+        RankError, match=r"saves when training fails, but .* over 2 ranks.*every_n_train_steps"
+    ):
+        run(2, trainer=trainer)
 
 
 class LossAware(TinyDiffusion):
@@ -332,6 +348,26 @@ def test_when_a_rank_dies_the_others_stop_in_seconds(dying):
         run_ranks(fit_with, 2, 2, Dies(dying), 60.0, timeout_s=90.0, grace_s=30.0)
     assert f"rank {dying} (exit code 3)" in str(caught.value)
     assert f"PipelineTimeoutError: rank {1 - dying} waited for" in str(caught.value)
+
+
+class SavesWhenItFails(L.Callback):
+    """Rank 1 fails at its second batch; then its weights shall be saved."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == 1:
+            raise ValueError("the second batch is bad")
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint("nowhere/never.ckpt")
+
+
+def test_a_callback_that_saves_when_its_rank_fails_hides_no_error():
+    """History: it began a collective save, blocked for `timeout_s`, and its error was all that was told."""
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(fit_with, 2, 2, SavesWhenItFails(), 60.0, timeout_s=90.0, grace_s=30.0)
+    text = str(caught.value)
+    assert "has failed on rank 1 with ValueError: the second batch is bad. A callback" in text
+    assert "has failed on rank 0 with PipelineTimeoutError: rank 0 waited for" in text
 
 
 class Sleepy(TinyDiffusion):
