@@ -192,6 +192,7 @@ class CheckpointHooks(ParallelStrategy):
             checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
             pipeline.mesh, strict,
         )  # fmt: skip
+        pipeline.count_as_unchanged()
 
     def _load_whole(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         module = self.lightning_module

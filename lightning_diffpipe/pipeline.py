@@ -168,6 +168,12 @@ class Pipeline:
         self.engine.drop_prepared()
         return True
 
+    def count_as_unchanged(self) -> None:
+        """Frozen layers read other values from now on, rightly: nothing was changed behind anybody's back."""
+        if self.fills:
+            self.engine.drop_prepared()
+            self.read_ahead.note()
+
     def refuse_unfrozen(self) -> None:
         """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
 
