@@ -161,6 +161,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._failed = False
+            self.stop_requeueing()
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)

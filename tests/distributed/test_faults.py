@@ -2,8 +2,10 @@
 
 import functools
 import os
+import signal
 import time
 import types
+import warnings
 
 import lightning as L
 import pytest
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -185,6 +188,41 @@ def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
         RankError, match=r"saves when training fails, but .* over 2 ranks.*every_n_train_steps"
     ):
         run(2, trainer=trainer)
+
+
+class HandlesRequeue(L.Callback):
+    """Notes whether SLURM's signal would save."""
+
+    handles = None
+
+    def on_train_start(self, trainer, module):
+        self.handles = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+
+
+def fit_under_slurm(rank, world_size):
+    os.environ.update(
+        SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size), SLURM_NODEID="0",
+        SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_JOB_ID="7", SLURM_JOB_NAME="train",
+    )  # fmt: skip
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    noted = HandlesRequeue()
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy,
+        callbacks=[noted],
+        max_steps=1,
+        plugins=[SLURMEnvironment()],
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(build(Settings()), datamodule=Data())
+    return noted.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
+
+
+def test_no_rank_saves_where_a_signal_of_slurm_finds_it():
+    """History: each rank saved in the signal's handler, one before a step that another had made."""
+    assert run_ranks(fit_under_slurm, 2, 2) == [(False, 1), (False, 0)]
+    assert run_ranks(fit_under_slurm, 1, 1) == [(True, 0)]
 
 
 class LossAware(TinyDiffusion):
