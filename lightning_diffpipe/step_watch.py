@@ -7,8 +7,8 @@ a call of `.train()`, may change later what the step reads. Three things show it
     gradients    a parameter got one that had none coming, so that nobody would put it aside
     not finite   the loss, or what is logged, is NaN: dummies are, so it may have read one
 
-Then the step is traced again, once, and if it has changed the run ends and says what was changed. If it has
-not, all goes on as in one process.
+Then the step is traced again, and if it has changed the run ends and says what was changed. If it has not, all
+goes on as in one process, until one of these happens anew.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class StepWatch:
         self._module, self._layout, self._idle = module, layout, idle
         self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
-        self._not_finite: set[str] = set()
+        self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
+        self._next_look: dict[str, int] = {}  # at so many
+        self._warned: set[str] = set()
         self._under_way: _Values | None = None
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
@@ -112,10 +114,9 @@ class StepWatch:
         if values.event is not None:
             values.event.synchronize()
         pairs = zip(values.names, values.finite.tolist(), strict=True)
-        new = {name for name, finite in pairs if not finite} - self._not_finite
+        new = self._to_look_at({name for name, finite in pairs if not finite})
         if not new:
             return
-        self._not_finite |= new
         what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
         try:
             self._trace_again(values.batch, values.arguments)
@@ -124,16 +125,34 @@ class StepWatch:
                 f"{what} is not finite, as the step has changed since it was probed: {error}. {_REMEDY}"
             ) from error
         except Exception as error:  # as above
-            _log.warning(
-                "%s is not finite. Either training diverges, or the step has changed since it was probed, "
-                "which cannot be found out, as it needs values (%s). %s", what, error, _REMEDY,
-            )  # fmt: skip
+            self._warn_once(
+                what,
+                f"{what} is not finite. Either training diverges, or the step has changed since it was probed, "
+                f"which cannot be found out, as it needs values ({error}). {_REMEDY}",
+            )
             return
         if _LOSS in new:
-            _log.warning(
+            self._warn_once(
+                what,
                 "the loss is not finite. The step reads what it read when it was probed, so this is not the "
-                "pipeline's doing: lower the learning rate or clip gradients; check_finite=True finds the layer"
+                "pipeline's doing: lower the learning rate or clip gradients; check_finite=True finds the layer",
             )
+
+    def _to_look_at(self, not_finite: set[str]) -> set[str]:
+        """Names for which the step is to be traced again.
+
+        A loss, whenever it turns not finite. What is logged may come and go for good reasons, such as the mean over
+        a class that a batch lacks, and tracing takes seconds: after each look only at twice as many steps in a row.
+        """
+        self._num_not_finite = {name: self._num_not_finite.get(name, 0) + 1 for name in not_finite}
+        new = {n for n, steps in self._num_not_finite.items() if steps == self._next_look.get(n, 1)}
+        self._next_look |= {name: 2 * self._num_not_finite[name] for name in new - {_LOSS}}
+        return new
+
+    def _warn_once(self, about: str, warning: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _log.warning("%s", warning)
 
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         layout = self._layout

@@ -93,6 +93,31 @@ def test_a_loss_that_diverges_goes_on_as_in_one_process(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("name", ["loss", "psnr"])
+def test_a_value_that_was_not_finite_before_is_still_looked_at(name):
+    """History: after one NaN, or one infinite psnr, a name was never looked at again."""
+    ranks, module, watch = pipeline()
+    ranks.close()
+    odd = {"loss": result(float("nan")), "psnr": result(1.0, psnr=float("inf"))}[name]
+    for found in (odd, result(1.0, psnr=1.0)):
+        watch.after_step(found, BATCH, ())
+    module.epoch = 1
+    if name == "psnr":  # what is only logged has one more step to be finite again
+        watch.after_step(odd, BATCH, ())
+    with pytest.raises(GraphError, match=r"reads output 0 of layers\.0"):
+        watch.after_step(odd, BATCH, ())
+
+
+def test_a_value_that_comes_and_goes_costs_one_look(monkeypatch):
+    ranks, _, watch = pipeline()
+    ranks.close()
+    looks = []
+    monkeypatch.setattr(watch, "_trace_again", lambda *_: looks.append(1))
+    for value in [float("nan"), 1.0] * 4 + [float("nan")] * 8:
+        watch.after_step(result(1.0, of_a_rare_class=value), BATCH, ())
+    assert len(looks) == 4, "at 1, 2, 4 and 8 steps in a row"
+
+
 def test_a_gradient_that_nobody_puts_aside_is_refused():
     """History: a parameter whose term began later lost its gradients to zero_grad and never moved."""
     ranks, module, watch = pipeline()
