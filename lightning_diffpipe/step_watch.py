@@ -8,7 +8,8 @@ a call of `.train()`, may change later what the step reads. Three things show it
     not finite   the loss, or what is logged, is NaN: dummies are, so it may have read one
 
 Then the step is traced again, and if it has changed the run ends and says what was changed. If it has not, all
-goes on as in one process, until one of these happens anew.
+goes on as in one process, until one of these happens anew. A step that needs values runs for this on what a rank
+holds, with NaN for the rest; if that fails, a warning says what may be wrong. Counters of its own move then.
 """
 
 from __future__ import annotations
@@ -77,20 +78,33 @@ class StepWatch:
         modes = self._current_modes()
         if modes == self._modes:
             return
+        try:
+            self._trace_again(batch, arguments)
+        except Exception as error:
+            if isinstance(error, GraphError) or not self._layout.steps.needs_values:
+                raise ConfigurationError(
+                    f"{self._changed_modes()}, and stages would not agree on it ({error}). Set modes before "
+                    "trainer.fit, e.g. in __init__"
+                ) from error
+            # The user's code may not bear NaN, nor the device the whole step.
+            _log.warning(
+                "%s. Stages agree on it if the step draws the same random numbers and writes the same buffers, "
+                "which cannot be found out, as it needs values (%s: %s). Set modes before trainer.fit, e.g. in "
+                "__init__",
+                self._changed_modes(), type(error).__name__, error,
+            )  # fmt: skip
+        self._modes = modes
+
+    def _changed_modes(self) -> str:
         changed = [
             f"{name or 'the module itself'} ({'train' if module.training else 'eval'})"
             for (name, module), mode in zip(self._module.named_modules(), self._modes, strict=False)
             if module.training != mode
         ]
-        try:
-            self._trace_again(batch, arguments)
-        except Exception as error:  # of any kind, from code that needs values
-            raise ConfigurationError(
-                f".train() or .eval() was called since the step was probed: {len(changed)} modules are in "
-                f"another mode, e.g. {', '.join(changed[:3])}, and stages would not agree on it ({error}). "
-                "Set modes before trainer.fit, e.g. in __init__"
-            ) from error
-        self._modes = modes
+        return (
+            f".train() or .eval() was called since the step was probed: {len(changed)} modules are in another "
+            f"mode, e.g. {', '.join(changed[:3])}"
+        )
 
     def after_step(self, result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.

@@ -48,9 +48,19 @@ class Chain(nn.Module):
         return loss
 
 
-def pipeline(epoch=0):
+class Checked(Chain):
+    """Looks at values, and bears no NaN."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        if not first.isfinite().all():
+            raise ValueError("the first layer is sick")
+        return self.norm(self.dropping(self.layers[1:](first))).square().mean()
+
+
+def pipeline(epoch=0, module_class=Chain):
     """A pipeline of two stages in eval mode, whose module is then told an epoch; and the last rank's watch."""
-    module = Chain().eval()
+    module = module_class().eval()
     ranks = Loopback(
         module, lambda module, batch: module(batch), BATCH, num_stages=2, num_microbatches=2
     )
@@ -146,3 +156,16 @@ def test_modes_that_change_nothing_are_let_be(monkeypatch):
     watch.before_step(BATCH, ())
     monkeypatch.setattr(watch, "_layout", SimpleNamespace())  # is not asked again
     watch.before_step(BATCH, ())
+
+
+def test_modes_are_let_be_with_a_warning_where_the_step_bears_no_placeholders(caplog):
+    """History: `.eval()` of a part without dropout ended healthy runs of steps that look at values."""
+    ranks, module, watch = pipeline(module_class=Checked)
+    ranks.close()
+    module.layers.train()
+    with caplog.at_level(logging.WARNING, "lightning_diffpipe.step_watch"):
+        for _ in range(2):
+            watch.before_step(BATCH, ())
+    said = [record.message for record in caplog.records if "cannot be found out" in record.message]
+    assert len(said) == 1
+    assert "(ValueError: the first layer is sick). Set modes before trainer.fit" in said[0]
