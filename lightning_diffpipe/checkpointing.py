@@ -75,10 +75,13 @@ class CheckpointHooks(ParallelStrategy):
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
+            GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
         module = self.lightning_module
         assert module is not None
         self._refuse_while_failing()
+        if self.pipeline is not None:
+            self.pipeline.watch.finish()
         state = module.state_dict()
         if self.pipeline is None:
             _refuse_placeholders(module)

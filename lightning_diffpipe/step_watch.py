@@ -14,8 +14,9 @@ holds, with NaN for the rest; if that fails, a warning says what may be wrong. C
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -35,17 +36,27 @@ _REMEDY = (
     "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
     "from the first step on: multiply a term by 0 until it shall count, instead of leaving it out"
 )
+_DIVERGES = "lower the learning rate or clip gradients; check_finite=True finds the layer"
+_UNCHANGED = f"The step reads what it read when it was probed, so this is not the pipeline's doing: {_DIVERGES}"
+_UNCHANGED_NOW = (
+    f"Either training diverges: {_DIVERGES}. Or the step took a branch in this batch that it does not take any "
+    f"more, such as on global_step % 100 == 0, and read NaN in place of what nobody sends. {_REMEDY}"
+)
 
 
 @dataclass(frozen=True)
 class _Values:
-    """Which values of a step are finite, once `event` has happened, and what can be traced again."""
+    """Which values of a step are finite, once `event` has happened, and what can be traced again.
+
+    On a GPU nobody waits for the event, so the step is over when it is looked at, and counters have gone on.
+    """
 
     names: tuple[str, ...]
     finite: Tensor
     event: torch.cuda.Event | None
     batch: Any
     arguments: tuple[Any, ...]
+    number: int
 
 
 class StepWatch:
@@ -106,8 +117,16 @@ class StepWatch:
             f"mode, e.g. {', '.join(changed[:3])}"
         )
 
-    def after_step(self, result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> None:
+    def after_step(
+        self, result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int
+    ) -> None:
         """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.
+
+        Args:
+            result: Of the step.
+            batch: What was trained on.
+            arguments: Further arguments of the step.
+            number: The batch's, since training began.
 
         Raises:
             GraphError: The step has changed since it was probed; says how.
@@ -118,9 +137,22 @@ class StepWatch:
                     f"{name} got a gradient, though the loss did not read it when the step was probed, so "
                     f"that it would never be trained. {_REMEDY}"
                 )
-        values = _values(result, batch, arguments)
-        if values.event is not None:  # nobody waits for the device
-            values, self._under_way = self._under_way, values
+        values = _values(result, batch, arguments, number)
+        before, self._under_way = self._under_way, values
+        if values.event is None:
+            self.finish()
+        elif before is not None:  # nobody waits for the device
+            self._examine(before)
+
+    def finish(self) -> None:
+        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them.
+
+        Before anything is saved: a step that has read NaN has made its weights NaN.
+
+        Raises:
+            GraphError: As for `after_step`.
+        """
+        values, self._under_way = self._under_way, None
         if values is not None:
             self._examine(values)
 
@@ -132,24 +164,24 @@ class StepWatch:
         if not new:
             return
         what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
+        what = f"{what} of batch {values.number} is not finite"
         try:
-            self._trace_again(values.batch, values.arguments)
+            with self._modes_of_steps():
+                self._trace_again(values.batch, values.arguments)
         except GraphError as error:
             raise GraphError(
-                f"{what} is not finite, as the step has changed since it was probed: {error}. {_REMEDY}"
+                f"{what}, as the step has changed since it was probed: {error}. {_REMEDY}"
             ) from error
         except Exception as error:  # as above
             self._warn_once(
-                what,
-                f"{what} is not finite. Either training diverges, or the step has changed since it was probed, "
-                f"which cannot be found out, as it needs values ({error}). {_REMEDY}",
+                min(new),
+                f"{what}. Either training diverges, or the step has changed since it was probed, which cannot be "
+                f"found out, as it needs values ({error}). {_REMEDY}",
             )
             return
         if _LOSS in new:
             self._warn_once(
-                what,
-                "the loss is not finite. The step reads what it read when it was probed, so this is not the "
-                "pipeline's doing: lower the learning rate or clip gradients; check_finite=True finds the layer",
+                _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
 
     def _to_look_at(self, not_finite: set[str]) -> set[str]:
@@ -168,6 +200,20 @@ class StepWatch:
             self._warned.add(about)
             _log.warning("%s", warning)
 
+    @contextlib.contextmanager
+    def _modes_of_steps(self) -> Iterator[None]:
+        """Inside, training flags are those of steps: who saves behind a validation finds them all off."""
+        found = self._current_modes()
+        self._set_modes(self._modes)
+        try:
+            yield
+        finally:
+            self._set_modes(found)
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
+
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         layout = self._layout
         sizes = microbatch_sizes(num_samples(batch), layout.schedule.num_microbatches)
@@ -177,13 +223,13 @@ class StepWatch:
         return list(map(_TRAINING, self._modules))
 
 
-def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> _Values:
+def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int) -> _Values:
     names = (_LOSS, *(logged.name for logged in result.logged))
     finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
     if finite.device.type != "cuda":
-        return _Values(names, finite, None, batch, arguments)
+        return _Values(names, finite, None, batch, arguments, number)
     copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
     copy.copy_(finite, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return _Values(names, copy, event, batch, arguments)
+    return _Values(names, copy, event, batch, arguments, number)

@@ -1,5 +1,6 @@
 """Bad input and broken peers: a clear error, early, on every rank, and nothing hangs."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -21,7 +22,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe import EMA, DiffPipeStrategy
+from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
+from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.refusals import refuse_averages
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
@@ -336,6 +338,28 @@ def test_a_branch_that_begins_in_a_later_epoch_is_refused_with_the_layer():
         RankError, match=r"GraphError: .* not finite, as the step has changed .* now reads output"
     ):
         run(2, module_class=Later, trainer={"max_epochs": 2})
+
+
+def fit_later_on_a_late_device(rank, path):
+    at_once, event = step_watch._values, types.SimpleNamespace(synchronize=lambda: None)
+    step_watch._values = lambda *step: dataclasses.replace(at_once(*step), event=event)
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    callbacks = [FinalCheckpoint(path)] if path else []
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, max_epochs=2, max_steps=5, callbacks=callbacks
+    )
+    trainer.fit(build(Settings(module_class=Later)), datamodule=Data())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_loss_of_the_last_step_is_waited_for_before_anything_is_saved(tmp_path, saves):
+    """History: on GPUs nobody looked at it, and a checkpoint of NaN was written over a good one."""
+    path = tmp_path / "final.ckpt"
+    with pytest.raises(
+        RankError, match=r"GraphError: the loss of batch 4 is not finite, as the step"
+    ):
+        run_ranks(fit_later_on_a_late_device, 2, path if saves else None)
+    assert not path.exists()
 
 
 def fit_compiled(rank):
