@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -60,6 +61,20 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
     if trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
         _refuse_early_loader(trainer)
         _refuse_saving_on_exception(trainer)
+        _refuse_synchronized_norms(module, strategy)
+
+
+def _refuse_synchronized_norms(module: nn.Module, strategy: Any) -> None:
+    """Refuses batch norms that look beyond a rank: with all ranks, most of which run other layers."""
+    for name, norm in module.named_modules():
+        synchronized = strategy._layer_sync is not None or isinstance(norm, nn.SyncBatchNorm)
+        if synchronized and norm.training and isinstance(norm, _BatchNorm):
+            raise ConfigurationError(
+                f"{name} ({type(norm).__name__}) would take its statistics over all {strategy.world_size} ranks "
+                "(sync_batchnorm=True, or an nn.SyncBatchNorm), but ranks of a pipeline run other layers. Leave "
+                "that out if statistics of a microbatch on one rank will do; else use nn.GroupNorm, or call "
+                ".eval() of the norms before trainer.fit"
+            )
 
 
 def _refuse_saving_on_exception(trainer: Any) -> None:

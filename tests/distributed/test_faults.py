@@ -19,13 +19,14 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.refusals import refuse_averages
+from lightning_diffpipe.refusals import refuse_averages, refuse_unsupported
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -190,6 +191,50 @@ def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
         RankError, match=r"saves when training fails, but .* over 2 ranks.*every_n_train_steps"
     ):
         run(2, trainer=trainer)
+
+
+class Normalizes(TinyDiffusion):
+    """Has a batch norm, which the step does not even call."""
+
+    def __init__(self, kind=nn.BatchNorm1d):
+        super().__init__()
+        self.norm = kind(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish"), [(nn.BatchNorm1d, True), (nn.SyncBatchNorm, None), (nn.BatchNorm1d, None)]
+)
+def test_batch_norms_over_all_ranks_are_refused(kind, wish):
+    """History: `Trainer(sync_batchnorm=True)` was ignored without a word."""
+    module = Normalizes(kind)
+    trainer = types.SimpleNamespace(
+        callbacks=[],
+        state=types.SimpleNamespace(fn=TrainerFn.FITTING),
+        fit_loop=types.SimpleNamespace(_combined_loader=None),
+    )
+    strategy = types.SimpleNamespace(
+        lightning_module=module, world_size=2, precision_plugin=None, _layer_sync=wish
+    )
+    if wish or kind is nn.SyncBatchNorm:
+        with pytest.raises(
+            ConfigurationError, match=rf"norm \({kind.__name__}\) would take .* all 2 ranks"
+        ):
+            refuse_unsupported(trainer, strategy)
+    module.norm.eval()
+    refuse_unsupported(trainer, strategy)
+
+
+def fit_with_synchronized_norms(rank):
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy, sync_batchnorm=True)
+    trainer.fit(Normalizes(), datamodule=Data())
+
+
+def test_synchronized_batch_norm_is_not_ignored():
+    with pytest.raises(
+        RankError, match=r"ConfigurationError: norm .*sync_batchnorm=True.* nn\.GroupNorm"
+    ):
+        run_ranks(fit_with_synchronized_norms, 2)
 
 
 class HandlesRequeue(L.Callback):
