@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import safe_globals
@@ -74,15 +75,38 @@ class CheckpointHooks(ParallelStrategy):
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
+            GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
         module = self.lightning_module
         assert module is not None
+        self._refuse_while_failing()
+        if self.pipeline is not None:
+            self.pipeline.watch.finish()
         state = module.state_dict()
         if self.pipeline is None:
             _refuse_placeholders(module)
             return state
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
+
+    def _refuse_while_failing(self) -> None:
+        """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
+
+        Lightning asks callbacks before it tells the strategy, and an error of theirs would be all that it tells,
+        so the strategy is told here. On SIGTERM all ranks have agreed on a batch to stop behind.
+        """
+        if self.pipeline is None or self.world_size == 1:
+            return
+        assert self.lightning_module is not None
+        first = sys.exc_info()[1] if self.lightning_module.trainer.interrupted else None
+        if first is None or isinstance(first, SIGTERMException):
+            return
+        self.on_exception(first)
+        raise CheckpointError(
+            f"training has failed on rank {self.global_rank} with {type(first).__name__}: {first}. A callback "
+            "then wanted to save, but other ranks stand in the middle of a step, so there is nothing whole. "
+            "Save while all is well: ModelCheckpoint(every_n_train_steps=...)"
+        ) from first
 
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
@@ -171,6 +195,7 @@ class CheckpointHooks(ParallelStrategy):
             checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
             pipeline.mesh, strict,
         )  # fmt: skip
+        pipeline.count_as_unchanged()
 
     def _load_whole(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         module = self.lightning_module

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class AlignedLoader:
         self._ahead, self._num_taken = {}, 0
         batches = enumerate(self._aligned_batches())
         read: deque[tuple[Any, Any]] = deque()
-        while True:
+        for num_yielded in count():
             for number, batch in islice(batches, self._looks_ahead + 1 - len(read)):
                 # A loop that reads no batch ahead would save this state behind this batch.
                 read.append((batch, self._state()))
@@ -99,6 +99,7 @@ class AlignedLoader:
             if not read:
                 break
             batch, self._state_before = read.popleft()
+            self._ahead.pop(num_yielded - 1, None)  # also if nobody calls `take`
             yield batch
         self._state_before = None
 

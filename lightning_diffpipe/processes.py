@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -25,7 +26,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -113,6 +114,24 @@ class ProcessHooks(ParallelStrategy):
         )
         if isinstance(self._launcher, _Launcher):
             self._launcher.meeting_place = None  # all have met
+
+    def stop_requeueing(self) -> None:
+        """Turns off SLURM's auto-requeue of several ranks; Lightning registers its handler only later.
+
+        The handler saves where the signal finds a rank: one has made a step that another has not, so that the file
+        would be mixed, or they wait for each other's messages for ever.
+        """
+        environment = self.cluster_environment
+        if self.world_size == 1 or not isinstance(environment, SLURMEnvironment):
+            return
+        if environment.auto_requeue:
+            environment.auto_requeue = False
+            rank_zero_warn(
+                "SLURM's auto-requeue is off: on its signal every rank would save where it stands, and ranks of a "
+                "pipeline stand in different steps. Save in time with ModelCheckpoint(every_n_train_steps=...), "
+                "requeue with `#SBATCH --requeue` or in the job script, leave out its `--signal`, and go on with "
+                "ckpt_path. plugins=[SLURMEnvironment(auto_requeue=False)] says so without this warning"
+            )
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""

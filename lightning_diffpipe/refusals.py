@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -57,6 +63,40 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
         )
     if trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
         _refuse_early_loader(trainer)
+        _refuse_saving_on_exception(trainer)
+        _refuse_synchronized_norms(module, strategy)
+
+
+def _refuse_synchronized_norms(module: nn.Module, strategy: Any) -> None:
+    """Refuses batch norms that look beyond a rank: with all ranks, most of which run other layers."""
+    for name, norm in module.named_modules():
+        synchronized = strategy._layer_sync is not None or isinstance(norm, nn.SyncBatchNorm)
+        if synchronized and norm.training and isinstance(norm, _BatchNorm):
+            raise ConfigurationError(
+                f"{name} ({type(norm).__name__}) would take its statistics over all {strategy.world_size} ranks "
+                "(sync_batchnorm=True, or an nn.SyncBatchNorm), but ranks of a pipeline run other layers. Leave "
+                "that out if statistics of a microbatch on one rank will do; else use nn.GroupNorm, or call "
+                ".eval() of the norms before trainer.fit"
+            )
+
+
+def _refuse_saving_on_exception(trainer: Any) -> None:
+    """Refuses checkpoints that would be collected from ranks of which one has just failed, or stands elsewhere."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or (
+            isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        ):
+            option = (
+                "save_on_exception=True"
+                if isinstance(callback, ModelCheckpoint)
+                else "this callback"
+            )
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves when training fails, but weights are divided over "
+                f"{trainer.world_size} ranks, and when one fails the others stand in the middle of a step, so "
+                f"that nothing whole can be saved. Leave out {option} and save while all is well: "
+                "ModelCheckpoint(every_n_train_steps=...) or ModelCheckpoint(train_time_interval=...)"
+            )
 
 
 def _refuse_early_loader(trainer: Any) -> None:

@@ -7,14 +7,16 @@ a call of `.train()`, may change later what the step reads. Three things show it
     gradients    a parameter got one that had none coming, so that nobody would put it aside
     not finite   the loss, or what is logged, is NaN: dummies are, so it may have read one
 
-Then the step is traced again, once, and if it has changed the run ends and says what was changed. If it has
-not, all goes on as in one process.
+Then the step is traced again, and if it has changed the run ends and says what was changed. If it has not, all
+goes on as in one process, until one of these happens anew. A step that needs values runs for this on what a rank
+holds, with NaN for the rest; if that fails, a warning says what may be wrong. Counters of its own move then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -34,17 +36,27 @@ _REMEDY = (
     "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
     "from the first step on: multiply a term by 0 until it shall count, instead of leaving it out"
 )
+_DIVERGES = "lower the learning rate or clip gradients; check_finite=True finds the layer"
+_UNCHANGED = f"The step reads what it read when it was probed, so this is not the pipeline's doing: {_DIVERGES}"
+_UNCHANGED_NOW = (
+    f"Either training diverges: {_DIVERGES}. Or the step took a branch in this batch that it does not take any "
+    f"more, such as on global_step % 100 == 0, and read NaN in place of what nobody sends. {_REMEDY}"
+)
 
 
 @dataclass(frozen=True)
 class _Values:
-    """Which values of a step are finite, once `event` has happened, and what can be traced again."""
+    """Which values of a step are finite, once `event` has happened, and what can be traced again.
+
+    On a GPU nobody waits for the event, so the step is over when it is looked at, and counters have gone on.
+    """
 
     names: tuple[str, ...]
     finite: Tensor
     event: torch.cuda.Event | None
     batch: Any
     arguments: tuple[Any, ...]
+    number: int
 
 
 class StepWatch:
@@ -62,7 +74,9 @@ class StepWatch:
         self._module, self._layout, self._idle = module, layout, idle
         self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
-        self._not_finite: set[str] = set()
+        self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
+        self._next_look: dict[str, int] = {}  # at so many
+        self._warned: set[str] = set()
         self._under_way: _Values | None = None
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
@@ -75,23 +89,44 @@ class StepWatch:
         modes = self._current_modes()
         if modes == self._modes:
             return
+        try:
+            self._trace_again(batch, arguments)
+        except Exception as error:
+            if isinstance(error, GraphError) or not self._layout.steps.needs_values:
+                raise ConfigurationError(
+                    f"{self._changed_modes()}, and stages would not agree on it ({error}). Set modes before "
+                    "trainer.fit, e.g. in __init__"
+                ) from error
+            # The user's code may not bear NaN, nor the device the whole step.
+            _log.warning(
+                "%s. Stages agree on it if the step draws the same random numbers and writes the same buffers, "
+                "which cannot be found out, as it needs values (%s: %s). Set modes before trainer.fit, e.g. in "
+                "__init__",
+                self._changed_modes(), type(error).__name__, error,
+            )  # fmt: skip
+        self._modes = modes
+
+    def _changed_modes(self) -> str:
         changed = [
             f"{name or 'the module itself'} ({'train' if module.training else 'eval'})"
             for (name, module), mode in zip(self._module.named_modules(), self._modes, strict=False)
             if module.training != mode
         ]
-        try:
-            self._trace_again(batch, arguments)
-        except Exception as error:  # of any kind, from code that needs values
-            raise ConfigurationError(
-                f".train() or .eval() was called since the step was probed: {len(changed)} modules are in "
-                f"another mode, e.g. {', '.join(changed[:3])}, and stages would not agree on it ({error}). "
-                "Set modes before trainer.fit, e.g. in __init__"
-            ) from error
-        self._modes = modes
+        return (
+            f".train() or .eval() was called since the step was probed: {len(changed)} modules are in another "
+            f"mode, e.g. {', '.join(changed[:3])}"
+        )
 
-    def after_step(self, result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> None:
+    def after_step(
+        self, result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int
+    ) -> None:
         """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.
+
+        Args:
+            result: Of the step.
+            batch: What was trained on.
+            arguments: Further arguments of the step.
+            number: The batch's, since training began.
 
         Raises:
             GraphError: The step has changed since it was probed; says how.
@@ -102,9 +137,22 @@ class StepWatch:
                     f"{name} got a gradient, though the loss did not read it when the step was probed, so "
                     f"that it would never be trained. {_REMEDY}"
                 )
-        values = _values(result, batch, arguments)
-        if values.event is not None:  # nobody waits for the device
-            values, self._under_way = self._under_way, values
+        values = _values(result, batch, arguments, number)
+        before, self._under_way = self._under_way, values
+        if values.event is None:
+            self.finish()
+        elif before is not None:  # nobody waits for the device
+            self._examine(before)
+
+    def finish(self) -> None:
+        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them.
+
+        Before anything is saved: a step that has read NaN has made its weights NaN.
+
+        Raises:
+            GraphError: As for `after_step`.
+        """
+        values, self._under_way = self._under_way, None
         if values is not None:
             self._examine(values)
 
@@ -112,28 +160,59 @@ class StepWatch:
         if values.event is not None:
             values.event.synchronize()
         pairs = zip(values.names, values.finite.tolist(), strict=True)
-        new = {name for name, finite in pairs if not finite} - self._not_finite
+        new = self._to_look_at({name for name, finite in pairs if not finite})
         if not new:
             return
-        self._not_finite |= new
         what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
+        what = f"{what} of batch {values.number} is not finite"
         try:
-            self._trace_again(values.batch, values.arguments)
+            with self._modes_of_steps():
+                self._trace_again(values.batch, values.arguments)
         except GraphError as error:
             raise GraphError(
-                f"{what} is not finite, as the step has changed since it was probed: {error}. {_REMEDY}"
+                f"{what}, as the step has changed since it was probed: {error}. {_REMEDY}"
             ) from error
         except Exception as error:  # as above
-            _log.warning(
-                "%s is not finite. Either training diverges, or the step has changed since it was probed, "
-                "which cannot be found out, as it needs values (%s). %s", what, error, _REMEDY,
-            )  # fmt: skip
+            self._warn_once(
+                min(new),
+                f"{what}. Either training diverges, or the step has changed since it was probed, which cannot be "
+                f"found out, as it needs values ({error}). {_REMEDY}",
+            )
             return
         if _LOSS in new:
-            _log.warning(
-                "the loss is not finite. The step reads what it read when it was probed, so this is not the "
-                "pipeline's doing: lower the learning rate or clip gradients; check_finite=True finds the layer"
+            self._warn_once(
+                _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
+
+    def _to_look_at(self, not_finite: set[str]) -> set[str]:
+        """Names for which the step is to be traced again.
+
+        A loss, whenever it turns not finite. What is logged may come and go for good reasons, such as the mean over
+        a class that a batch lacks, and tracing takes seconds: after each look only at twice as many steps in a row.
+        """
+        self._num_not_finite = {name: self._num_not_finite.get(name, 0) + 1 for name in not_finite}
+        new = {n for n, steps in self._num_not_finite.items() if steps == self._next_look.get(n, 1)}
+        self._next_look |= {name: 2 * self._num_not_finite[name] for name in new - {_LOSS}}
+        return new
+
+    def _warn_once(self, about: str, warning: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _log.warning("%s", warning)
+
+    @contextlib.contextmanager
+    def _modes_of_steps(self) -> Iterator[None]:
+        """Inside, training flags are those of steps: who saves behind a validation finds them all off."""
+        found = self._current_modes()
+        self._set_modes(self._modes)
+        try:
+            yield
+        finally:
+            self._set_modes(found)
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
 
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         layout = self._layout
@@ -144,13 +223,13 @@ class StepWatch:
         return list(map(_TRAINING, self._modules))
 
 
-def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...]) -> _Values:
+def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int) -> _Values:
     names = (_LOSS, *(logged.name for logged in result.logged))
     finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
     if finite.device.type != "cuda":
-        return _Values(names, finite, None, batch, arguments)
+        return _Values(names, finite, None, batch, arguments, number)
     copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
     copy.copy_(finite, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return _Values(names, copy, event, batch, arguments)
+    return _Values(names, copy, event, batch, arguments, number)

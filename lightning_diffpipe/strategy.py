@@ -161,6 +161,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._failed = False
+            self.stop_requeueing()
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -261,15 +262,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._gradients.forget()
         self._arguments = arguments
         self.pipeline.watch.before_step(batch, arguments)
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
         result = self.pipeline.engine.run_step(
             batch,
-            trainer.fit_loop.epoch_loop.total_batch_idx,
+            number,
             accumulate,
             reduce_gradients=not self._accumulating,
             arguments=arguments,
             upcoming=self._take_upcoming(arguments),
         )
-        self.pipeline.watch.after_step(result, batch, arguments)
+        self.pipeline.watch.after_step(result, batch, arguments, number)
         self.last_step = result
         self.pipeline.read_ahead.note()  # what layers wrote themselves does not count
         self._gradients.set_aside()
@@ -385,6 +387,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return self.pipeline.engine.reducer.global_norm(trained, norm_type)
 
     # ---------------------------------------------------------------------------------- the end
+
+    def on_train_end(self) -> None:
+        """Looks at the last step, behind which none comes that would."""
+        if self.pipeline is not None:
+            self.pipeline.watch.finish()
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing collective may follow: other ranks may be gone."""

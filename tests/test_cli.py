@@ -102,6 +102,10 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
         ),
         (
+            ["train", "+trainer.fast_dev_run=true", "save_to=x"],
+            "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out",
+        ),
+        (
             ["train", "save_dtype=fp16", "save_to=x"],
             "save_dtype='fp16' is no type that weights are saved in; choose float16, bfloat16 or float32",
         ),

@@ -230,6 +230,13 @@ def test_looking_two_batches_ahead():
     assert seen == [(0, [1, 2]), (1, [2, 3]), (2, [3]), (3, [])]
 
 
+def test_a_loop_that_never_takes_a_batch_keeps_only_those_ahead():
+    """History: a search for the learning rate kept all its batches in memory."""
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
+    kept = [(int(batch), list(loader._ahead)) for batch in loader]
+    assert kept == [(0, [0, 1]), (1, [1, 2]), (2, [2, 3]), (3, [3])]
+
+
 def test_looking_ahead_is_right_where_lightning_reads_ahead_itself():
     """For loaders without a length Lightning holds one batch back, so the loader is two ahead."""
     loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=1)

@@ -20,5 +20,6 @@ class FinalCheckpoint(L.Callback):
         self.path = Path(path)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the file; every rank takes part."""
-        trainer.save_checkpoint(self.path)
+        """Writes the file; every rank takes part. A trial run (`fast_dev_run`) leaves what is there alone."""
+        if not trainer.fast_dev_run:
+            trainer.save_checkpoint(self.path)

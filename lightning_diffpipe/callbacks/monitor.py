@@ -123,7 +123,9 @@ class PipelineMonitor(L.Callback):
         """Forgets the run before; finds out where to write, which all ranks must ask together."""
         self._reset()
         own = run_folder(trainer)
-        if self.folder is not None:
+        if trainer.fast_dev_run:  # leaves the files of other runs alone
+            self._written_to = None
+        elif self.folder is not None:
             self._written_to = self.folder
         elif trainer.loggers and own is not None:
             self._written_to = own / "pipeline"

@@ -93,6 +93,10 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
             f"{told}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
             "set it to true, or callbacks.checkpoint=null to write no others"
         )
+    if config.trainer.get("fast_dev_run"):
+        raise ConfigurationError(
+            f"{told}, and trainer.fast_dev_run={config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
+        )
 
 
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")

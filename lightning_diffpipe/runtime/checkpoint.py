@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.runtime.mesh import Mesh
 
 
@@ -59,20 +60,39 @@ def owners_of_state(
     Returns:
         As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
         parameter or buffer belongs to its owner, anything else to rank 0.
+
+    Raises:
+        CheckpointError: An entry of unknown name was computed from parameters of other ranks, which are NaN here.
     """
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers()),
     }
     by_memory = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+    divided = any(is_placeholder(parameter) for parameter in module.parameters())
     found = {}
     for key, value in state.items():
         name = key
         if key not in tensors and isinstance(value, Tensor):
             name = by_memory.get(value.data_ptr(), key)
+            if divided and name == key and _has_nan(value):
+                raise CheckpointError(
+                    f"{type(module).__name__}.state_dict() gives {key!r}, which is no parameter or buffer of that "
+                    "name and none's memory, and holds NaN, as it was computed from weights of other ranks. "
+                    "Return the tensors themselves under any name, and convert or join them in on_save_checkpoint "
+                    "of the module, where checkpoint['state_dict'] is complete on rank 0 and empty elsewhere"
+                )
         if name in owners:
             found[key] = owners[name]
     return found
+
+
+def _has_nan(value: Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    if value.element_size() == 1:  # not every operator knows eight bits
+        value = value.float()
+    return bool(value.isnan().any())
 
 
 def spread(

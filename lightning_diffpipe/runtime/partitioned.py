@@ -70,6 +70,11 @@ class PartitionedStepCache:
             self._made[graph.signature] = self._partition(graph)
         self._made |= {other.signature: self._partition(other) for other in known}
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether the step can be traced on values only, of which this rank holds a part."""
+        return self._graph.needs_values
+
     def of(self, microbatch: Any) -> PartitionedStep:
         """The cut step for a microbatch; probes sizes that were not seen before.
 
@@ -85,7 +90,7 @@ class PartitionedStepCache:
         try:
             return reprobe(self._root, self._step, microbatch, self._graph)
         except Exception as error:  # of the user's own code, say, which finds NaN
-            if not self._graph.needs_values:
+            if not self.needs_values:
                 raise
             raise GraphError(
                 f"microbatches {key} were not probed before training, and cannot be now: the step needs values, "

@@ -116,6 +116,18 @@ def test_of_a_plan_that_was_given_the_plan_alone_is_written(tmp_path):
     assert names == {"plan.json", "profile.json", "cluster.json"}
 
 
+@pytest.mark.parametrize("trial", [False, True])
+def test_a_trial_run_leaves_the_files_of_others_alone(trial, tmp_path):
+    """History: `fast_dev_run` wrote over the plan and the report of a real run."""
+    plan = find_plan(equal_profile(2), Cluster(1), PlanOptions(6, num_microbatches=2))
+    monitor = PipelineMonitor(folder=tmp_path)
+    strategy = SimpleNamespace(broadcast=lambda value: value, pipeline=None)
+    trainer = SimpleNamespace(fast_dev_run=trial, loggers=[], log_dir=None, strategy=strategy)
+    monitor.on_train_start(trainer, None)
+    monitor._keep_plan(SimpleNamespace(plan=plan, basis=None))
+    assert any(tmp_path.iterdir()) != trial
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_frozen_work_in_bubbles_is_seen(tmp_path):

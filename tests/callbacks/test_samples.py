@@ -165,6 +165,19 @@ def test_no_steps_between_measurements_log_nothing(tmp_path):
         Throughput(every_n_steps=-1)
 
 
+def test_a_trial_run_writes_nothing(tmp_path):
+    """History: `fast_dev_run` wrote a model of one batch over the final checkpoint of a real run."""
+    painter, final = Painter(), tmp_path / "final.ckpt"
+    final.write_text("of a real run")
+    callbacks = [FinalCheckpoint(final), SampleImages(["a"], every_n_steps=1)]
+    drawn = []
+    painter.sample = lambda *args, **kwargs: drawn.append(1) or torch.zeros(1, 3, 4, 4)
+    fit(tmp_path, callbacks, False, painter, fast_dev_run=True)
+    assert drawn, "it is tried"
+    assert final.read_text() == "of a real run"
+    assert list(tmp_path.iterdir()) == [final]
+
+
 def test_the_final_checkpoint_is_of_the_last_step(tmp_path):
     fit(tmp_path, [FinalCheckpoint(tmp_path / "deep" / "final.ckpt")], False)
     assert torch.load(tmp_path / "deep" / "final.ckpt", weights_only=True)["global_step"] == 6

@@ -1,21 +1,32 @@
 """Bad input and broken peers: a clear error, early, on every rank, and nothing hangs."""
 
+import dataclasses
 import functools
 import os
+import signal
 import time
 import types
+import warnings
 
 import lightning as L
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe import EMA, DiffPipeStrategy
+from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
+from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.refusals import refuse_averages
+from lightning_diffpipe.refusals import refuse_averages, refuse_unsupported
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -171,6 +182,96 @@ def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, me
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
 
 
+@pytest.mark.parametrize("kind", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
+    """History: the failed rank waited `timeout_s` for weights of ranks that waited for it, and hid its error."""
+    option = {"save_on_exception": True} if kind is ModelCheckpoint else {}
+    trainer = {"callbacks": [kind(tmp_path, **option)], "enable_checkpointing": True}
+    with pytest.raises(
+        RankError, match=r"saves when training fails, but .* over 2 ranks.*every_n_train_steps"
+    ):
+        run(2, trainer=trainer)
+
+
+class Normalizes(TinyDiffusion):
+    """Has a batch norm, which the step does not even call."""
+
+    def __init__(self, kind=nn.BatchNorm1d):
+        super().__init__()
+        self.norm = kind(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish"), [(nn.BatchNorm1d, True), (nn.SyncBatchNorm, None), (nn.BatchNorm1d, None)]
+)
+def test_batch_norms_over_all_ranks_are_refused(kind, wish):
+    """History: `Trainer(sync_batchnorm=True)` was ignored without a word."""
+    module = Normalizes(kind)
+    trainer = types.SimpleNamespace(
+        callbacks=[],
+        state=types.SimpleNamespace(fn=TrainerFn.FITTING),
+        fit_loop=types.SimpleNamespace(_combined_loader=None),
+    )
+    strategy = types.SimpleNamespace(
+        lightning_module=module, world_size=2, precision_plugin=None, _layer_sync=wish
+    )
+    if wish or kind is nn.SyncBatchNorm:
+        with pytest.raises(
+            ConfigurationError, match=rf"norm \({kind.__name__}\) would take .* all 2 ranks"
+        ):
+            refuse_unsupported(trainer, strategy)
+    module.norm.eval()
+    refuse_unsupported(trainer, strategy)
+
+
+def fit_with_synchronized_norms(rank):
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy, sync_batchnorm=True)
+    trainer.fit(Normalizes(), datamodule=Data())
+
+
+def test_synchronized_batch_norm_is_not_ignored():
+    with pytest.raises(
+        RankError, match=r"ConfigurationError: norm .*sync_batchnorm=True.* nn\.GroupNorm"
+    ):
+        run_ranks(fit_with_synchronized_norms, 2)
+
+
+class HandlesRequeue(L.Callback):
+    """Notes whether SLURM's signal would save."""
+
+    handles = None
+
+    def on_train_start(self, trainer, module):
+        self.handles = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+
+
+def fit_under_slurm(rank, world_size):
+    os.environ.update(
+        SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size), SLURM_NODEID="0",
+        SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_JOB_ID="7", SLURM_JOB_NAME="train",
+    )  # fmt: skip
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    noted = HandlesRequeue()
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy,
+        callbacks=[noted],
+        max_steps=1,
+        plugins=[SLURMEnvironment()],
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(build(Settings()), datamodule=Data())
+    return noted.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
+
+
+def test_no_rank_saves_where_a_signal_of_slurm_finds_it():
+    """History: each rank saved in the signal's handler, one before a step that another had made."""
+    assert run_ranks(fit_under_slurm, 2, 2) == [(False, 1), (False, 0)]
+    assert run_ranks(fit_under_slurm, 1, 1) == [(True, 0)]
+
+
 class LossAware(TinyDiffusion):
     """Samples more often what had high losses, by a buffer of its own."""
 
@@ -284,6 +385,28 @@ def test_a_branch_that_begins_in_a_later_epoch_is_refused_with_the_layer():
         run(2, module_class=Later, trainer={"max_epochs": 2})
 
 
+def fit_later_on_a_late_device(rank, path):
+    at_once, event = step_watch._values, types.SimpleNamespace(synchronize=lambda: None)
+    step_watch._values = lambda *step: dataclasses.replace(at_once(*step), event=event)
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    callbacks = [FinalCheckpoint(path)] if path else []
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, max_epochs=2, max_steps=5, callbacks=callbacks
+    )
+    trainer.fit(build(Settings(module_class=Later)), datamodule=Data())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_loss_of_the_last_step_is_waited_for_before_anything_is_saved(tmp_path, saves):
+    """History: on GPUs nobody looked at it, and a checkpoint of NaN was written over a good one."""
+    path = tmp_path / "final.ckpt"
+    with pytest.raises(
+        RankError, match=r"GraphError: the loss of batch 4 is not finite, as the step"
+    ):
+        run_ranks(fit_later_on_a_late_device, 2, path if saves else None)
+    assert not path.exists()
+
+
 def fit_compiled(rank):
     module = torch.compile(build(Settings()), backend="eager")
     quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())
@@ -332,6 +455,26 @@ def test_when_a_rank_dies_the_others_stop_in_seconds(dying):
         run_ranks(fit_with, 2, 2, Dies(dying), 60.0, timeout_s=90.0, grace_s=30.0)
     assert f"rank {dying} (exit code 3)" in str(caught.value)
     assert f"PipelineTimeoutError: rank {1 - dying} waited for" in str(caught.value)
+
+
+class SavesWhenItFails(L.Callback):
+    """Rank 1 fails at its second batch; then its weights shall be saved."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == 1:
+            raise ValueError("the second batch is bad")
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint("nowhere/never.ckpt")
+
+
+def test_a_callback_that_saves_when_its_rank_fails_hides_no_error():
+    """History: it began a collective save, blocked for `timeout_s`, and its error was all that was told."""
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(fit_with, 2, 2, SavesWhenItFails(), 60.0, timeout_s=90.0, grace_s=30.0)
+    text = str(caught.value)
+    assert "has failed on rank 1 with ValueError: the second batch is bad. A callback" in text
+    assert "has failed on rank 0 with PipelineTimeoutError: rank 0 waited for" in text
 
 
 class Sleepy(TinyDiffusion):

@@ -13,6 +13,7 @@ import random
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_diffpipe import BubbleFilling, find_plan
 from lightning_diffpipe.errors import ConfigurationError, PlanError
@@ -294,6 +295,25 @@ def test_teachers_that_would_follow_placeholders_end_the_run(filling):
     )
     with pytest.raises(RankError, match=r"e\.g\. teachers\.[01]\..*whole_model"):
         run_ranks(fit, 2, settings, 2)
+
+
+class FindsRate(Augmented):
+    """Tries learning rates on three batches, and goes back to the weights it had."""
+
+    def configure_callbacks(self):
+        return [LearningRateFinder(num_training_steps=3, update_attr=False)]
+
+
+def test_bubbles_are_filled_behind_a_search_for_the_learning_rate(tmp_path):
+    """History: weights that were put back counted as changed, and nothing ran ahead for the rest of the run."""
+    up_front, ahead = compare(
+        2,
+        strategy={"num_stages": 2, "num_microbatches": 2},
+        module_class=FindsRate,
+        trainer={"max_steps": 4, "max_epochs": -1, "default_root_dir": tmp_path},
+    )
+    assert up_front == [True, False, False, False]
+    assert ahead == [2, 2, 1, 0]
 
 
 class LossAware(Augmented):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError
-from lightning_diffpipe.runtime.checkpoint import collect, take_over
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.runtime.checkpoint import collect, owners_of_state, take_over
 
 FIRST = SimpleNamespace(local_rank=0, pipeline=0)
 
@@ -67,3 +68,22 @@ def test_entries_that_are_no_tensors_are_kept():
     saved = collect(state, {}, FIRST)
     assert torch.equal(saved["weight"], state["weight"])
     assert saved["_extra_state"] == {"seen": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_renamed_copies_of_what_other_ranks_hold_are_refused(dtype):
+    """History: such a copy belonged to rank 0, which wrote its NaN without a word."""
+    module, resident, owners = module_of_two_ranks()
+    renamed = lambda: {name.replace("1.", "last."): v for name, v in module.state_dict().items()}
+    copies = lambda: {name: value.to(dtype) for name, value in renamed().items()}
+    extra = {"of_a_metric": torch.ones(2)}
+    assert owners_of_state(copies() | extra, module, owners) == {"0.weight": 0}, (
+        "nothing is divided yet"
+    )
+    place_parameters(module, resident, "cpu")
+    assert owners_of_state(renamed() | extra, module, owners) == {"0.weight": 0, "last.weight": 1}
+    with pytest.raises(
+        CheckpointError,
+        match=r"Sequential.state_dict\(\) gives 'last.weight', .* on_save_checkpoint",
+    ):
+        owners_of_state(copies(), module, owners)
