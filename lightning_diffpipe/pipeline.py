@@ -49,7 +49,14 @@ from lightning_diffpipe.profiling.state import placed
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
-from lightning_diffpipe.runtime.holding import holders_of, owners_of, residents_of, whereabouts
+from lightning_diffpipe.runtime.holding import (
+    holders_of,
+    owners_of,
+    require_one_home,
+    residents_of,
+    warn_of_statistics,
+    whereabouts,
+)
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
@@ -297,6 +304,9 @@ def assemble(
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+    require_one_home(graph, pieces)
+    if process.rank == 0:
+        warn_of_statistics(graph, pieces, schedule.placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
 
     residents = residents_of(module, pieces, schedule.placement)

@@ -213,7 +213,7 @@ def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfil
         )
     if whole := profile.whole_encoders:
         _log.warning(
-            "%s mixes samples, draws random numbers or keeps statistics: frozen layers run on whole "
+            "%s mixes samples or draws random numbers: frozen layers run on whole "
             "microbatches, so that bubbles are filled in larger pieces", ", ".join(whole),
         )  # fmt: skip
     return profile

@@ -6,7 +6,7 @@ before it is cut and would then average the weights of one stage into another, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.callbacks import (
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -155,6 +156,48 @@ def _averages_weights(value: Any) -> bool:
 
 
 _AVERAGING_NAMES = (".LitEma", ".ModelEma", ".ModelEmaV2", ".ModelEmaV3")
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses optimizers that look at all gradients at once, where there are several stages.
+
+    Each rank's would see those of its own stage, take another step size or direction than the others', and
+    move the copies of shared weights apart, without any error.
+
+    Raises:
+        ConfigurationError: There is one; says which.
+    """
+    for optimizer in _with_wrapped(optimizers):
+        name = type(optimizer).__name__
+        if any(_combines_gradients(kind.__name__) for kind in type(optimizer).__mro__):
+            raise ConfigurationError(
+                f"{name} computes one step size or direction from the gradients of all parameters, but in a "
+                "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
+                "by itself, such as AdamW, Adafactor, Lion or Muon; or train with num_stages=1, which takes "
+                "num_replicas=N for N ranks"
+            )
+        clipped = [
+            bound for group in optimizer.param_groups if (bound := group.get("max_grad_norm"))
+        ]
+        if clipped:
+            raise ConfigurationError(
+                f"{name}(max_grad_norm={clipped[0]}) scales gradients by a norm over all parameters, but in a "
+                "pipeline a rank has the gradients of its own stage only. Turn it off (max_grad_norm=None, or 0) "
+                f"and give Trainer(gradient_clip_val={clipped[0]}), which clips by the norm over all stages"
+            )
+
+
+def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
+    """Optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from _with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
+
+
+def _combines_gradients(class_name: str) -> bool:
+    """L-BFGS, learning-rate-free and sharpness-aware optimizers, whichever package they come from."""
+    named = ("LBFGS", "Prodigy", "DAdapt")
+    return class_name.endswith(("SAM", "DoG", "DoWG")) or any(n in class_name for n in named)
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

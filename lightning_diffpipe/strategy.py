@@ -36,7 +36,12 @@ from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.preparation import PipelineOptions, prepare
 from lightning_diffpipe.processes import ProcessHooks
-from lightning_diffpipe.refusals import refuse_arguments, refuse_averages, refuse_unsupported
+from lightning_diffpipe.refusals import (
+    refuse_arguments,
+    refuse_averages,
+    refuse_optimizers,
+    refuse_unsupported,
+)
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.runtime.set_aside import GradientsAside
@@ -165,6 +170,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)
+            if self.plan is not None and len(self.plan.stages) > 1:
+                refuse_optimizers(self.optimizers)
         else:
             self.model_to_device()
         self.setup_precision_plugin()

@@ -308,7 +308,9 @@ class StepProbe:
         for record, (more_in, more_out) in zip(records, more, strict=True):
             tags = unfolded(record.reads)
             reads, parameters = _keys(tags), _parameters(tags)
-            frozen = not (parameters & trained) and all(layers[i].frozen for i, _ in reads)
+            # What keeps statistics must see all microbatches, in order: a stage runs it, trained or not.
+            bound = parameters & trained or record.written_buffers
+            frozen = not bound and all(layers[i].frozen for i, _ in reads)
             rows = output_rows(record.output_dims, more_out, num_samples)
             layers.append(
                 Layer(

@@ -206,8 +206,6 @@ def why_not_splittable(layer: Layer) -> str:
     """What keeps a frozen layer from running on some of the samples only; empty if nothing is seen."""
     if layer.draws_random:
         return "draws random numbers, which depend on the number of samples"
-    if layer.written_buffers:
-        return "updates statistics over all samples; call .eval() on it"
     if not layer.splits_samples:
         return "has arguments or outputs without a dimension of samples"
     return ""

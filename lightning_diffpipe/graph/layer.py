@@ -116,7 +116,8 @@ class Layer:
         parameters: Names of the parameters read by it or by the glue that feeds it.
         cost_flops: Forward cost: FLOPs of matrix products, elements written by all else.
         num_seeds: Numbers it takes from the stream of the glue to seed the private streams inside it.
-        frozen: Its value depends on no trained parameter, so it may be computed in advance.
+        frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it
+            may be computed in advance, anywhere.
         mutated: Output leaves that code outside writes in place.
         spec: Tree structure of the output.
         outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.

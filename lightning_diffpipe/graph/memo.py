@@ -190,8 +190,6 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
     """
     if layer.draws_random:
         return "draws random numbers inside; call .eval() on it, or sample outside of its forward"
-    if layer.written_buffers:
-        return "updates statistics over all samples; call .eval() on it"
     if any(isinstance(output, Opaque) for output in layer.outputs):
         return "returns objects that cannot be stored"
     if not layer.splits_samples:

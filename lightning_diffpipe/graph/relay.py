@@ -1,10 +1,10 @@
 """Running any code on all ranks in lock step, each layer where its parameters live.
 
 For validation and sampling on the training partition: nobody probed that code, and no gradient flows.
-All ranks run the same code on the same data. A call of a module whose parameters live on one rank is
-executed there, and its output handed to the others; a module whose parameters are spread is entered; one
-without, or with parameters that every rank has, runs everywhere. Parameters read outside of such calls
-(by a container's own code, or tied weights) are lent by their owner.
+All ranks run the same code on the same data. A call of a module whose parameters live on one rank, or whose
+running statistics one rank keeps, is executed there, and its output handed to the others; a module that is spread
+is entered; one without, or with parameters that every rank has, runs everywhere. Parameters read outside of
+such calls (by a container's own code, or tied weights) are lent by their owner.
 
     rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
     rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
@@ -43,8 +43,8 @@ class RelayView:
     Args:
         root: The module; the same on all ranks, apart from placeholders.
         interception: Installed on the root.
-        owners: For every parameter that some rank lacks, the rank that answers for it; equal on all
-            ranks. Parameters not named here are held by all.
+        owners: For every parameter that some rank lacks, and every buffer of which some rank has an old copy,
+            the rank that answers for it; equal on all ranks. What is not named here is the same on all.
         share: Hands an output from its owner to all.
     """
 
@@ -54,16 +54,21 @@ class RelayView:
         self._root, self._interception, self._share = root, interception, share
         named = dict(root.named_parameters())
         self._owners = {id(p): (owners[n], n) for n, p in named.items() if n in owners}
+        self._state: dict[str, set[int]] = {}
+        for buffer in owners.keys() & dict(root.named_buffers()).keys():
+            for name in _containers(buffer):
+                self._state.setdefault(name, set()).add(owners[buffer])
         self._names = {
             name
             for name, module in root.named_modules()
-            if name and any(id(p) in self._owners for p in module.parameters())
+            if name
+            and (name in self._state or any(id(p) in self._owners for p in module.parameters()))
         }
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, all ranks must run the same code."""
-        run = RelayRun(self._owners, self._share)
+        run = RelayRun(self._owners, self._state, self._share)
         with (
             self._interception.also_watching(self._names),
             self._interception.running(run),
@@ -73,12 +78,23 @@ class RelayView:
 
 
 class RelayRun:
-    """Answers calls while a relay view is active."""
+    """Answers calls while a relay view is active.
 
-    def __init__(self, owners: Mapping[int, tuple[int, str]], share: Share) -> None:
+    Args:
+        owners: By the identity of a parameter, who answers for it, and its name.
+        state: By the name of a module, who keeps buffers inside it.
+        share: As for the view.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, tuple[int, str]],
+        state: Mapping[str, set[int]],
+        share: Share,
+    ) -> None:
         self.checkpointing = self.checkpointed = False
         self.inside = False
-        self._owners, self._share = owners, share
+        self._owners, self._state, self._share = owners, state, share
         self._decisions: dict[str, int | None] = {}
         self._lent: dict[int, Tensor] = {}
 
@@ -95,7 +111,7 @@ class RelayRun:
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
-            self._decisions[site.name] = self._decide(site.module)
+            self._decisions[site.name] = self._decide(site)
         owner = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
@@ -117,8 +133,10 @@ class RelayRun:
             self._lent[id(parameter)] = value
         return self._lent[id(parameter)]
 
-    def _decide(self, module: nn.Module) -> int | None:
-        owners = {self._owners[id(p)][0] for p in module.parameters() if id(p) in self._owners}
+    def _decide(self, site: Site) -> int | None:
+        parameters = site.module.parameters()
+        owners = {self._owners[id(p)][0] for p in parameters if id(p) in self._owners}
+        owners |= self._state.get(site.name, set())
         return owners.pop() if len(owners) == 1 else None
 
     def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
@@ -155,6 +173,12 @@ class _LentParameters(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._lent, value))
         return value
+
+
+def _containers(name: str) -> list[str]:
+    """Names of the modules that hold a buffer, the outermost one first; without the root."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _reads_values(func: Any) -> bool:

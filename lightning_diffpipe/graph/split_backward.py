@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_diffpipe.graph.accumulation import in_own_memory
+
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
 
 
@@ -45,12 +47,9 @@ class WeightGradients:
         """Adds the gradients of the weights to their `.grad` and frees the graph."""
         while self.calls:
             edges, flows, weights = self.calls.pop(0)
-            found = torch.autograd.grad(
-                edges, weights, flows, retain_graph=bool(self.calls), allow_unused=True
-            )
-            for weight, gradient in zip(weights, found, strict=True):
-                if gradient is not None:
-                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            # What was noted may have left as a message already: gradients of inputs, untouched on their way.
+            with in_own_memory(weights, lambda flows=flows: flows):
+                torch.autograd.backward(edges, flows, retain_graph=bool(self.calls), inputs=weights)
 
 
 def input_gradients(

@@ -14,7 +14,7 @@ The run stops when its last own layer is done.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.accumulation import in_own_memory
 from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
@@ -60,6 +61,8 @@ class StageView:
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut, memory)
         self._attributes = Attributes(root, graph.toggled)
+        names = cut.parameters & graph.trained
+        self._trained = [p for name, p in root.named_parameters() if name in names]
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
@@ -89,7 +92,7 @@ class StageView:
         Raises:
             GraphError: The step differs from its probe, or a tensor is missing.
         """
-        run = StageRun(self._plan, self.interception, received or {}, log)
+        run = StageRun(self._plan, self.interception, self._trained, received or {}, log)
         host = self.graph.host_random
         with rng.preserved(host), self._attributes.preserved(), self.interception.running(run):
             rng.seed_all(seed, host)
@@ -110,6 +113,7 @@ class StageRun(LayerRun):
         self,
         plan: RunPlan,
         interception: Interception,
+        trained: Sequence[nn.Parameter],
         received: Mapping[TensorKey, Tensor],
         log: Log | None,
     ) -> None:
@@ -117,7 +121,7 @@ class StageRun(LayerRun):
         self.loss: Tensor | None = None
         self.result: Any = None
         self._interception, self._log = interception, log
-        self._received = received
+        self._trained, self._received = trained, received
         self._leaves: dict[TensorKey, Tensor] = {}
         self._later: WeightGradients | None = None
 
@@ -170,7 +174,7 @@ class StageRun(LayerRun):
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
         if roots:
-            with self._recomputing():
+            with self._recomputing(), in_own_memory(self._trained, lambda: self._passing(flows)):
                 torch.autograd.backward(roots, flows)
         return self._input_gradients(grads)
 
@@ -217,6 +221,10 @@ class StageRun(LayerRun):
             roots.append(self.loss)
             flows.append(torch.ones_like(self.loss) * loss_scale)
         return roots, flows
+
+    def _passing(self, flows: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients that come from other stages or go to them."""
+        return [*flows, *(leaf.grad for leaf in self._leaves.values())]
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:

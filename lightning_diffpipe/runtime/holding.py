@@ -2,17 +2,24 @@
 
 A rank keeps the parameters of its own stages and of all frozen layers. The first rank of a pipeline also
 keeps what no training step reads (a VAE's decoder), for validation and sampling.
+
+State that layers change (running statistics) is kept by the stage that runs them, and used nowhere else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.mesh import Mesh
+
+_log = logging.getLogger(__name__)
 
 
 def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[frozenset[str]]:
@@ -48,6 +55,8 @@ def owners_of(
         holding = [local for local, held in enumerate(residents) if original in held]
         if len(holding) < len(residents):
             owners[name] = holding[0]
+    if len(residents) == 1:
+        return owners
     for stage in pieces.stages:  # statistics change on the stage that runs the layer
         owners |= dict.fromkeys(stage.written_buffers, placement.stage_ranks[stage.index][0])
     return owners
@@ -69,3 +78,51 @@ def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
         for stage in pieces.stages
         for name in stage.parameters
     }
+
+
+def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
+    """Refuses state that layers change on one stage and use on another.
+
+    Raises:
+        ConfigurationError: There is some; names the buffer and where it is used.
+    """
+    for stage in pieces.stages:
+        for other in (pieces.frozen, *pieces.stages):
+            layers = [graph.layers[i] for i in other.layers]
+            used = frozenset().union(*(layer.buffers | layer.written_buffers for layer in layers))
+            both = stage.written_buffers & used
+            if both and other is not stage:
+                where = "by a frozen layer" if other is pieces.frozen else f"on stage {other.index}"
+                raise ConfigurationError(
+                    f"the buffer {min(both)!r} is changed by a layer on stage {stage.index} and used {where}. "
+                    "Every rank has its own copy, so these would disagree from the first step on. Let "
+                    "training_step call the module that owns it once, or train with num_stages=1"
+                )
+
+
+def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> None:
+    """Tells of statistics that cost speed, and of those that come from some of the samples only."""
+    names = _keeping_state_untrained(graph)
+    if names and placement.num_ranks > 1:
+        _log.warning(
+            "%s: not trained, but in training mode it keeps statistics. So it runs as a part of a stage, with all "
+            "that reads it, not in bubbles. If that is not meant, call .eval() on it before training",
+            ", ".join(names),
+        )
+    for stage in pieces.stages:
+        replicas = len(placement.stage_ranks[stage.index])
+        if stage.written_buffers and replicas > 1:
+            _log.warning(
+                "stage %d keeps statistics (%s, ...), and each of its %d replicas sees a part of the microbatches: "
+                "those of the first replica are kept. With num_replicas=1 they come from all samples",
+                stage.index, min(stage.written_buffers), replicas,
+            )  # fmt: skip
+
+
+def _keeping_state_untrained(graph: LayerGraph) -> list[str]:
+    """Layers that would be frozen if they kept no state."""
+    untrained: set[int] = set()
+    for layer in graph.layers:
+        if layer.deps <= untrained and not layer.parameters & graph.trained:
+            untrained.add(layer.index)
+    return sorted({graph.layers[i].name for i in untrained if graph.layers[i].written_buffers})

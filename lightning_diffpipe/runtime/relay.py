@@ -2,19 +2,28 @@
 
 Used outside training (validation, sampling): the graph of such code is not known beforehand, so the
 form of each result travels with it: first what it is made of, then its tensors.
+
+A result is any object that can be pickled. Its tensors are taken out wherever they are, in containers or deep
+inside an object such as a distribution: pickled along, they would come back on the device that their owner has.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.message import MessageLayout
+
+_DEVICE = "device"  # stands for the device of a rank
 
 
 class RelayChannel:
@@ -36,23 +45,77 @@ class RelayChannel:
 
         Returns:
             The output, tensors on this rank's device.
+
+        Raises:
+            ForeignLayerError: It is of a type that cannot travel; on all ranks.
         """
         mesh = self._mesh
         source = mesh.world_rank(owner)
         runs = mesh.local_rank == owner
-        leaves, spec = pytree.tree_flatten(output if runs else None)
-        outline = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        box: list[Any] = [(outline, spec) if runs else None]
+        form, tensors = _taken_apart(output, mesh.device) if runs else ("", [])
+        box: list[Any] = [(form, [TensorSpec.of(tensor) for tensor in tensors])]
         dist.broadcast_object_list(box, src=source, group=mesh.control)
-        outline, spec = box[0]
-        layout = MessageLayout.of([entry for entry in outline if isinstance(entry, TensorSpec)])
-        if not layout.num_bytes:
-            return pytree.tree_unflatten(outline, spec)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        form, specs = box[0]
+        if isinstance(form, str):
+            raise ForeignLayerError(form)
+        layout = MessageLayout.of(specs)
         buffer = layout.pack(tensors, mesh.device) if runs else layout.empty(mesh.device)
-        dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
-        if runs:
-            return output
-        received = iter(layout.unpack(buffer))
-        values = [next(received) if isinstance(entry, TensorSpec) else entry for entry in outline]
-        return pytree.tree_unflatten(values, spec)
+        if layout.num_bytes:
+            dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
+        return output if runs else _put_together(form, layout.unpack(buffer), mesh.device)
+
+
+def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[Tensor]]:
+    """An object without its tensors, and these; or why it cannot be sent."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, device)
+    try:
+        pickler.dump(output)
+    except Exception as error:  # of any kind, from code of the object's own
+        return (
+            f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not run it "
+            f"({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
+        ), []
+    return file.getvalue(), pickler.tensors
+
+
+def _put_together(form: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """The object again, made of a rank's own tensors."""
+    return _Unpickler(io.BytesIO(form), tensors, device).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out tensors, and the device of this rank.
+
+    Attributes:
+        tensors: Those left out, each once.
+    """
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._device = device
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for a value in the pickle; None for what is pickled as it is."""
+        if isinstance(value, torch.device) and value.type == self._device.type:
+            return _DEVICE
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return self._numbers[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors, and the device of this rank, where others were left out."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__(file)
+        self._tensors, self._device = tensors, device
+
+    def persistent_load(self, number: Any) -> Any:
+        """The value that a number, or `_DEVICE`, stands for."""
+        return self._device if number == _DEVICE else self._tensors[number]

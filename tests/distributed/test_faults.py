@@ -353,6 +353,20 @@ def test_averages_are_found_wherever_they_are_kept(average):
         refuse_averages(trainer, outer)
 
 
+class Prodigy(torch.optim.AdamW):
+    """Stands for prodigyopt's, which finds one learning rate from all gradients."""
+
+
+class UsesProdigy(TinyDiffusion):
+    def configure_optimizers(self):
+        return Prodigy(self.parameters())
+
+
+def test_the_optimizer_of_a_module_is_looked_at():
+    with pytest.raises(RankError, match="ConfigurationError: Prodigy computes one step size"):
+        run(2, module_class=UsesProdigy)
+
+
 class Unfreezes(L.Callback):
     """Trains the text table, too, from the second epoch on."""
 

@@ -150,6 +150,23 @@ def test_running_statistics_come_from_the_stage_that_has_them():
     check(2, 2, module_class=Normed, strategy={"num_stages": 2})
 
 
+class NormedEncoder(TinyDiffusion):
+    """Its frozen encoder normalizes, and nobody has called `.eval()` on that part."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder.second = torch.nn.Sequential(
+            torch.nn.BatchNorm1d(WIDTH).requires_grad_(False), self.encoder.second
+        )
+
+
+def test_statistics_of_a_frozen_encoder_in_training_mode():
+    """History: each rank encoded some of the samples, and kept statistics of these."""
+    outcomes, _ = check(2, 2, module_class=NormedEncoder, strategy={"num_stages": 2})
+    assert "encoder.second.0" in outcomes[0].plan.layers
+    assert outcomes[0].metrics["val/loss"] == outcomes[1].metrics["val/loss"]
+
+
 class Freezes(TinyDiffusion):
     """Freezes a block after two steps."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.graph.relay import RelayView
 from tests.graph.emulate import intercepted
 from tests.graph.steps import Block, Tower, rows
@@ -36,9 +36,10 @@ class Share:
 def on_all_ranks(root, owner_of, work):
     """Runs `work(module)` on copies of a module that hold the parameters owned by their rank.
 
-    `owner_of(name)` is a rank, or None for parameters that all ranks hold.
+    `owner_of(name)` is a rank, or None for parameters and buffers that all ranks hold.
     """
-    owners = {n: owner_of(n) for n, _ in root.named_parameters() if owner_of(n) is not None}
+    names = [n for n, _ in (*root.named_parameters(), *root.named_buffers())]
+    owners = {n: owner_of(n) for n in names if owner_of(n) is not None}
     num_ranks = max(owners.values()) + 1
     share, results, errors = Share(num_ranks), [None] * num_ranks, []
 
@@ -123,6 +124,31 @@ def test_parameters_read_between_modules_are_lent():
     assert torch.equal(results[0][1], validate(root))
     assert torch.equal(results[1][0], validate(root))
     assert calls.count(0) + calls.count(1) == 2 * 6 + 2  # each parameter is lent once
+
+
+def test_running_statistics_are_read_where_they_are_kept():
+    """History: a batch norm without parameters ran on every rank, with statistics that only one had kept."""
+
+    class Normed(Tower):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16, affine=False).eval()
+
+        def run(self, x):
+            return self.norm(super().run(x))
+
+    def validate_after_training(module):
+        if not is_placeholder(module.blocks[5].linear.weight):  # on the rank that keeps them
+            module.norm.running_mean.fill_(3.0)
+        return validate(module)
+
+    root = Normed()
+    owner = lambda name: 1 if name.startswith("norm") else by_block(name)
+    results, calls = on_all_ranks(root, owner, validate_after_training)
+    assert calls == [0, 0, 0, 1, 1, 1, 1]
+    root.norm.running_mean.fill_(3.0)
+    assert torch.equal(results[0], validate(root))
+    assert torch.equal(results[1], validate(root))
 
 
 def test_layers_that_draw_leave_the_streams_of_all_ranks_equal():

@@ -116,3 +116,44 @@ def test_a_way_that_leaves_twice_is_refused_not_counted_twice():
 
     with pytest.raises(NestedExits):
         halves(run(), [torch.ones(3, 8)], [x], module)
+
+
+def a_sum(x, first, second):
+    return (x + (first + second)) ** 2
+
+
+def a_chain_of_sums(x, first, second):
+    return (x + first + second) ** 2
+
+
+def views(x, first, second):
+    return (x.view(1, 2, 4) + (first[None] + second[None])) ** 2
+
+
+def a_sum_without_weights_of_its_own(x, first, second):
+    return x**2 + first.sum() + second
+
+
+@pytest.mark.parametrize("step", [a_sum, a_chain_of_sums, views, a_sum_without_weights_of_its_own])
+def test_gradients_of_several_microbatches_add_up(step):
+    """History: two parameters that are added up got one tensor as gradient, so that later microbatches were added
+    to both twice; that of a parameter shaped like the activation was the message to the stage before; and one
+    number, expanded to the shape of a parameter, could not be added to.
+    """
+    weights = [torch.zeros(2, 4, requires_grad=True) for _ in range(2)]
+    expected, messages, sent = [torch.zeros(2, 4) for _ in weights], [], []
+    for scale in (1.0, 2.0, 3.0):
+        x = torch.full((2, 4), scale, requires_grad=True)
+        for total, part in zip(
+            expected, torch.autograd.grad(step(x, *weights).sum(), weights), strict=True
+        ):
+            total += part
+        loss = step(x, *weights).sum()
+        found, later = input_gradients([loss], [torch.ones_like(loss)], [x])
+        messages.append(found[0])
+        sent.append(found[0].clone())
+        later.run()
+    for weight, total in zip(weights, expected, strict=True):
+        assert torch.equal(weight.grad, total)
+    for message, value in zip(messages, sent, strict=True):
+        assert torch.equal(message, value), "what was handed out has changed"

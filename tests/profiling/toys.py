@@ -39,13 +39,20 @@ class Block(nn.Module):
         return x + self.outer(self.inner(x).relu())
 
 
+class Normalizes(nn.BatchNorm1d):
+    """Needs two samples and keeps no statistics, without which it could not be frozen."""
+
+    def __init__(self, width):
+        super().__init__(width, track_running_stats=False)
+
+
 class Encoder(nn.Module):
-    """Frozen, with running statistics and dropout."""
+    """Frozen, with batch norm and dropout."""
 
     def __init__(self, width=WIDTH):
         super().__init__()
         self.inner = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = Normalizes(width)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x):
@@ -61,11 +68,13 @@ class Toy(L.LightningModule):
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, width)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
         self.num_steps = 0
 
     def training_step(self, batch, batch_idx):
         self.num_steps += 1
         self.calls = self.calls + 1
+        self.seen += len(batch["x"])
         x = self.encoder(batch["x"])
         x = x + torch.randn_like(x) * (1 + random.random() + float(np.random.rand()))
         first = x = self.blocks[0](x)

@@ -26,7 +26,7 @@ from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules import schedule_of
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
@@ -36,9 +36,16 @@ from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.stage import PartitionedStep
-from lightning_diffpipe.runtime.transport import LoopbackTransport
+from lightning_diffpipe.runtime.transport import LoopbackTransport, MessageKey
 
 CPU = torch.device("cpu")
+
+
+class LateTransport(LoopbackTransport):
+    """Reads a message as late as a network may: who changes its buffer meanwhile is found out."""
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        self._network[to, key] = buffer
 
 
 class SumBetweenCopies:
@@ -102,6 +109,7 @@ class Loopback:
         batch: Tells the layers; its first `num_probed` samples are probed.
         num_stages: Stages of the evenly cut path.
         num_microbatches: Microbatches of every batch.
+        num_ranks: Ranks that stages are dealt out to; only for interleaved ones.
         replicas: Ranks for each stage; one each if not given.
         schedule: Name of a schedule.
         seed: Seed of the run.
@@ -110,6 +118,7 @@ class Loopback:
         num_probed: Samples of the probed microbatch.
         fine: The probed graph, if another pipeline of the same module has probed it.
         shares_probes: One rank probes microbatches of other sizes for all; else each does, as processes do.
+        leaves_late: Messages are read when they are received, not when they are sent.
     """
 
     def __init__(
@@ -120,6 +129,7 @@ class Loopback:
         num_stages: int,
         num_microbatches: int,
         *,
+        num_ranks: int | None = None,
         replicas: Sequence[int] | None = None,
         schedule: str = "1f1b",
         seed: int = 5,
@@ -128,6 +138,7 @@ class Loopback:
         num_probed: int = 2,
         fine: LayerGraph | None = None,
         shares_probes: bool = False,
+        leaves_late: bool = False,
     ) -> None:
         small = take_samples(batch, num_samples(batch), num_probed)
         self.fine = fine or probe(module, step, small, max_share=max_share)
@@ -137,9 +148,12 @@ class Loopback:
         if folded:
             self.graph, positions = fold(module, step, small, self.fine, positions)
         self.placement = Placement.of_replicas(replicas or [1] * num_stages)
-        self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
+        if num_ranks is not None:
+            self.placement = Placement.round_robin(num_stages, num_ranks)
+        self.schedule = schedule_of(schedule, self.placement, num_microbatches)
         self.pieces = cut_for(self.graph, positions, alone=self.placement.num_ranks == 1)
         self.reducer = SumBetweenCopies()
+        self.transport = LateTransport if leaves_late else LoopbackTransport
         self.known: dict[str, LayerGraph] | None = {} if shares_probes else None
         network: dict[Any, Tensor] = {}
         self.ranks = [
@@ -159,7 +173,7 @@ class Loopback:
         steps = make(root, step, graph, positions, placement, rank, interception, CPU)
         mesh = Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
-        engine = Engine(layout, self.reducer, transport=LoopbackTransport(network, rank))
+        engine = Engine(layout, self.reducer, transport=self.transport(network, rank))
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}
         return Rank(root, engine, interception, trained)

@@ -1,0 +1,120 @@
+"""State that layers keep (running statistics) is that of one process, and the only copy that is used."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime.holding import owners_of, require_one_home, warn_of_statistics
+from tests.graph.emulate import relative_error
+from tests.runtime.loopback import Loopback
+from tests.zoo import in_double
+
+WIDTH = 6
+
+
+class Normed(nn.Module):
+    """A frozen encoder in training mode, one in evaluation mode, and a trained path with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d
+        self.counting = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.quiet = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH)).eval()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = norm(WIDTH)
+        for encoder in (self.counting, self.quiet):
+            encoder.requires_grad_(False)
+
+    def forward(self, batch):
+        with torch.no_grad():
+            target, condition = self.counting(batch), self.quiet(batch)
+        x = self.norm(torch.tanh(self.first(batch + condition)))
+        return (self.last(x) - target).square().mean()
+
+
+class Twice(Normed):
+    def forward(self, batch):
+        return self.norm(self.last(self.norm(self.first(batch)))).square().mean()
+
+
+def step(module, batch):
+    return module(batch)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_frozen_layers_in_training_mode_see_all_samples_once(num_stages):
+    """History: every rank encoded its own microbatches, so that statistics were those of some samples, others on
+    every rank, and so were the encodings in validation.
+    """
+    torch.manual_seed(0)
+    with in_double():
+        alone, batch = Normed().double(), torch.randn(12, WIDTH)
+        pipeline = Loopback(alone, step, batch, num_stages, num_microbatches=4)
+        try:
+            for index in range(2):
+                alone.zero_grad()
+                for part in batch.split(3):
+                    (step(alone, part) / 4).backward()
+                for rank in pipeline.ranks:
+                    rank.module.zero_grad()
+                pipeline.run_step(batch, index)
+                expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+                assert relative_error(expected, pipeline.gradients())[0] < 1e-12
+        finally:
+            pipeline.close()
+    residents = [frozenset()] * len(pipeline.ranks)
+    owners = owners_of(nn.Module(), pipeline.pieces, residents, pipeline.placement)
+    kept = dict(alone.named_buffers())
+    assert set(owners) == {name for name in kept if not name.startswith("quiet")}
+    for name, owner in owners.items():
+        mine = pipeline.ranks[owner].module.get_buffer(name)
+        torch.testing.assert_close(mine, kept[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_only_layers_that_keep_nothing_run_in_advance(caplog):
+    graph = probe(Normed(), step, torch.randn(4, WIDTH), max_share=1 / 30)
+    ahead = {graph.layers[i].name for i in graph.frozen}
+    assert ahead == {"counting.0", "quiet.0", "quiet.1"}
+    warn_of_statistics(graph, cut(graph, [2]), Placement.of_replicas([1, 1]))
+    assert "counting.1: not trained" in caplog.text
+    assert "quiet" not in caplog.text
+
+
+def test_replicas_that_share_out_statistics_are_told(caplog):
+    root = Normed()
+    root.counting.eval()
+    graph = probe(root, step, torch.randn(4, WIDTH), max_share=1 / 30)
+    pieces = cut(graph, [1])
+    warn_of_statistics(graph, pieces, Placement.of_replicas([2, 1]))
+    assert not caplog.text
+    warn_of_statistics(graph, pieces, Placement.of_replicas([1, 2]))
+    assert "stage 1 keeps statistics (norm." in caplog.text
+    assert "each of its 2 replicas" in caplog.text
+
+
+def test_state_that_two_stages_would_change_is_refused():
+    """History: each stage kept the statistics of its own calls."""
+    graph = probe(Twice(), step, torch.randn(4, WIDTH), max_share=1 / 30)
+    assert [layer.name for layer in graph.layers] == ["first", "norm", "last", "norm"]
+    with pytest.raises(
+        ConfigurationError, match=r"'norm\..*' is changed .* stage 0 and used on stage 1"
+    ):
+        require_one_home(graph, cut(graph, [2]))
+    require_one_home(graph, cut(graph, [1]))
+    require_one_home(graph, cut(graph, []))
+
+
+def test_state_that_another_stage_reads_is_refused():
+    class Reads(Normed):
+        def forward(self, batch):
+            x = self.norm(self.first(batch))
+            return self.last(x * self.norm.running_var.sqrt()).square().mean()
+
+    graph = probe(Reads(), step, torch.randn(4, WIDTH), max_share=1 / 30)
+    with pytest.raises(ConfigurationError, match=r"'norm\.running_var' is changed"):
+        require_one_home(graph, cut(graph, [2]))
+    require_one_home(graph, cut(graph, [1]))
