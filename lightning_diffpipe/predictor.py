@@ -82,6 +82,7 @@ class Predictor:
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._announced = False
+        self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
     @classmethod
@@ -157,11 +158,15 @@ class Predictor:
             timeout_s: Longest wait for a message, in seconds.
             options: As in `from_pretrained`: `num_patches`, `warmup_steps`, `data`, `guidance`, `parallel`,
                 `sequence` and options of the method. Device, dtype and weights are those of the module.
+
+        Raises:
+            ConfigurationError: The module is divided into the stages of a training; on all ranks.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
         world = join_world(module.device, timeout_s)
-        return cls(source_of_module(module), choice, world, module.device, timeout_s)
+        source = world.agree(lambda: source_of_module(module))
+        return cls(source, choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -195,8 +200,10 @@ class Predictor:
             ConfigurationError: An argument cannot work; on all ranks.
             SamplingError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
-            DiffPipeError: Over NCCL, an earlier request ended in the middle.
+            DiffPipeError: The predictor is closed. Over NCCL, an earlier request ended in the middle.
         """
+        if self._is_closed:
+            raise DiffPipeError("this predictor is closed; make another one")
         self._connect_anew()
         settings = Settings(
             prompts, num_inference_steps, guidance_scale, seed, height, width, options
@@ -213,7 +220,10 @@ class Predictor:
         return pictures
 
     def close(self) -> None:
-        """Ends the process groups of this predictor; collective."""
+        """Ends the process groups of this predictor, which draws no more; collective."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._worker is not None:
             self._worker.close()
             self._worker = None

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe import LatentDiffusion
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
@@ -133,6 +133,23 @@ def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
         assert (as_array(found) == as_array(expected)).all()
     from_memory = Predictor.from_module(whole, "single")(["a", "b"], 3, 4.0, seed=3)
     assert (as_array(from_memory) == as_array(expected)).all()
+
+
+def test_a_module_in_stages_is_not_drawn_with():
+    """History: weights of other stages, NaN here, ended as final latents that are not finite: please report."""
+    module = perturbed_latent_diffusion()
+    own = [name for name, _ in module.named_parameters() if not name.startswith("vae.")]
+    place_parameters(module, own, "cpu")
+    with pytest.raises(ConfigurationError, match=r"such as vae\..*SampleImages during training"):
+        Predictor.from_module(module, "single")
+
+
+def test_a_closed_predictor_says_so(folder_of):
+    predictor = Predictor.from_pretrained(folder_of("dit"), method="single")
+    for _ in range(2):
+        predictor.close()
+    with pytest.raises(DiffPipeError, match="this predictor is closed; make another one"):
+        predictor(prompts_of("dit"), **SETTINGS)
 
 
 BAD = [
