@@ -73,6 +73,15 @@ def open_source(
     return DiffusersFolder(folder, leads, device, dtype)
 
 
+def refuse_module(module: Any) -> None:
+    """Raises ConfigurationError for what is no module of this project."""
+    if not isinstance(module, LatentDiffusion):
+        raise ConfigurationError(
+            f"module must be a LatentDiffusion; got a {type(module).__name__}. Save a pipeline of diffusers to a "
+            "folder and open that: Predictor.from_pretrained(path)"
+        )
+
+
 def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
     """A module in memory, with its weights.
 

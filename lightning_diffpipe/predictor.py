@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, SamplingError
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.model_sources import open_source, source_of_module
+from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
@@ -160,10 +160,12 @@ class Predictor:
                 `sequence` and options of the method. Device, dtype and weights are those of the module.
 
         Raises:
-            ConfigurationError: The module is divided into the stages of a training; on all ranks.
+            ConfigurationError: The module is of another kind, or divided into the stages of a training; on all
+                ranks.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
+        refuse_module(module)
         world = join_world(module.device, timeout_s)
         source = world.agree(lambda: source_of_module(module))
         return cls(source, choice, world, module.device, timeout_s)
@@ -208,6 +210,8 @@ class Predictor:
         settings = Settings(
             prompts, num_inference_steps, guidance_scale, seed, height, width, options
         )
+        if on_step is not None and not callable(on_step):
+            raise ConfigurationError(f"on_step must be a function of two numbers; got {on_step!r}")
         self._on_step = on_step
         started_s = time.perf_counter()
         if self._world.rank == 0:
