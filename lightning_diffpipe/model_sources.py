@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, pictures
 from lightning_diffpipe.modules.parts import (
     checkpoint_part,
@@ -72,8 +73,28 @@ def open_source(
     return DiffusersFolder(folder, leads, device, dtype)
 
 
+def refuse_module(module: Any) -> None:
+    """Raises ConfigurationError for what is no module of this project."""
+    if not isinstance(module, LatentDiffusion):
+        raise ConfigurationError(
+            f"module must be a LatentDiffusion; got a {type(module).__name__}. Save a pipeline of diffusers to a "
+            "folder and open that: Predictor.from_pretrained(path)"
+        )
+
+
 def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
-    """A module in memory, with its weights."""
+    """A module in memory, with its weights.
+
+    Raises:
+        ConfigurationError: Weights of it are on other ranks.
+    """
+    names = [name for name, p in module.named_parameters() if is_placeholder(p)]
+    if names:
+        raise ConfigurationError(
+            f"this rank holds only its stage of the module: {len(names)} parameters live elsewhere, such as "
+            f"{names[0]}; draw with the callback SampleImages during training, or open the checkpoint with "
+            "Predictor.from_pretrained"
+        )
     name = "unet" if hasattr(module, "unet") else "transformer"
     return LatentDiffusionSource(name, module.denoiser, None, module)
 

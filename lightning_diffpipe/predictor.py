@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, SamplingError
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.model_sources import open_source, source_of_module
+from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
@@ -82,6 +82,7 @@ class Predictor:
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._announced = False
+        self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
     @classmethod
@@ -157,11 +158,17 @@ class Predictor:
             timeout_s: Longest wait for a message, in seconds.
             options: As in `from_pretrained`: `num_patches`, `warmup_steps`, `data`, `guidance`, `parallel`,
                 `sequence` and options of the method. Device, dtype and weights are those of the module.
+
+        Raises:
+            ConfigurationError: The module is of another kind, or divided into the stages of a training; on all
+                ranks.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
+        refuse_module(module)
         world = join_world(module.device, timeout_s)
-        return cls(source_of_module(module), choice, world, module.device, timeout_s)
+        source = world.agree(lambda: source_of_module(module))
+        return cls(source, choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -195,12 +202,16 @@ class Predictor:
             ConfigurationError: An argument cannot work; on all ranks.
             SamplingError: The final latents are not finite; on all ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time; on all other ranks.
-            DiffPipeError: Over NCCL, an earlier request ended in the middle.
+            DiffPipeError: The predictor is closed. Over NCCL, an earlier request ended in the middle.
         """
+        if self._is_closed:
+            raise DiffPipeError("this predictor is closed; make another one")
         self._connect_anew()
         settings = Settings(
             prompts, num_inference_steps, guidance_scale, seed, height, width, options
         )
+        if on_step is not None and not callable(on_step):
+            raise ConfigurationError(f"on_step must be a function of two numbers; got {on_step!r}")
         self._on_step = on_step
         started_s = time.perf_counter()
         if self._world.rank == 0:
@@ -213,7 +224,10 @@ class Predictor:
         return pictures
 
     def close(self) -> None:
-        """Ends the process groups of this predictor; collective."""
+        """Ends the process groups of this predictor, which draws no more; collective."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._worker is not None:
             self._worker.close()
             self._worker = None

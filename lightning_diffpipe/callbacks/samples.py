@@ -77,6 +77,13 @@ class SampleImages(L.Callback):
         self.seed = seed
         self._last_step = 0
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forgets an earlier run. Where this one goes on after a step, that step was drawn when it was done.
+
+        The validation behind it may still have to come: checkpoints are saved before it, too.
+        """
+        self._last_step = 0 if self.every_n_steps is None else trainer.global_step
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:

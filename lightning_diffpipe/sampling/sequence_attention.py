@@ -3,7 +3,7 @@
 * Ulysses: before attention, ranks trade tokens for heads, so that each has all tokens of some heads; after it,
   they trade back. Heads must go round.
 * Ring: keys and values travel round the ranks, and each attends to one rank's at a time. Partial results are
-  merged by their normalisers, so any number of heads will do, at the price of more bytes.
+  merged by their normalisers (`partial_attention.py`), so any number of heads will do, at the price of more bytes.
 
 Inside a stage of PipeFusion the tokens are those of a patch, and keys and values of other patches are taken from
 a cache. Under Ulysses a rank keeps some heads of all tokens. In a ring every rank keeps all heads of all tokens,
@@ -34,6 +34,7 @@ from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, Kv
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
 from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+from lightning_diffpipe.sampling.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tokens import Part, Selection
 from lightning_diffpipe.sampling.tracing import Attend
 
@@ -307,48 +308,14 @@ class Ring(_OverRanks):
                 links.send(pack([k, v]), (me + 1) % n, "sequence")
             others = keys.of_others() if turn == 0 else None
             if others is not None:
-                total = _partial(q, *others, scale)
+                total = attention_part(q, *others, scale)
             keys.put(places[source], k, v)
             part = None if keys.mask is None else places[source].take(keys.mask, -1)
-            total = _merged(total, _partial(q, k, v, part, scale))
+            total = merged(total, attention_part(q, k, v, part, scale))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
         assert total is not None
         return total[0].to(q.dtype)
-
-
-def _partial(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention to some of the keys: the result and the logarithm of its normaliser."""
-    if k.shape[1] != q.shape[1]:  # grouped queries
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-        # The normaliser is wide, as below: in bfloat16 it would move weights by percents.
-        return out, norm.unsqueeze(-1)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide) @ k.to(wide).transpose(-2, -1)) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    norm = scores.logsumexp(-1, keepdim=True)
-    return _weights(scores, norm, norm) @ v.to(wide), norm
-
-
-def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
-    """Of scores under a normaliser; zero where the own one says that no key can be seen. NaN stays NaN."""
-    return (scores - norm).exp().masked_fill(own == -math.inf, 0.0)
-
-
-def _merged(
-    total: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both."""
-    if total is None:
-        return part
-    norm = torch.logaddexp(total[1], part[1])
-    weigh = [_weights(n, norm, n) for n in (total[1], part[1])]
-    return total[0] * weigh[0] + part[0] * weigh[1], norm
 
 
 SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}

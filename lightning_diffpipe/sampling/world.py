@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import logging
 import os
+import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.runtime.links import measure_cluster
 from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
 from lightning_diffpipe.sampling.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -206,13 +210,61 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
         ProcessLinks.connect([ranks], device, "gloo", seconds)
         for seconds in (timeout_s, patience_s)
     )
-    backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
+    backend = _agreed_backend(_gathered(requests, _Place.of(device)), links.rank)
     store = dist.distributed_c10d._get_default_store()
     board = f"diffpipe/{links.control.group_name}"  # no other predictor has it
     progress = Progress(store, board, links.rank, links.num_ranks, timeout_s)
     return World(links, requests, backend, progress)
 
 
-def _one_gpu_each() -> bool:
-    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return dist.is_nccl_available() and torch.cuda.device_count() >= on_this_host
+class _Place(NamedTuple):
+    """Where a rank computes.
+
+    Attributes:
+        host: Name of its host.
+        gpu: What no other GPU is called, whatever numbers processes give to those that they see; None on a CPU.
+        has_nccl: Whether its torch has NCCL.
+    """
+
+    host: str
+    gpu: str | None
+    has_nccl: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Place:
+        """The place of this rank."""
+        gpu = None
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+        return cls(socket.gethostname(), gpu, dist.is_nccl_available())
+
+
+def _agreed_backend(places: Sequence[_Place], rank: int) -> str:
+    """Of messages between denoisers: NCCL exactly if each rank has a GPU of its own. The first rank says it."""
+    reason = _why_not_nccl(places)
+    backend = "gloo" if reason else "nccl"
+    if rank > 0:
+        return backend
+    if reason and any(place.gpu for place in places):
+        _log.warning(
+            "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
+            "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
+            reason,
+        )
+    else:
+        _log.info("messages between %d ranks travel over %s", len(places), backend)
+    return backend
+
+
+def _why_not_nccl(places: Sequence[_Place]) -> str:
+    """Why NCCL cannot be used; empty if it can."""
+    seen: dict[tuple[str, str], int] = {}
+    for rank, (host, gpu, has_nccl) in enumerate(places):
+        if gpu is None:
+            return f"rank {rank} computes on a CPU"
+        if not has_nccl:
+            return f"torch has no NCCL on rank {rank}"
+        first = seen.setdefault((host, gpu), rank)
+        if first != rank:
+            return f"ranks {first} and {rank} share one of {host}"
+    return ""

@@ -39,7 +39,7 @@ class Memory(Logger):
         pass
 
 
-def fit(tmp_path, callbacks, logger, module=None, **kwargs):
+def fit(tmp_path, callbacks, logger, module=None, ckpt_path=None, **kwargs):
     settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
     trainer = L.Trainer(
         **settings,
@@ -51,7 +51,7 @@ def fit(tmp_path, callbacks, logger, module=None, **kwargs):
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(module or Painter())
+    trainer.fit(module or Painter(), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -59,6 +59,27 @@ def test_pictures_come_every_few_optimizer_steps(tmp_path):
     logger = Memory()
     fit(tmp_path, [SampleImages(["a", "b"], every_n_steps=2)], logger, accumulate_grad_batches=2)
     assert logger.images == [("samples", 2, step, ["a", "b"]) for step in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("every", [{"every_n_steps": 6}, {"every_n_steps": None}])
+def test_pictures_come_in_every_fit(every, tmp_path):
+    """History: kept for a second run, the callback did not draw the step that it had drawn last."""
+    samples = SampleImages(["a"], **every)
+    for _ in range(2):
+        logger = Memory()
+        validation = {"limit_val_batches": 1, "val_check_interval": 6}
+        fit(tmp_path, [samples], logger, **(validation if every["every_n_steps"] is None else {}))
+        assert [step for _, _, step, _ in logger.images] == [6]
+
+
+def test_a_resumed_run_draws_its_own_steps_only(tmp_path):
+    """History: the first of the batches that make a step drew again, over the picture of the checkpoint's step."""
+    trainer = fit(tmp_path, [], False, max_steps=2, accumulate_grad_batches=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    logger = Memory()
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "accumulate_grad_batches": 2}
+    fit(tmp_path, [SampleImages(["a"], every_n_steps=2)], logger, **resumed)
+    assert [step for _, _, step, _ in logger.images] == [4, 6]
 
 
 def test_pictures_come_with_every_validation_and_averaged_weights(tmp_path):

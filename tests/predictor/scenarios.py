@@ -8,14 +8,17 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling import pipefusion
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.world import World
+from tests.modules.tiny_parts import perturbed_latent_diffusion
 
 
 def draw(rank, path, prompts, settings, options):
@@ -156,6 +159,25 @@ def failure(rank, path, prompts, settings, options):
     except DiffPipeError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def refused_later(rank, path, prompts, settings, options):
+    """What a predictor says that is closed, and one of a module of which one rank has a stage only."""
+    predictor = Predictor.from_pretrained(path, **options)
+    predictor(prompts, **settings)
+    for _ in range(2):
+        predictor.close()
+    module = perturbed_latent_diffusion()
+    if rank == 1:
+        place_parameters(
+            module, [name for name, _ in module.transformer.named_parameters("transformer")], "cpu"
+        )
+    said = []
+    for call in (lambda: predictor(prompts, **settings), lambda: Predictor.from_module(module)):
+        with pytest.raises(DiffPipeError) as refusal:
+            call()
+        said.append(str(refusal.value))
+    return said
 
 
 def killed(rank, path, prompts, settings, options, victim, told):

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe import LatentDiffusion
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
@@ -135,8 +135,55 @@ def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
     assert (as_array(from_memory) == as_array(expected)).all()
 
 
+def test_a_pipeline_in_memory_is_refused_with_the_way_to_open_it():
+    with pytest.raises(
+        ConfigurationError, match=r"LatentDiffusion; got a Linear.*from_pretrained\(path\)"
+    ):
+        Predictor.from_module(torch.nn.Linear(1, 1), "single")
+
+
+def test_a_module_in_stages_is_not_drawn_with():
+    """History: weights of other stages, NaN here, ended as final latents that are not finite: please report."""
+    module = perturbed_latent_diffusion()
+    own = [name for name, _ in module.named_parameters() if not name.startswith("vae.")]
+    place_parameters(module, own, "cpu")
+    with pytest.raises(ConfigurationError, match=r"such as vae\..*SampleImages during training"):
+        Predictor.from_module(module, "single")
+
+
+def test_a_closed_predictor_says_so(folder_of):
+    predictor = Predictor.from_pretrained(folder_of("dit"), method="single")
+    for _ in range(2):
+        predictor.close()
+    with pytest.raises(DiffPipeError, match="this predictor is closed; make another one"):
+        predictor(prompts_of("dit"), **SETTINGS)
+
+
 BAD = [
     ("stable_diffusion", {}, {"prompts": "a cat"}, "prompts must be a list with at least one"),
+    (
+        "stable_diffusion",
+        {},
+        {"prompts": 5},
+        "prompts must be a list with at least one prompt; got 5",
+    ),
+    ("stable_diffusion", {}, {"prompts": np.array(["a", "b"])}, "prompts must be a list"),
+    ("stable_diffusion", {}, {"seed": [1, 2]}, "seed must be a whole number; got .1, 2."),
+    ("stable_diffusion", {}, {"seed": 2**64}, "seed must have 64 bits"),
+    (
+        "stable_diffusion",
+        {},
+        {"num_images_per_prompt": 0},
+        "num_images_per_prompt must be at least 1",
+    ),
+    (
+        "stable_diffusion",
+        {},
+        {"on_step": True},
+        "on_step must be a function of two numbers; got True",
+    ),
+    ("pixart", {}, {"negative_prompt": ["x"]}, "negative_prompt has 1 texts for 2 prompts"),
+    ("sdxl", {}, {"negative_prompt_2": ["x"] * 3}, "negative_prompt_2 has 3 texts for 2 prompts"),
     ("stable_diffusion", {}, {"num_inference_steps": 0}, "num_inference_steps must be at least 1"),
     ("stable_diffusion", {}, {"negativ_prompt": ["x"]}, "did you mean 'negative_prompt'"),
     ("stable_diffusion", {}, {"output_type": "np"}, "output_type cannot be given"),

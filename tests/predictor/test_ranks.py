@@ -27,6 +27,7 @@ from tests.predictor.scenarios import (
     killed,
     killed_early,
     latents_of_each,
+    refused_later,
     requests_in_turn,
     take_a_second,
 )
@@ -342,6 +343,13 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     assert first == second
     for message, said in zip(cases, first, strict=True):
         assert message in said
+
+
+def test_a_closed_predictor_and_a_module_in_stages_are_refused_on_all_ranks(job):
+    """History: a closed one ended in an AttributeError, here only, and NaN of other stages was drawn with."""
+    for closed, divided in run_ranks(refused_later, 2, *job("dit", method="single")):
+        assert closed == "this predictor is closed; make another one"
+        assert "this rank holds only its stage of the module" in divided
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
-from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, _merged, _partial
+from lightning_diffpipe.sampling.partial_attention import attention_part, merged
+from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -88,7 +89,7 @@ def test_shares_of_keys_in_half_precision_are_merged_to_its_rounding():
     total = None
     for share in range(4):
         rows = slice(16 * share, 16 * share + 16)
-        total = _merged(total, _partial(q, k[:, :, rows], v[:, :, rows], None, 0.5))
+        total = merged(total, attention_part(q, k[:, :, rows], v[:, :, rows], None, 0.5))
     exact = scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.5)
     # Each share and the result are rounded once.
     torch.testing.assert_close(total[0].bfloat16().float(), exact, rtol=2**-7, atol=0)
@@ -107,7 +108,7 @@ def test_overflow_before_ring_attention_is_not_hidden(where, poison, masked):
     total = None
     for rows in (slice(0, 32), slice(32, 64)):
         part = mask[:, rows] if masked else None
-        total = _merged(total, _partial(q, k[:, :, rows], v[:, :, rows], part, 0.5))
+        total = merged(total, attention_part(q, k[:, :, rows], v[:, :, rows], part, 0.5))
     expected = (0.5 * q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1) @ v
     assert expected.isnan().any()
     torch.testing.assert_close(total[0], expected, equal_nan=True)

@@ -42,6 +42,8 @@ _OURS = {
     "skip_guidance_layers": "guidance that is the same in all steps",
 }
 
+_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -66,14 +68,18 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompts, str) or not self.prompts:
+        if not isinstance(self.prompts, list | tuple) or not self.prompts:
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
-        for name in ("num_inference_steps", "height", "width"):
-            if getattr(self, name) is not None:
-                refuse_unless_whole(name, getattr(self, name), 1)
+        counted = {name: getattr(self, name) for name in ("num_inference_steps", "height", "width")}
+        counted |= {k: v for k, v in self.options.items() if k in _PER_PROMPT}
+        for name, value in counted.items():
+            if value is not None:
+                refuse_unless_whole(name, value, 1)
         refuse_unless_whole("seed", self.seed)
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigurationError(f"seed must have 64 bits; got {self.seed}")
         if not isinstance(self.guidance_scale, Real | None):
             raise ConfigurationError(
                 f"guidance_scale must be a number; got {self.guidance_scale!r}"
@@ -255,8 +261,15 @@ def refuse_prompts(
 
 def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
     """One text for all prompts, such as a negative prompt, as one for each: some pipelines take no other."""
-    is_text = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d+)?", name)
-    return [value] * num_prompts if is_text else value
+    if not re.fullmatch(r"(negative_)?prompt(_\d+)?", name):
+        return value
+    if isinstance(value, str):
+        return [value] * num_prompts
+    if isinstance(value, list | tuple) and len(value) != num_prompts:
+        raise ConfigurationError(
+            f"{name} has {len(value)} texts for {num_prompts} prompts; give one for each, or a single text for all"
+        )
+    return value
 
 
 def _number(value: float | None, otherwise: float) -> float:

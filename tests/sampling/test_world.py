@@ -1,0 +1,60 @@
+"""Ranks agree what their messages travel over, by the GPUs that they have and not by how they were started."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.sampling import world
+from tests.ranks import run_ranks
+
+CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+CASES = [  # device, name of its GPU and host of each rank; what is agreed, and what the first rank says
+    # One GPU is visible to each process, as under srun --gpus-per-task=1: both call it cuda:0.
+    ([(CUDA0, "a", "one"), (CUDA0, "b", "one")], "nccl", "2 ranks travel over nccl"),
+    ([(CUDA0, "a", "one"), (CUDA0, "b", "two")], "nccl", "2 ranks travel over nccl"),
+    ([(CUDA0, "a", "one"), (CUDA1, "b", "one")], "nccl", "2 ranks travel over nccl"),
+    ([(CUDA0, "a", "one"), (CUDA0, "a", "one")], "gloo", "ranks 0 and 1 share one of one; set LOCAL_RANK"),
+    ([(CUDA0, "a", "one"), (CPU, "", "one")], "gloo", "but rank 1 computes on a CPU"),
+    ([(CPU, "", "one"), (CPU, "", "one")], "gloo", "2 ranks travel over gloo"),
+]  # fmt: skip
+
+
+def backends(rank, cases):
+    """What each rank uses and says in each case."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("lightning_diffpipe").setLevel(logging.INFO)
+    logging.getLogger("lightning_diffpipe").addHandler(handler)
+    dist.is_nccl_available = lambda: True
+    used = []
+    for places in cases:
+        device, gpu, host = places[rank]
+        torch.cuda.get_device_properties = lambda device, gpu=gpu: SimpleNamespace(uuid=gpu)
+        world.socket.gethostname = lambda host=host: host
+        joined = world.join_world(device, timeout_s=20)
+        used.append(joined.backend)
+        joined.disconnect()
+    return used, told
+
+
+@pytest.mark.distributed
+def test_nccl_is_used_exactly_if_each_rank_has_a_gpu_of_its_own():
+    """History: ranks of two hosts, or with one visible GPU each, sent everything through host memory, as each
+    compared the GPUs that it saw with a number that few launchers set; ranks that differed waited for each other,
+    and two on one GPU ended in an error of NCCL.
+    """
+    found = run_ranks(backends, 2, [places for places, _, _ in CASES])
+    assert [used for used, _ in found] == [[backend for _, backend, _ in CASES]] * 2
+    (_, told), (_, told_by_others) = found
+    for said, (_, _, expected) in zip(told, CASES, strict=True):
+        assert expected in said
+    assert not told_by_others
+
+
+def test_torch_without_nccl_is_told():
+    places = [world._Place("one", gpu, gpu == "a") for gpu in ("a", "b")]
+    assert world._why_not_nccl(places) == "torch has no NCCL on rank 1"
