@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.data import has_len_all_ranks
 from PIL import Image
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
@@ -140,6 +142,15 @@ def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
     data.trainer.current_epoch = 1
     assert captions(loader) != first
     assert len(captions(as_rank(data_of(shards, samples_per_epoch=40)).train_dataloader())) == 40
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
+    """History: without one, a run of some epochs knew no number of steps for its learning rate."""
+    loader = data_of(shards, num_workers=num_workers).train_dataloader()
+    assert len(loader) == len(list(loader)) == 9
+    assert has_len_all_ranks(loader, SingleDeviceStrategy("cpu"))
+    assert not [w for w in recwarn if "__len__" in str(w.message)]
 
 
 def test_fewer_shards_than_pipelines_are_refused(shards):
