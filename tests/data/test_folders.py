@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.data import has_len_all_ranks
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_square
@@ -48,6 +48,31 @@ def test_squares_are_cut_from_the_middle():
     assert torch.equal(to_square(picture, 10), torch.ones(3, 10, 10))
 
 
+def photograph(**options):
+    """What a camera on its side keeps: the upper half of the scene, white, lies on the left."""
+    picture = Image.new("RGB", (20, 20))
+    picture.paste((255, 255, 255), (0, 0, 10, 20))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # turn by 90 degrees, clockwise
+    file = io.BytesIO()
+    picture.save(file, exif=exif, **options)
+    return file.getvalue()
+
+
+def upright(image):
+    return bool((image[:, :8] > 0.9).all() and (image[:, -8:] < -0.9).all())
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_photographs_stand_upright(tmp_path, form):
+    """History: the orientation that cameras write was ignored, and models learned sideways pictures."""
+    (tmp_path / "a.jpg").write_bytes(photograph(format=form))
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg", "text": "a"}')
+    data = ImageFolderDataModule(str(tmp_path), resolution=20, validation_share=0.0)
+    data.setup("fit")
+    assert upright(data.train_set[0]["image"])
+
+
 def test_a_missing_index_says_what_to_write(tmp_path):
     data = ImageFolderDataModule(str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"metadata.jsonl does not exist; write one line"):
@@ -81,19 +106,25 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     assert [caption for _, caption in data.train_set.entries] == captions
 
 
+def write_shard(path, files):
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
 @pytest.fixture
 def shards(tmp_path):
     """Three shards of six red pictures each."""
     pytest.importorskip("webdataset")
     for shard in range(3):
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
-            for i in range(6 * shard, 6 * shard + 6):
-                picture = io.BytesIO()
-                Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
-                for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"%d" % i)):
-                    entry = tarfile.TarInfo(name)
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+        files = {}
+        for i in range(6 * shard, 6 * shard + 6):
+            picture = io.BytesIO()
+            Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
+            files |= {f"{i}.png": picture.getvalue(), f"{i}.txt": b"%d" % i}
+        write_shard(tmp_path / f"{shard}.tar", files)
     return str(tmp_path / "{0..2}.tar")
 
 
@@ -119,6 +150,20 @@ def test_shards_give_batches_like_all_others(shards):
     batches = list(data.train_dataloader())
     assert [batch["image"].shape for batch in batches] == [(4, 3, 8, 8)] * 4
     assert captions(data.val_dataloader()) == list(range(18))
+
+
+def test_photographs_of_shards_stand_upright(tmp_path):
+    """History: see `test_photographs_stand_upright`."""
+    pytest.importorskip("webdataset")
+    forms = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
+    files = {}
+    for key, form in forms.items():
+        files |= {f"{form}.{key}": photograph(format=form), f"{form}.txt": b"a"}
+    write_shard(tmp_path / "0.tar", files)
+    path = str(tmp_path / "0.tar")
+    data = data_of(path, validation_shards=path, resolution=20, batch_size=3)
+    (batch,) = data.val_dataloader()
+    assert [upright(image) for image in batch["image"]] == [True] * 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2, 5])
