@@ -505,7 +505,7 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
 
 def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained")
+    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained_unet")
     assert code == 2
     assert "sampler=pipefusion needs a transformer, and this model is a U-Net" in err
 

@@ -100,6 +100,16 @@ def test_any_value_can_be_overridden(output_dir):
     assert config.model.optimization.lr == 1e-5
 
 
+def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_dir):
+    """History: `model=pretrained` trained Stable Diffusion at 5e-4, and drew glyphs with it."""
+    config = composed("train", "model=pretrained", "model.path=mine", output_dir)
+    assert config.model.optimization.lr == 1e-5
+    assert config.callbacks.samples.prompts is None
+    glyphs = [composed("train", "experiment=glyphs", output_dir), composed("demo", output_dir)]
+    assert [each.model.optimization.lr for each in glyphs] == [5e-4, 5e-4]
+    assert [each.model.optimization.warmup_steps for each in glyphs] == [20, 20]
+
+
 def test_several_machines_reach_the_trainer_and_its_strategy(output_dir):
     """History: `trainer.num_nodes=2` was answered with "there is no setting"."""
     config = composed("train", "trainer.num_nodes=2", output_dir)

@@ -176,3 +176,9 @@ class WebDatasetDataModule(L.LightningDataModule):
         stream = self._stream(shards, None)
         batched = self._webdataset.batched(self.hparams.batch_size, collation_fn=collate)
         return self._loader(stream.compose(batched), shards)
+
+    def held_back_captions(self, count: int) -> list[str]:
+        """The first captions of the held-back shards, up to `count`, for pictures to be drawn in training."""
+        shards = self.hparams.validation_shards
+        first = itertools.islice(self._stream(shards, None), count) if shards is not None else ()
+        return [sample["caption"] for sample in first]

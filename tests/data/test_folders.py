@@ -35,6 +35,9 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
     for image, caption in zip(batch["image"], batch["caption"], strict=True):
         red = int(caption.split()[1])
         assert torch.allclose(image[0], torch.tensor(red / 127.5 - 1))
+    held_back = [caption for _, caption in data.validation_set.entries]
+    assert data.held_back_captions(99) == held_back
+    assert data.held_back_captions(2) == [held_back[0], held_back[len(held_back) // 2]]
 
 
 def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
@@ -150,6 +153,8 @@ def test_shards_give_batches_like_all_others(shards):
     batches = list(data.train_dataloader())
     assert [batch["image"].shape for batch in batches] == [(4, 3, 8, 8)] * 4
     assert captions(data.val_dataloader()) == list(range(18))
+    assert data.held_back_captions(3) == ["0", "1", "2"]
+    assert data_of(shards).held_back_captions(3) == []
 
 
 def test_photographs_of_shards_stand_upright(tmp_path):
