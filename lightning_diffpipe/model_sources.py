@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules.adapters import refuse_adapted
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, pictures
 from lightning_diffpipe.modules.parts import (
     checkpoint_part,
+    checkpoint_part_weights,
     checkpoint_parts,
-    checkpoint_weights,
     read_checkpoint,
 )
 from lightning_diffpipe.sampling.families.family import Family, family_named
@@ -142,6 +143,7 @@ def _latent_diffusion_folder(
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
+    refuse_adapted(weights.names(), str(folder / name))
     check_weights(denoiser, weights)
     module = None
     if leads:
@@ -156,7 +158,8 @@ def _checkpoint(
     checkpoint = read_checkpoint(path, "LatentDiffusion")
     name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
     cls, config = checkpoint_part(checkpoint, name)
-    weights = StateDict(checkpoint_weights(checkpoint, ema), f"{name}.", str(path))
+    weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))
+    refuse_adapted(weights.names(), str(path))
     denoiser = skeleton(cls, config, device, dtype)
     check_weights(denoiser, weights)
     module = None

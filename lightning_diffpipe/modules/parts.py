@@ -33,6 +33,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.modules.adapters import (
+    add_adapters,
+    merged,
+    refuse_adapted,
+    settings_of,
+)
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -59,12 +65,20 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
 
     Returns:
         A module, tokenizer or scheduler.
+
+    Raises:
+        CheckpointError: The weights are those of a part with adapters.
     """
     cls = _class_of(library, class_name)
     if not issubclass(cls, nn.Module):
         return cls.from_pretrained(path, subfolder=name)
     dtype_key = "dtype" if library == "transformers" else "torch_dtype"
-    return cls.from_pretrained(path, subfolder=name, **{dtype_key: torch.float32})
+    part, found = cls.from_pretrained(
+        path, subfolder=name, output_loading_info=True, **{dtype_key: torch.float32}
+    )
+    # Both libraries would only warn, and go on with random weights.
+    refuse_adapted(found["unexpected_keys"], f"{path}/{name}")
+    return part
 
 
 def _read_index(path: str) -> dict[str, Any]:
@@ -142,6 +156,13 @@ def _from_text_files(entry: list[str], files: dict[str, str]) -> Any:
         if hasattr(cls, "load_config"):
             return cls.from_config(cls.load_config(folder))
         return cls(cls.config_class.from_pretrained(folder))
+
+
+def _from_stored(stored: Mapping[str, Any]) -> Any:
+    """Builds a part of a checkpoint, with adapters, and weights that still have to be loaded."""
+    part = _from_text_files(stored["class"], stored["files"])
+    add_adapters(part, stored.get("adapters", {}))
+    return part
 
 
 class PartsModule(L.LightningModule):
@@ -222,7 +243,7 @@ class PartsModule(L.LightningModule):
             )
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Writes every part into its sub-folder and adds it to `model_index.json`.
+        """Writes every part into its sub-folder and adds it to `model_index.json`; adapters go into the weights.
 
         Of several processes the first one writes and the others return at once: call it on all of them,
         or on that one. Every file is whole or not there.
@@ -241,6 +262,7 @@ class PartsModule(L.LightningModule):
         index = {"_class_name": "LatentDiffusion"} | self.pipeline_index | index
         index |= {"_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
+            part = merged(part)
             index[name] = _index_entry(part)
             if isinstance(part, nn.Module) and dtype is not None:
                 # Past diffusers' own `to`, which warns about every change of type.
@@ -249,9 +271,13 @@ class PartsModule(L.LightningModule):
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the configs and vocabularies of all parts to the checkpoint."""
+        """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters."""
         checkpoint[_FILES_KEY] = {
-            name: {"class": _index_entry(part), "files": _text_files(part)}
+            name: {
+                "class": _index_entry(part),
+                "files": _text_files(part),
+                "adapters": settings_of(part),
+            }
             for name, part in self.parts.items()
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
@@ -274,7 +300,7 @@ class PartsModule(L.LightningModule):
         """
         checkpoint = read_checkpoint(path, cls.__name__)
         parts = {
-            name: _from_text_files(stored["class"], stored["files"])
+            name: _from_stored(stored)
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
@@ -282,6 +308,9 @@ class PartsModule(L.LightningModule):
         module.pipeline_index = checkpoint.get(_INDEX_KEY, {})
         replaced = tuple(f"{name}." for name in cls.part_names if name in kwargs)
         weights = checkpoint_weights(checkpoint, ema)
+        for name in parts:
+            if not checkpoint[_FILES_KEY][name].get("adapters"):
+                refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
         kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         module.load_state_dict(kept, strict=not replaced)
         return module
@@ -332,6 +361,26 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict
     """
     stored = checkpoint[_FILES_KEY][name]
     return _class_of(*stored["class"]), json.loads(stored["files"]["config.json"])
+
+
+def checkpoint_part_weights(
+    checkpoint: Mapping[str, Any], name: str, ema: bool = True
+) -> dict[str, Tensor]:
+    """The weights of one part of a checkpoint by their names in it, with adapters merged into them.
+
+    Args:
+        checkpoint: From `read_checkpoint`.
+        name: Such as `"unet"`.
+        ema: Take the averaged weights where the checkpoint holds some.
+    """
+    prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
+    weights = checkpoint_weights(checkpoint, ema).items()
+    own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    if not stored.get("adapters"):
+        return own
+    part = _from_stored(stored)
+    part.load_state_dict(own)
+    return merged(part).state_dict()
 
 
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
