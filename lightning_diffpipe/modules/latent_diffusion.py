@@ -163,7 +163,8 @@ class LatentDiffusion(PartsModule):
         return not self.text_encoder.config.model_type.startswith("clip")
 
     def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
-        if not self.transformer.config.use_additional_conditions:
+        # The config says None where the class decides, by the size of the pictures.
+        if not self.transformer.use_additional_conditions:
             return {"resolution": None, "aspect_ratio": None}
         scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
         height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]

@@ -296,6 +296,53 @@ def test_a_tokenizer_without_length_is_refused(make_model, batch):
         loss_of(model, batch)
 
 
+def test_pixart_of_1024_pixels_is_told_the_size_as_diffusers_tells_it(batch):
+    """History: such models could be neither trained nor sampled; a default of the class asks for the size."""
+    transformer = diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=8,
+        num_layers=1,
+        cross_attention_dim=24,
+        caption_channels=16,
+        sample_size=128,
+    )
+    assert transformer.config.use_additional_conditions is None
+    scheduler = SCHEDULERS["epsilon"]()
+    parts = (tiny_vae(), tiny_text_encoder(), tiny_tokenizer())
+    model = LatentDiffusion(*parts, scheduler, transformer=transformer)
+    loss_of(model, batch).backward()
+    assert all(p.grad is not None for p in transformer.adaln_single.parameters())
+
+    vae, text_encoder, tokenizer = parts
+    pipeline = diffusers.PixArtAlphaPipeline(tokenizer, text_encoder, vae, transformer, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    seen = []
+    handle = transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]), with_kwargs=True
+    )
+    size = {"height": 16, "width": 8, "num_inference_steps": 1}
+    model.sample(["a"], **size)
+    states = torch.zeros(1, 4, 16)
+    mask = torch.ones(1, 4)
+    pipeline(
+        prompt_embeds=states,
+        prompt_attention_mask=mask,
+        negative_prompt=None,
+        negative_prompt_embeds=states,
+        negative_prompt_attention_mask=mask,
+        use_resolution_binning=False,
+        output_type="latent",
+        **size,
+    )
+    handle.remove()
+    ours, theirs = seen
+    assert ours.keys() == theirs.keys() == {"resolution", "aspect_ratio"}
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
 def test_a_transformer_with_other_inputs_is_refused():
     """History: an SD3 folder was read, and its first step asked a config for what only PixArt's has."""
     parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
