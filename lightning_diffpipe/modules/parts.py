@@ -22,6 +22,7 @@ import json
 import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -79,6 +80,26 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
     # Both libraries would only warn, and go on with random weights.
     refuse_adapted(found["unexpected_keys"], f"{path}/{name}")
     return part
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A part without its weights.
+
+    Attributes:
+        cls: Its class.
+        config: Its config, as stored: without what the class has by default. Empty for parts of transformers.
+    """
+
+    cls: type
+    config: Mapping[str, Any]
+
+
+def outline_of_part(path: str, name: str, library: str, class_name: str) -> Outline:
+    """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
+    cls = _class_of(library, class_name)
+    has_config = issubclass(cls, diffusers.ModelMixin)
+    return Outline(cls, cls.load_config(path, subfolder=name) if has_config else {})
 
 
 def _read_index(path: str) -> dict[str, Any]:
@@ -219,12 +240,18 @@ class PartsModule(L.LightningModule):
                 unsupported library.
         """
         index = _read_index(str(path))
-        parts = {}
-        for name in cls.part_names:
-            entry = index.get(name)
-            if name not in kwargs and entry and entry[0] is not None:
-                parts[name] = load_part(_folder_of_part(str(path), index, name), name, *entry)
-        cls._check_parts({**parts, **kwargs}, f"{path}/model_index.json")
+        stored = {
+            name: (_folder_of_part(str(path), index, name), name, *index[name])
+            for name in cls.part_names
+            if name not in kwargs and index.get(name) and index[name][0] is not None
+        }
+        cls._check_parts({**stored, **kwargs}, f"{path}/model_index.json")
+        given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
+        cls._check_outlines(
+            {name: Outline(type(part), getattr(part, "config", {})) for name, part in given.items()}
+            | {name: outline_of_part(*entry) for name, entry in stored.items()}
+        )
+        parts = {name: load_part(*entry) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.pipeline_index = _without_foreign_parts(index, cls.part_names)
         return module
@@ -241,6 +268,10 @@ class PartsModule(L.LightningModule):
                 f"{origin} has no {missing[0]!r}, which {cls.__name__} needs; "
                 f"it needs {', '.join(required)}"
             )
+
+    @classmethod
+    def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
+        """For subclasses: refuses parts before weights, perhaps of many gigabytes, are read."""
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes every part into its sub-folder and adds it to `model_index.json`; adapters go into the weights.

@@ -283,6 +283,57 @@ def test_a_missing_part_is_named(make_model, tmp_path):
         LatentDiffusion.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "class_name", "config", "message"),
+    [
+        (
+            "transformer",
+            "FluxTransformer2DModel",
+            {},
+            "trains PixArt .* is a FluxTransformer2DModel",
+        ),
+        ("unet", "UNet3DConditionModel", {}, "trains U-Nets .* is a UNet3DConditionModel"),
+        ("unet", None, {"addition_embed_type": "text_time"}, r"added conditions \(text_time\)"),
+        (
+            "unet",
+            None,
+            {"in_channels": 9},
+            "takes 9 channels, and latents .* have 4: .* inpainting",
+        ),
+    ],
+)
+def test_other_denoisers_are_refused_before_weights_are_read(
+    make_model, tmp_path, name, class_name, config, message
+):
+    """History: all weights were read first, on every process; inpainting models failed in a convolution."""
+    make_model(name).save_pretrained(tmp_path)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    for path, changes in (
+        (tmp_path / name / "config.json", config),
+        (tmp_path / "model_index.json", {name: ["diffusers", class_name]} if class_name else {}),
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigurationError, match=message):
+        LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_pixart_folders_with_the_old_class_are_read(make_model, tmp_path):
+    model = make_model("transformer")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    path.write_text(path.read_text().replace("PixArtTransformer2DModel", "Transformer2DModel"))
+    loaded = LatentDiffusion.from_pretrained(tmp_path)
+    assert isinstance(loaded.transformer, diffusers.PixArtTransformer2DModel)
+
+
+def test_an_inpainting_denoiser_in_memory_is_refused():
+    parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
+    unet = diffusers.UNet2DConditionModel.from_config({**tiny_unet().config, "in_channels": 9})
+    with pytest.raises(ConfigurationError, match="takes 9 channels"):
+        LatentDiffusion(*parts, unet=unet)
+
+
 def test_exactly_one_denoiser(make_model):
     parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
     with pytest.raises(ConfigurationError, match="either unet or transformer; neither"):
