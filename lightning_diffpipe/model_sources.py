@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class LatentDiffusionSource:
 def _latent_diffusion_folder(
     folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
 ) -> LatentDiffusionSource:
-    name = _denoiser_name(index, str(folder))
+    name = _denoiser_name([n for n in _DENOISERS if (index.get(n) or [None])[0]], str(folder))
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
@@ -169,13 +170,18 @@ def _checkpoint(
     return LatentDiffusionSource(name, denoiser, weights, module)
 
 
-def _denoiser_name(parts: Any, origin: str) -> str:
-    for name in _DENOISERS:
-        if name in parts:
-            return name
-    raise CheckpointError(
-        f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
-    )
+def _denoiser_name(parts: Collection[str], origin: str) -> str:
+    names = [name for name in _DENOISERS if name in parts]
+    if not names:
+        raise CheckpointError(
+            f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
+        )
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{origin} names a unet and a transformer, of which only one was trained last; take the other out of "
+            "its model_index.json"
+        )
+    return names[0]
 
 
 def _settle(

@@ -116,6 +116,10 @@ class LatentDiffusion(PartsModule):
                     raise ConfigurationError(_other_denoiser(name, outline.cls))
                 _check_conditions(outline.config, outlines["vae"].config)
 
+    def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"_class_name": self.pipeline_index.get("_class_name", "LatentDiffusion")}
+        return own | {name: [None, None] for name in _DENOISERS if name in index}
+
     @property
     def denoiser(self) -> UNet2DConditionModel | PixArtTransformer2DModel:
         """The U-Net or transformer."""

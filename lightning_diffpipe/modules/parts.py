@@ -291,7 +291,7 @@ class PartsModule(L.LightningModule):
         index = json.loads(index_path.read_text()) if index_path.exists() else {}
         # Modules that train one part only write into the folder of a whole model.
         index = {"_class_name": "LatentDiffusion"} | self.pipeline_index | index
-        index |= {"_diffusers_version": diffusers.__version__}
+        index |= self._replaced(index) | {"_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
             part = merged(part)
             index[name] = _index_entry(part)
@@ -300,6 +300,10 @@ class PartsModule(L.LightningModule):
                 part = nn.Module.to(copy.deepcopy(part), dtype)
             _write_part(part, folder / name)
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """For subclasses that are whole models: what an index of another model may not say any more."""
+        return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters."""

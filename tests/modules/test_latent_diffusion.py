@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
@@ -193,6 +194,33 @@ def test_a_folder_is_left_whole_where_saving_fails(make_model, tmp_path, monkeyp
     with pytest.raises(OSError, match="no space left"):
         model.save_pretrained(tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("last", ["unet", "transformer"])
+def test_the_denoiser_saved_last_is_that_of_the_folder(make_model, tmp_path, last):
+    """History: the index kept both, and `diffpipe sample` drew with the U-Net of an earlier training."""
+    other = {"unet": "transformer", "transformer": "unet"}[last]
+    stable_diffusion = make_model(other)
+    stable_diffusion.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
+    stable_diffusion.save_pretrained(tmp_path)
+    make_model(last).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "LatentDiffusion"
+    assert index[other] == [None, None]
+    assert hasattr(LatentDiffusion.from_pretrained(tmp_path), last)
+    source = open_source(tmp_path, False, torch.device("cpu"), torch.float32)
+    assert type(source.denoiser).__name__ == index[last][1]
+
+
+def test_two_denoisers_in_a_folder_are_refused(make_model, tmp_path):
+    """Such folders were written before the index told which one is of the last training."""
+    make_model("unet").save_pretrained(tmp_path)
+    make_model("transformer").save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    index = json.loads(path.read_text()) | {"unet": ["diffusers", "UNet2DConditionModel"]}
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names a unet and a transformer"):
+        open_source(tmp_path, False, torch.device("cpu"), torch.float32)
 
 
 def test_a_folder_may_leave_parts_to_another(make_model, tmp_path):
