@@ -188,7 +188,7 @@ checkpoint   {checkpoint}
 To try next:
   diffpipe sample sampler={self.sampler["method"]} trainer.devices=2 path={checkpoint} \
 'prompts=["digit six, serif italic"]'
-  diffpipe demo model=pretrained sampler=distrifusion       # a U-Net, sampled in bands of rows
+  diffpipe demo model=pretrained_unet sampler=distrifusion  # a U-Net, sampled in bands of rows
   diffpipe demo model=glyph_unet sampler=distrifusion trainer.max_steps=900      # from nothing
   diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
   diffpipe train --help"""

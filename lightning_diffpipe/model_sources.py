@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.modules.adapters import refuse_adapted
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, pictures
 from lightning_diffpipe.modules.parts import (
     checkpoint_part,
+    checkpoint_part_weights,
     checkpoint_parts,
-    checkpoint_weights,
     read_checkpoint,
 )
 from lightning_diffpipe.sampling.families.family import Family, family_named
@@ -159,10 +161,11 @@ class LatentDiffusionSource:
 def _latent_diffusion_folder(
     folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
 ) -> LatentDiffusionSource:
-    name = _denoiser_name(index, str(folder))
+    name = _denoiser_name([n for n in _DENOISERS if (index.get(n) or [None])[0]], str(folder))
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
+    refuse_adapted(weights.names(), str(folder / name))
     check_weights(denoiser, weights)
     module = None
     if leads:
@@ -177,7 +180,8 @@ def _checkpoint(
     checkpoint = read_checkpoint(path, "LatentDiffusion")
     name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
     cls, config = checkpoint_part(checkpoint, name)
-    weights = StateDict(checkpoint_weights(checkpoint, ema), f"{name}.", str(path))
+    weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))
+    refuse_adapted(weights.names(), str(path))
     denoiser = skeleton(cls, config, device, dtype)
     check_weights(denoiser, weights)
     module = None
@@ -187,13 +191,18 @@ def _checkpoint(
     return LatentDiffusionSource(name, denoiser, weights, module)
 
 
-def _denoiser_name(parts: Any, origin: str) -> str:
-    for name in _DENOISERS:
-        if name in parts:
-            return name
-    raise CheckpointError(
-        f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
-    )
+def _denoiser_name(parts: Collection[str], origin: str) -> str:
+    names = [name for name in _DENOISERS if name in parts]
+    if not names:
+        raise CheckpointError(
+            f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
+        )
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{origin} names a unet and a transformer, of which only one was trained last; take the other out of "
+            "its model_index.json"
+        )
+    return names[0]
 
 
 def _settle(

@@ -1,16 +1,19 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from hydra.types import RunMode
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
-from lightning_diffpipe.cli import training
+from lightning_diffpipe.cli import launch, training
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
@@ -507,9 +510,75 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
         assert len(runs) == 1, "a run of its own"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path):
+    """History: every process began the whole sweep anew, and later jobs started no second process."""
+    settings = ["experiment=glyphs", "callbacks=training", "logger=csv", "strategy.profile=flops"]
+    settings += [setting for setting in TINY if not setting.startswith("callbacks.")]
+    settings += ["trainer.max_steps=2", "trainer.limit_val_batches=0"]
+    settings += ["strategy.num_microbatches=9,2"]
+    swept = run("train", "-m", *settings, "hydra.sweep.dir=sweep", cwd=tmp_path, timeout_s=280)
+    told = swept.stdout + swept.stderr
+    assert swept.returncode == 2, "one of them cannot work"
+    assert "diffpipe train: job 0 (strategy.num_microbatches=9) ended with exit code 2" in told
+    assert "num_microbatches=9 is more than the 4 samples" in told
+    assert told.count("1 pipeline of 2 stages") == 1
+    checkpoint = tmp_path / "sweep" / "1" / "checkpoints" / "final.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+
+
+class Job:
+    """What would be a process."""
+
+    started: ClassVar[list] = []
+    returncode = 3
+
+    def __init__(self, command, cwd):
+        self.started.append(command)
+
+    def wait(self, timeout=None):
+        return self.returncode
+
+    def poll(self):
+        return self.returncode
+
+
+def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
+    """History: every process of a job began the whole sweep anew, and one failed job was told of several."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.subprocess, "Popen", Job)
+    monkeypatch.setattr(Job, "started", [])
+    settings = ("model=glyph_unet", "trainer.devices=1,2", "hydra.sweep.dir=a sweep")
+    code, _, err = call(capsys, monkeypatch, "train", *settings, "--multirun")
+    assert code == 2
+    assert "2 jobs failed:" in err
+    assert "job 1 (trainer.devices=2) ended with exit code 3" in err
+    assert not {"LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE"} & os.environ.keys(), "none for the next"
+    for number, (_, _, _, *command) in enumerate(Job.started):
+        assert command == [
+            *("train", "model=glyph_unet", f"trainer.devices={number + 1}"),
+            *(f"hydra.job.num={number}", f"hydra.job.id={number}"),
+            *(f"hydra.run.dir='{tmp_path}/a sweep/{number}'", "hydra.output_subdir=null"),
+        ]
+        code, out, _ = call(capsys, monkeypatch, *command, "--cfg", "hydra")
+        assert code == 0
+        assert f"dir: {tmp_path}/a sweep/{number}\n" in out
+
+
+def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):
+    """There, all processes call every job; none may start further ones."""
+    hydra_says = SimpleNamespace(mode=RunMode.MULTIRUN)
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: hydra_says)
+    assert launch.is_job_of_sweep({"trainer": {}})
+    assert not launch.is_job_of_sweep({"profile": "a.json"}), "a plan is made in this process"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not launch.is_job_of_sweep({"trainer": {}})
+
+
 def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained")
+    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained_unet")
     assert code == 2
     assert "sampler=pipefusion needs a transformer, and this model is a U-Net" in err
 

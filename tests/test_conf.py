@@ -7,9 +7,11 @@ import hydra
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
+from lightning_diffpipe.cli.training import _build_trainer
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
@@ -100,11 +102,31 @@ def test_any_value_can_be_overridden(output_dir):
     assert config.model.optimization.lr == 1e-5
 
 
+def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_dir):
+    """History: `model=pretrained` trained Stable Diffusion at 5e-4, and drew glyphs with it."""
+    config = composed("train", "model=pretrained", "model.path=mine", output_dir)
+    assert config.model.optimization.lr == 1e-5
+    assert config.callbacks.samples.prompts is None
+    glyphs = [composed("train", "experiment=glyphs", output_dir), composed("demo", output_dir)]
+    assert [each.model.optimization.lr for each in glyphs] == [5e-4, 5e-4]
+    assert [each.model.optimization.warmup_steps for each in glyphs] == [20, 20]
+
+
 def test_several_machines_reach_the_trainer_and_its_strategy(output_dir):
     """History: `trainer.num_nodes=2` was answered with "there is no setting"."""
     config = composed("train", "trainer.num_nodes=2", output_dir)
     trainer = hydra.utils.instantiate(config.trainer, logger=False)
     assert trainer.num_nodes == trainer.strategy.num_nodes == 2
+
+
+@pytest.mark.parametrize("setting", ["logger=none", "logger.wandb=null"])
+def test_without_a_logger_no_learning_rate_is_monitored(output_dir, setting):
+    """History: `logger.wandb=null` left the monitor, which Lightning refuses after everything is planned."""
+    one_process = ("strategy=single_device", "trainer.devices=1")
+    config = composed("train", setting, *one_process, "callbacks.samples=null", output_dir)
+    trainer = _build_trainer(config)
+    assert not trainer.loggers
+    assert not [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
 
 
 def test_what_lets_wandb_upload(output_dir):

@@ -9,7 +9,7 @@ callable as a whole. The start noise has its own generator, so training goes on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.errors import ConfigurationError
+
+_NUM_CAPTIONS = 8
 
 
 def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -46,7 +48,8 @@ class SampleImages(L.Callback):
     """Draws prompts every few steps, or at every validation: a PNG in the output folder, pictures for the logger.
 
     Args:
-        prompts: What to draw.
+        prompts: What to draw; None takes eight captions of the data: of those held back, if the data module tells
+            them (`held_back_captions`), or of the first batch.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -58,19 +61,19 @@ class SampleImages(L.Callback):
 
     def __init__(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str] | None = None,
         every_n_steps: int | None = 500,
         num_inference_steps: int = 20,
         guidance_scale: float = 3.0,
         seed: int = 0,
     ) -> None:
-        if isinstance(prompts, str) or not prompts:
-            raise ConfigurationError(f"prompts must be a list of texts; got {prompts!r}")
+        if isinstance(prompts, str) or (prompts is not None and not prompts):
+            raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(
                 f"every_n_steps must be at least 1, or None; got {every_n_steps}"
             )
-        self.prompts = list(prompts)
+        self.prompts = None if prompts is None else list(prompts)
         self.every_n_steps = every_n_steps
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
@@ -78,11 +81,34 @@ class SampleImages(L.Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets an earlier run. Where this one goes on after a step, that step was drawn when it was done.
+        """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
 
-        The validation behind it may still have to come: checkpoints are saved before it, too.
+        Where this run goes on after a step, that step was drawn when it was done. The validation behind it may
+        still have to come: checkpoints are saved before it, too.
         """
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
+        if self.prompts is None:
+            told = getattr(getattr(trainer, "datamodule", None), "held_back_captions", None)
+            own = told(_NUM_CAPTIONS) if told is not None and trainer.is_global_zero else []
+            self.prompts = trainer.strategy.broadcast(own) or None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes captions of the first batch, if there are no others.
+
+        Raises:
+            ConfigurationError: It has none.
+        """
+        if self.prompts is None:
+            captions = batch.get("caption", []) if isinstance(batch, Mapping) else []
+            # Pipelines side by side have other batches, and draw in lock step.
+            self.prompts = trainer.strategy.broadcast(list(captions[:_NUM_CAPTIONS])) or None
+        if self.prompts is None:
+            raise ConfigurationError(
+                "SampleImages draws captions of the data, and batches have no 'caption'; say what to draw: "
+                "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
+            )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
@@ -117,6 +143,7 @@ class SampleImages(L.Callback):
         Returns:
             `(num prompts, 3, H, W)` in [0, 1].
         """
+        assert self.prompts is not None, "captions are taken when training starts"
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
         averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
         with contextlib.ExitStack() as stack:

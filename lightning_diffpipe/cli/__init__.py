@@ -4,7 +4,7 @@
     session    what holds for a process: offline, threads, seed, log; config to plain values
     training   train, demo
     sampling   sample
-    launch     several processes for one verb
+    launch     several processes for one verb, and one for each job of a sweep
     plans      profile, plan, show, diff
     main       finds the verb, lets Hydra compose its config, tells errors in a line
 

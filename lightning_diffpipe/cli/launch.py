@@ -1,17 +1,23 @@
-"""Several processes for one verb, started by the first of them.
+"""Several processes for one verb, started by the first of them; and a process for each job of a sweep.
 
 The first process starts the others with its own command line, and waits for them at the end. If any ends with an
 error, or is killed, the others find out by a broken connection or a timeout and end, too; what is left is
 killed. Under `torchrun` the processes are there already.
+
+A job of a sweep (`-m`) is an ordinary call of the verb, without `-m`: further processes that it starts by its own
+command line do that job and no other, and what a job leaves in its environment, or on its GPU, ends with it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -21,6 +27,61 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.processes import open_meeting_place
 
 _GRACE_S = 15.0
+
+
+def is_job_of_sweep(values: Any) -> bool:
+    """Whether this is a job of a sweep that may start processes; under a launcher, they are there already.
+
+    Args:
+        values: Its config; verbs without a trainer compute in this process.
+    """
+    launched = "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "trainer" in values and HydraConfig.get().mode == RunMode.MULTIRUN and not launched
+
+
+def run_job(verb: str) -> None:
+    """Runs the present job of a sweep as a process of its own, and waits for it.
+
+    Raises:
+        DiffPipeError: It failed; it has said why.
+    """
+    hydra = HydraConfig.get()
+    # Of Hydra's own settings those that change what a job sees, not those of the sweep.
+    kept = [o for o in hydra.overrides.hydra if o.startswith(("hydra.searchpath", "hydra.job."))]
+    sources = hydra.runtime.config_sources
+    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    # The sweep has written what there is to say about the job into its folder.
+    place = [f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}", "hydra.output_subdir=null"]
+    number = [f"hydra.job.num={hydra.job.num}", f"hydra.job.id={hydra.job.id}"]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *folders]
+    job = subprocess.Popen(
+        [*command, *hydra.overrides.task, *kept, *number, *place], cwd=hydra.runtime.cwd
+    )
+    with _ended_together(job):
+        job.wait()
+    if job.returncode:
+        called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
+        swept = ", ".join(o for o in hydra.overrides.task if o.lower() not in called)
+        raise DiffPipeError(f"job {hydra.job.num} ({swept}) ended with exit code {job.returncode}")
+
+
+@contextmanager
+def _ended_together(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends a job with this process; it has some seconds, as it may write a checkpoint."""
+
+    def end(*_: Any) -> None:
+        job.terminate()
+        sys.exit(128 + signal.SIGTERM)
+
+    listens = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if listens else None
+    try:
+        yield
+    finally:
+        _wait_for([job], _GRACE_S)
+        _end([job])
+        if listens:
+            signal.signal(signal.SIGTERM, before)
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:

@@ -21,6 +21,7 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
@@ -67,7 +68,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     def task(config: DictConfig) -> Any:
         sys.argv = whole
         try:
-            return function(config)
+            return run_job(name) if is_job_of_sweep(config) else function(config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
             # Past Hydra, which would print a line of its own for each process.
             failures.append(error)
@@ -77,6 +78,9 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
     finally:
         sys.argv = whole
+    if len(failures) > 1:  # jobs of a sweep
+        told = [_explain(failure, name, arguments) for failure in failures]
+        raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(told))
     if failures:
         raise failures[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import plain, prepare
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 _MAX_COLUMNS = 8
 
@@ -34,19 +35,16 @@ def _share_cores(values: dict[str, Any], num_ranks: int) -> None:
     if values["num_threads"] is None and num_ranks > 1:
         import torch
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+        # A container or a job of a cluster may have some of the machine's cores only.
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        torch.set_num_threads(max(1, cores // here))
 
 
 def _sample(values: dict[str, Any]) -> Any:
-    from lightning_diffpipe.predictor import Predictor
-
     rank = int(os.environ.get("RANK", "0"))
-    common = _common(values, rank)
-    with Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor:
-        bar = _bar(values["progress"] and rank == 0)
-        pictures = predictor(**_request(values), on_step=bar)
-        bar(None, None)
-        report = predictor.report
+    pictures, report = _draw(values, rank)
     if rank:
         return None
     assert pictures is not None
@@ -57,14 +55,30 @@ def _sample(values: dict[str, Any]) -> Any:
     _write_pictures(pictures, values["prompts"], folder)
     print(f"\n{report}")
     numbers = report.to_dict()
+    _write_numbers(numbers, folder)  # before what may fail, or be killed for memory
     if values["report"]:
-        numbers |= _compare(pictures, values, folder)
+        _write_numbers(numbers | _compared(pictures, values, folder), folder)
         print(_timelines(report))
         if report.freshness is not None:
             print(f"\nfresh share of what was read\n{report.freshness}")
+    return pictures
+
+
+def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
+    """Pictures and report of the request, without the model, which is gone when this returns."""
+    from lightning_diffpipe.predictor import Predictor
+
+    common = _common(values, rank)
+    with Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor:
+        bar = _bar(values["progress"] and rank == 0)
+        pictures = predictor(**_request(values), on_step=bar)
+        bar(None, None)
+        return pictures, predictor.report
+
+
+def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
     text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
     (folder / "report.json").write_text(text + "\n")
-    return pictures
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -144,6 +158,21 @@ def _rows(rows: list[list[Any]], columns: int) -> Any:
         for x, picture in enumerate(line):
             page.paste(picture, (x * width, y * height))
     return page
+
+
+def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What `_compare` finds; nothing, and the reason in a line, if one process cannot draw the request."""
+    import torch
+
+    gc.collect()  # the first model, which is in cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    try:
+        return _compare(pictures, values, folder)
+    except (DiffPipeError, RuntimeError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"{'one process':13} not compared: {reason}")
+        return {}
 
 
 def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
         if (config.trainer.enable_checkpointing or not node._target_.endswith("Checkpoint"))
         and (config.trainer.enable_progress_bar or not node._target_.endswith("ProgressBar"))
         # Lightning refuses this one without a logger.
-        and (config.logger or not node._target_.endswith("LearningRateMonitor"))
+        and (logger_nodes or not node._target_.endswith("LearningRateMonitor"))
     ]
     loggers = [hydra.utils.instantiate(node) for node in logger_nodes]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
@@ -54,7 +54,7 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
 
 @contextlib.contextmanager
 def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, behind it: jobs of a sweep follow each other in one process."""
+    """Ends what loggers call a run, behind it: under a launcher, jobs of a sweep share one process."""
     failed = True
     try:
         yield

@@ -81,3 +81,9 @@ class CaptionedDataModule(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Sample]:
         """All held-back samples, in order."""
         return self._loader(self.validation_set, shuffle=False)
+
+    def held_back_captions(self, count: int) -> list[str]:
+        """Up to `count` captions of the samples held back, spread over them, to be drawn while training."""
+        there = len(self.validation_set)
+        count = min(count, there)
+        return [self.validation_set[i * there // count]["caption"] for i in range(count)]

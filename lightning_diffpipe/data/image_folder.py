@@ -3,8 +3,8 @@
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one per line
     folder/cat.png
 
-Pictures are scaled so that the shorter side fits, then cropped in the middle. Which pictures are held
-back follows from a hash of their file name.
+Pictures are turned upright, scaled so that the shorter side fits, then cropped in the middle. Which pictures are
+held back follows from a hash of their file name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,12 +28,14 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
-        picture: Any picture; converted to RGB.
+        picture: Any picture; turned as its EXIF orientation says, and converted to RGB.
         resolution: Width and height wanted, in pixels.
 
     Returns:
         Float32 in [-1, 1], `(3, resolution, resolution)`.
     """
+    # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
+    picture = ImageOps.exif_transpose(picture)
     scale = resolution / min(picture.size)
     width, height = (max(resolution, round(scale * side)) for side in picture.size)
     left, top = (width - resolution) // 2, (height - resolution) // 2

@@ -7,6 +7,7 @@ would not. The package `webdataset` is optional: `pip install lightning-diffpipe
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,10 @@ class _Epochs(IterableDataset[Batch]):
     ) -> None:
         self._samples, self._epoch, self._seed = samples, epoch, seed
         self._num_batches, self._batch_size = num_batches, batch_size
+
+    def __len__(self) -> int:
+        """Batches of an epoch, over all workers: what a learning rate schedule needs to know."""
+        return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()  # a loader asks its workers in turn
@@ -159,6 +164,8 @@ class WebDatasetDataModule(L.LightningDataModule):
             h.batch_size,
             h.seed,
         )
+        # Lightning warns of every such length, as workers might all give the whole epoch. These share it out.
+        warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
         return self._loader(stream, h.train_shards)
 
     def val_dataloader(self) -> DataLoader | list:
@@ -169,3 +176,9 @@ class WebDatasetDataModule(L.LightningDataModule):
         stream = self._stream(shards, None)
         batched = self._webdataset.batched(self.hparams.batch_size, collation_fn=collate)
         return self._loader(stream.compose(batched), shards)
+
+    def held_back_captions(self, count: int) -> list[str]:
+        """The first captions of the held-back shards, up to `count`, for pictures to be drawn in training."""
+        shards = self.hparams.validation_shards
+        first = itertools.islice(self._stream(shards, None), count) if shards is not None else ()
+        return [sample["caption"] for sample in first]

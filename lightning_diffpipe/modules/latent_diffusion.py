@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from diffusers import (
     AutoencoderKL,
     PixArtTransformer2DModel,
     SchedulerMixin,
+    Transformer2DModel,
     UNet2DConditionModel,
 )
 from PIL import Image
@@ -36,8 +37,14 @@ from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule
+from lightning_diffpipe.modules.parts import Outline, PartsModule
 from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
+
+# Old PixArt folders name the class that all transformers once had; reading one gives the right one.
+_DENOISERS: dict[str, tuple[type, ...]] = {
+    "unet": (UNet2DConditionModel,),
+    "transformer": (PixArtTransformer2DModel, Transformer2DModel),
+}
 
 
 class LatentDiffusion(PartsModule):
@@ -83,6 +90,8 @@ class LatentDiffusion(PartsModule):
         super().__init__()
         self.save_hyperparameters("caption_dropout", "train_text_encoder")
         _check_denoiser(unet, transformer)
+        denoiser = unet if unet is not None else transformer
+        _check_conditions(getattr(denoiser, "config", {}), vae.config)
         self.vae = vae
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
@@ -98,6 +107,18 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
+
+    @classmethod
+    def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
+        for name, known in _DENOISERS.items():
+            if (outline := outlines.get(name)) is not None:
+                if not issubclass(outline.cls, known):
+                    raise ConfigurationError(_other_denoiser(name, outline.cls))
+                _check_conditions(outline.config, outlines["vae"].config)
+
+    def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"_class_name": self.pipeline_index.get("_class_name", "LatentDiffusion")}
+        return own | {name: [None, None] for name in _DENOISERS if name in index}
 
     @property
     def denoiser(self) -> UNet2DConditionModel | PixArtTransformer2DModel:
@@ -163,7 +184,8 @@ class LatentDiffusion(PartsModule):
         return not self.text_encoder.config.model_type.startswith("clip")
 
     def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
-        if not self.transformer.config.use_additional_conditions:
+        # The config says None where the class decides, by the size of the pictures.
+        if not self.transformer.use_additional_conditions:
             return {"resolution": None, "aspect_ratio": None}
         scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
         height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
@@ -348,16 +370,34 @@ def _check_denoiser(
     if (unet is None) == (transformer is None):
         given = "neither" if unet is None else "both"
         raise ConfigurationError(f"give either unet or transformer; {given} was given")
-    addition = getattr(getattr(unet, "config", None), "addition_embed_type", None)
+    config = getattr(transformer, "config", None)
+    if transformer is not None and not hasattr(config, "use_additional_conditions"):
+        raise ConfigurationError(_other_denoiser("transformer", type(transformer)))
+
+
+def _other_denoiser(name: str, cls: type) -> str:
+    known = {"unet": "U-Nets of Stable Diffusion 1 and 2", "transformer": "PixArt transformers"}[
+        name
+    ]
+    return (
+        f"LatentDiffusion trains {known}; this is a {cls.__name__}. Write a LightningModule whose training_step "
+        "calls it; the strategy runs it unchanged"
+    )
+
+
+def _check_conditions(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> None:
+    """Refuses a denoiser that needs more than latents and text, by its config and that of the autoencoder."""
+    addition = denoiser.get("addition_embed_type")
     if addition is not None:
         raise ConfigurationError(
             f"this U-Net needs added conditions ({addition}), as SDXL's does; LatentDiffusion has "
             "one text encoder and none of them. Write a LightningModule whose training_step gives "
             "added_cond_kwargs; the strategy runs it unchanged"
         )
-    config = getattr(transformer, "config", None)
-    if transformer is not None and not hasattr(config, "use_additional_conditions"):
+    takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
+    if takes != there:
         raise ConfigurationError(
-            f"LatentDiffusion trains PixArt transformers; this is a {type(transformer).__name__}. Write a "
-            "LightningModule whose training_step calls it; the strategy runs it unchanged"
+            f"this denoiser takes {takes} channels, and latents of the autoencoder have {there}: models for "
+            "inpainting, depth or upscaling are given pictures besides, and LatentDiffusion has none. Write a "
+            "LightningModule whose training_step gives them; the strategy runs it unchanged"
         )

@@ -62,7 +62,9 @@ class Optimization:
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
-        return self._build(trained, module.trainer.estimated_stepping_batches)
+        num_steps = module.trainer.estimated_stepping_batches
+        # Lightning gives max_steps for loaders without a length, and that is -1 for "no limit".
+        return self._build(trained, num_steps if num_steps >= 0 else math.inf)
 
     def _build(self, trained: Iterable[nn.Parameter], num_steps: float) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(

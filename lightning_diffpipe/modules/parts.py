@@ -22,6 +22,7 @@ import json
 import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -33,6 +34,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.modules.adapters import (
+    add_adapters,
+    merged,
+    refuse_adapted,
+    settings_of,
+)
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -59,12 +66,40 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
 
     Returns:
         A module, tokenizer or scheduler.
+
+    Raises:
+        CheckpointError: The weights are those of a part with adapters.
     """
     cls = _class_of(library, class_name)
     if not issubclass(cls, nn.Module):
         return cls.from_pretrained(path, subfolder=name)
     dtype_key = "dtype" if library == "transformers" else "torch_dtype"
-    return cls.from_pretrained(path, subfolder=name, **{dtype_key: torch.float32})
+    part, found = cls.from_pretrained(
+        path, subfolder=name, output_loading_info=True, **{dtype_key: torch.float32}
+    )
+    # Both libraries would only warn, and go on with random weights.
+    refuse_adapted(found["unexpected_keys"], f"{path}/{name}")
+    return part
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A part without its weights.
+
+    Attributes:
+        cls: Its class.
+        config: Its config, as stored: without what the class has by default. Empty for parts of transformers.
+    """
+
+    cls: type
+    config: Mapping[str, Any]
+
+
+def outline_of_part(path: str, name: str, library: str, class_name: str) -> Outline:
+    """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
+    cls = _class_of(library, class_name)
+    has_config = issubclass(cls, diffusers.ModelMixin)
+    return Outline(cls, cls.load_config(path, subfolder=name) if has_config else {})
 
 
 def _read_index(path: str) -> dict[str, Any]:
@@ -144,6 +179,13 @@ def _from_text_files(entry: list[str], files: dict[str, str]) -> Any:
         return cls(cls.config_class.from_pretrained(folder))
 
 
+def _from_stored(stored: Mapping[str, Any]) -> Any:
+    """Builds a part of a checkpoint, with adapters, and weights that still have to be loaded."""
+    part = _from_text_files(stored["class"], stored["files"])
+    add_adapters(part, stored.get("adapters", {}))
+    return part
+
+
 class PartsModule(L.LightningModule):
     """A LightningModule made of diffusers and transformers parts.
 
@@ -198,12 +240,18 @@ class PartsModule(L.LightningModule):
                 unsupported library.
         """
         index = _read_index(str(path))
-        parts = {}
-        for name in cls.part_names:
-            entry = index.get(name)
-            if name not in kwargs and entry and entry[0] is not None:
-                parts[name] = load_part(_folder_of_part(str(path), index, name), name, *entry)
-        cls._check_parts({**parts, **kwargs}, f"{path}/model_index.json")
+        stored = {
+            name: (_folder_of_part(str(path), index, name), name, *index[name])
+            for name in cls.part_names
+            if name not in kwargs and index.get(name) and index[name][0] is not None
+        }
+        cls._check_parts({**stored, **kwargs}, f"{path}/model_index.json")
+        given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
+        cls._check_outlines(
+            {name: Outline(type(part), getattr(part, "config", {})) for name, part in given.items()}
+            | {name: outline_of_part(*entry) for name, entry in stored.items()}
+        )
+        parts = {name: load_part(*entry) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.pipeline_index = _without_foreign_parts(index, cls.part_names)
         return module
@@ -221,8 +269,12 @@ class PartsModule(L.LightningModule):
                 f"it needs {', '.join(required)}"
             )
 
+    @classmethod
+    def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
+        """For subclasses: refuses parts before weights, perhaps of many gigabytes, are read."""
+
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Writes every part into its sub-folder and adds it to `model_index.json`.
+        """Writes every part into its sub-folder and adds it to `model_index.json`; adapters go into the weights.
 
         Of several processes the first one writes and the others return at once: call it on all of them,
         or on that one. Every file is whole or not there.
@@ -239,8 +291,9 @@ class PartsModule(L.LightningModule):
         index = json.loads(index_path.read_text()) if index_path.exists() else {}
         # Modules that train one part only write into the folder of a whole model.
         index = {"_class_name": "LatentDiffusion"} | self.pipeline_index | index
-        index |= {"_diffusers_version": diffusers.__version__}
+        index |= self._replaced(index) | {"_diffusers_version": diffusers.__version__}
         for name, part in self.parts.items():
+            part = merged(part)
             index[name] = _index_entry(part)
             if isinstance(part, nn.Module) and dtype is not None:
                 # Past diffusers' own `to`, which warns about every change of type.
@@ -248,10 +301,18 @@ class PartsModule(L.LightningModule):
             _write_part(part, folder / name)
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
+    def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """For subclasses that are whole models: what an index of another model may not say any more."""
+        return {}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the configs and vocabularies of all parts to the checkpoint."""
+        """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters."""
         checkpoint[_FILES_KEY] = {
-            name: {"class": _index_entry(part), "files": _text_files(part)}
+            name: {
+                "class": _index_entry(part),
+                "files": _text_files(part),
+                "adapters": settings_of(part),
+            }
             for name, part in self.parts.items()
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
@@ -274,7 +335,7 @@ class PartsModule(L.LightningModule):
         """
         checkpoint = read_checkpoint(path, cls.__name__)
         parts = {
-            name: _from_text_files(stored["class"], stored["files"])
+            name: _from_stored(stored)
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
@@ -282,6 +343,9 @@ class PartsModule(L.LightningModule):
         module.pipeline_index = checkpoint.get(_INDEX_KEY, {})
         replaced = tuple(f"{name}." for name in cls.part_names if name in kwargs)
         weights = checkpoint_weights(checkpoint, ema)
+        for name in parts:
+            if not checkpoint[_FILES_KEY][name].get("adapters"):
+                refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
         kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         module.load_state_dict(kept, strict=not replaced)
         return module
@@ -332,6 +396,26 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict
     """
     stored = checkpoint[_FILES_KEY][name]
     return _class_of(*stored["class"]), json.loads(stored["files"]["config.json"])
+
+
+def checkpoint_part_weights(
+    checkpoint: Mapping[str, Any], name: str, ema: bool = True
+) -> dict[str, Tensor]:
+    """The weights of one part of a checkpoint by their names in it, with adapters merged into them.
+
+    Args:
+        checkpoint: From `read_checkpoint`.
+        name: Such as `"unet"`.
+        ema: Take the averaged weights where the checkpoint holds some.
+    """
+    prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
+    weights = checkpoint_weights(checkpoint, ema).items()
+    own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    if not stored.get("adapters"):
+        return own
+    part = _from_stored(stored)
+    part.load_state_dict(own)
+    return merged(part).state_dict()
 
 
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
 from lightning_diffpipe.callbacks.samples import picture_grid
@@ -39,7 +40,7 @@ class Memory(Logger):
         pass
 
 
-def fit(tmp_path, callbacks, logger, module=None, ckpt_path=None, **kwargs):
+def fit(tmp_path, callbacks, logger, module=None, data=None, ckpt_path=None, **kwargs):
     settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
     trainer = L.Trainer(
         **settings,
@@ -51,7 +52,7 @@ def fit(tmp_path, callbacks, logger, module=None, ckpt_path=None, **kwargs):
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(module or Painter(), ckpt_path=ckpt_path)
+    trainer.fit(module or Painter(), datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -94,6 +95,48 @@ def test_pictures_come_with_every_validation_and_averaged_weights(tmp_path):
     averaged = ema.averages["layer.weight"][0, 0].sigmoid()
     torch.testing.assert_close(drawn[-1].mean(), averaged)
     assert trainer.state.finished
+
+
+class Captioned(L.LightningDataModule):
+    """Batches with captions, some of which may be held back."""
+
+    def __init__(self, held_back=()):
+        super().__init__()
+        self.held_back = held_back
+
+    def held_back_captions(self, count):
+        return self.held_back[:count]
+
+    def train_dataloader(self):
+        batches = [{"x": torch.zeros(2, 32), "caption": [f"{i} a", f"{i} b"]} for i in range(6)]
+        return DataLoader(batches, batch_size=None)
+
+
+class CaptionedPainter(Painter):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["x"], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("held_back", "drawn"),
+    [
+        (["a lighthouse"], ["a lighthouse"]),
+        (["fog"] * 9, ["fog"] * 8),
+        ([], ["0 a", "0 b"]),
+    ],
+)
+def test_captions_of_the_data_are_drawn_where_nobody_says_what(tmp_path, held_back, drawn):
+    """History: `diffpipe train` drew glyphs with everybody's model, whatever it was trained on."""
+    logger = Memory()
+    data = Captioned(held_back)
+    samples = SampleImages(every_n_steps=3)
+    fit(tmp_path, [samples], logger, CaptionedPainter(), data, log_every_n_steps=3)
+    assert [captions for *_, captions in logger.images] == [drawn] * 2
+
+
+def test_data_without_captions_needs_prompts(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"batches have no 'caption'; say what to draw"):
+        fit(tmp_path, [SampleImages()], False)
 
 
 @pytest.mark.parametrize(

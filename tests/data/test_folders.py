@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.data import has_len_all_ranks
+from PIL import ExifTags, Image
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_square
@@ -33,6 +35,9 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
     for image, caption in zip(batch["image"], batch["caption"], strict=True):
         red = int(caption.split()[1])
         assert torch.allclose(image[0], torch.tensor(red / 127.5 - 1))
+    held_back = [caption for _, caption in data.validation_set.entries]
+    assert data.held_back_captions(99) == held_back
+    assert data.held_back_captions(2) == [held_back[0], held_back[len(held_back) // 2]]
 
 
 def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
@@ -44,6 +49,31 @@ def test_squares_are_cut_from_the_middle():
     picture = Image.new("RGB", (30, 10))
     picture.paste((255, 255, 255), (10, 0, 20, 10))
     assert torch.equal(to_square(picture, 10), torch.ones(3, 10, 10))
+
+
+def photograph(**options):
+    """What a camera on its side keeps: the upper half of the scene, white, lies on the left."""
+    picture = Image.new("RGB", (20, 20))
+    picture.paste((255, 255, 255), (0, 0, 10, 20))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # turn by 90 degrees, clockwise
+    file = io.BytesIO()
+    picture.save(file, exif=exif, **options)
+    return file.getvalue()
+
+
+def upright(image):
+    return bool((image[:, :8] > 0.9).all() and (image[:, -8:] < -0.9).all())
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_photographs_stand_upright(tmp_path, form):
+    """History: the orientation that cameras write was ignored, and models learned sideways pictures."""
+    (tmp_path / "a.jpg").write_bytes(photograph(format=form))
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg", "text": "a"}')
+    data = ImageFolderDataModule(str(tmp_path), resolution=20, validation_share=0.0)
+    data.setup("fit")
+    assert upright(data.train_set[0]["image"])
 
 
 def test_a_missing_index_says_what_to_write(tmp_path):
@@ -79,19 +109,25 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     assert [caption for _, caption in data.train_set.entries] == captions
 
 
+def write_shard(path, files):
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
 @pytest.fixture
 def shards(tmp_path):
     """Three shards of six red pictures each."""
     pytest.importorskip("webdataset")
     for shard in range(3):
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
-            for i in range(6 * shard, 6 * shard + 6):
-                picture = io.BytesIO()
-                Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
-                for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"%d" % i)):
-                    entry = tarfile.TarInfo(name)
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+        files = {}
+        for i in range(6 * shard, 6 * shard + 6):
+            picture = io.BytesIO()
+            Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
+            files |= {f"{i}.png": picture.getvalue(), f"{i}.txt": b"%d" % i}
+        write_shard(tmp_path / f"{shard}.tar", files)
     return str(tmp_path / "{0..2}.tar")
 
 
@@ -117,6 +153,22 @@ def test_shards_give_batches_like_all_others(shards):
     batches = list(data.train_dataloader())
     assert [batch["image"].shape for batch in batches] == [(4, 3, 8, 8)] * 4
     assert captions(data.val_dataloader()) == list(range(18))
+    assert data.held_back_captions(3) == ["0", "1", "2"]
+    assert data_of(shards).held_back_captions(3) == []
+
+
+def test_photographs_of_shards_stand_upright(tmp_path):
+    """History: see `test_photographs_stand_upright`."""
+    pytest.importorskip("webdataset")
+    forms = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
+    files = {}
+    for key, form in forms.items():
+        files |= {f"{form}.{key}": photograph(format=form), f"{form}.txt": b"a"}
+    write_shard(tmp_path / "0.tar", files)
+    path = str(tmp_path / "0.tar")
+    data = data_of(path, validation_shards=path, resolution=20, batch_size=3)
+    (batch,) = data.val_dataloader()
+    assert [upright(image) for image in batch["image"]] == [True] * 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2, 5])
@@ -140,6 +192,15 @@ def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
     data.trainer.current_epoch = 1
     assert captions(loader) != first
     assert len(captions(as_rank(data_of(shards, samples_per_epoch=40)).train_dataloader())) == 40
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
+    """History: without one, a run of some epochs knew no number of steps for its learning rate."""
+    loader = data_of(shards, num_workers=num_workers).train_dataloader()
+    assert len(loader) == len(list(loader)) == 9
+    assert has_len_all_ranks(loader, SingleDeviceStrategy("cpu"))
+    assert not [w for w in recwarn if "__len__" in str(w.message)]
 
 
 def test_fewer_shards_than_pipelines_are_refused(shards):

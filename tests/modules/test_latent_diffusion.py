@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
@@ -195,6 +196,33 @@ def test_a_folder_is_left_whole_where_saving_fails(make_model, tmp_path, monkeyp
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("last", ["unet", "transformer"])
+def test_the_denoiser_saved_last_is_that_of_the_folder(make_model, tmp_path, last):
+    """History: the index kept both, and `diffpipe sample` drew with the U-Net of an earlier training."""
+    other = {"unet": "transformer", "transformer": "unet"}[last]
+    stable_diffusion = make_model(other)
+    stable_diffusion.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
+    stable_diffusion.save_pretrained(tmp_path)
+    make_model(last).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "LatentDiffusion"
+    assert index[other] == [None, None]
+    assert hasattr(LatentDiffusion.from_pretrained(tmp_path), last)
+    source = open_source(tmp_path, False, torch.device("cpu"), torch.float32)
+    assert type(source.denoiser).__name__ == index[last][1]
+
+
+def test_two_denoisers_in_a_folder_are_refused(make_model, tmp_path):
+    """Such folders were written before the index told which one is of the last training."""
+    make_model("unet").save_pretrained(tmp_path)
+    make_model("transformer").save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    index = json.loads(path.read_text()) | {"unet": ["diffusers", "UNet2DConditionModel"]}
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names a unet and a transformer"):
+        open_source(tmp_path, False, torch.device("cpu"), torch.float32)
+
+
 def test_a_folder_may_leave_parts_to_another(make_model, tmp_path):
     """As the built-in transformer does, so that the package has its autoencoder and text encoder once."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
@@ -283,6 +311,57 @@ def test_a_missing_part_is_named(make_model, tmp_path):
         LatentDiffusion.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "class_name", "config", "message"),
+    [
+        (
+            "transformer",
+            "FluxTransformer2DModel",
+            {},
+            "trains PixArt .* is a FluxTransformer2DModel",
+        ),
+        ("unet", "UNet3DConditionModel", {}, "trains U-Nets .* is a UNet3DConditionModel"),
+        ("unet", None, {"addition_embed_type": "text_time"}, r"added conditions \(text_time\)"),
+        (
+            "unet",
+            None,
+            {"in_channels": 9},
+            "takes 9 channels, and latents .* have 4: .* inpainting",
+        ),
+    ],
+)
+def test_other_denoisers_are_refused_before_weights_are_read(
+    make_model, tmp_path, name, class_name, config, message
+):
+    """History: all weights were read first, on every process; inpainting models failed in a convolution."""
+    make_model(name).save_pretrained(tmp_path)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    for path, changes in (
+        (tmp_path / name / "config.json", config),
+        (tmp_path / "model_index.json", {name: ["diffusers", class_name]} if class_name else {}),
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigurationError, match=message):
+        LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_pixart_folders_with_the_old_class_are_read(make_model, tmp_path):
+    model = make_model("transformer")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    path.write_text(path.read_text().replace("PixArtTransformer2DModel", "Transformer2DModel"))
+    loaded = LatentDiffusion.from_pretrained(tmp_path)
+    assert isinstance(loaded.transformer, diffusers.PixArtTransformer2DModel)
+
+
+def test_an_inpainting_denoiser_in_memory_is_refused():
+    parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
+    unet = diffusers.UNet2DConditionModel.from_config({**tiny_unet().config, "in_channels": 9})
+    with pytest.raises(ConfigurationError, match="takes 9 channels"):
+        LatentDiffusion(*parts, unet=unet)
+
+
 def test_exactly_one_denoiser(make_model):
     parts = tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS["flow"]()
     with pytest.raises(ConfigurationError, match="either unet or transformer; neither"):
@@ -294,6 +373,53 @@ def test_a_tokenizer_without_length_is_refused(make_model, batch):
     model.tokenizer.model_max_length = int(1e30)
     with pytest.raises(ConfigurationError, match="model_max_length is"):
         loss_of(model, batch)
+
+
+def test_pixart_of_1024_pixels_is_told_the_size_as_diffusers_tells_it(batch):
+    """History: such models could be neither trained nor sampled; a default of the class asks for the size."""
+    transformer = diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=8,
+        num_layers=1,
+        cross_attention_dim=24,
+        caption_channels=16,
+        sample_size=128,
+    )
+    assert transformer.config.use_additional_conditions is None
+    scheduler = SCHEDULERS["epsilon"]()
+    parts = (tiny_vae(), tiny_text_encoder(), tiny_tokenizer())
+    model = LatentDiffusion(*parts, scheduler, transformer=transformer)
+    loss_of(model, batch).backward()
+    assert all(p.grad is not None for p in transformer.adaln_single.parameters())
+
+    vae, text_encoder, tokenizer = parts
+    pipeline = diffusers.PixArtAlphaPipeline(tokenizer, text_encoder, vae, transformer, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    seen = []
+    handle = transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]), with_kwargs=True
+    )
+    size = {"height": 16, "width": 8, "num_inference_steps": 1}
+    model.sample(["a"], **size)
+    states = torch.zeros(1, 4, 16)
+    mask = torch.ones(1, 4)
+    pipeline(
+        prompt_embeds=states,
+        prompt_attention_mask=mask,
+        negative_prompt=None,
+        negative_prompt_embeds=states,
+        negative_prompt_attention_mask=mask,
+        use_resolution_binning=False,
+        output_type="latent",
+        **size,
+    )
+    handle.remove()
+    ours, theirs = seen
+    assert ours.keys() == theirs.keys() == {"resolution", "aspect_ratio"}
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
 
 
 def test_a_transformer_with_other_inputs_is_refused():

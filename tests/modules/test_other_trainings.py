@@ -1,4 +1,5 @@
 import diffusers
+import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -95,6 +96,33 @@ def test_learning_rate_warms_up_stays_and_falls():
 
 def test_learning_rate_of_a_run_without_end_stays():
     assert Optimization(warmup_steps=1).factor(10_000, float("inf")) == 1
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches without a length, as most streams are."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __iter__(self):
+        return iter([self.batch] * 3)
+
+
+def test_the_learning_rate_of_a_stream_without_a_length_stays(batch, tmp_path):
+    """History: Lightning tells -1 steps of epochs without a length; the whole run had 2 % of its learning rate."""
+    module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-3, warmup_steps=1))
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Stream(batch), batch_size=None))
+    assert trainer.global_step == 3
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-3
 
 
 def test_nothing_to_train_is_refused(tmp_path):

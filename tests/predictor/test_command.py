@@ -5,11 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from lightning_diffpipe import predictor
+from lightning_diffpipe.cli import sampling
 from lightning_diffpipe.cli.sampling import _as_pictures
 from tests.command import ROOT, call, run
 from tests.modules.tiny_parts import save_with_averages
@@ -67,6 +71,48 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert "equal to the pictures of one process" in out
     assert report["psnr_db"] == [None]
     assert "LPIPS         not measured: lpips cannot be imported" in out
+
+
+def test_a_comparison_that_fails_loses_nothing(capsys, monkeypatch, tmp_path):
+    """History: the second model was loaded beside the first, and without it there was no report.json."""
+    monkeypatch.chdir(tmp_path)
+    kept = []
+    open_source = predictor.open_source
+
+    def opened(*arguments):
+        source = open_source(*arguments)
+        kept.extend(weakref.ref(p) for p in source.denoiser.parameters())
+        return source
+
+    def compare(*arguments):
+        assert json.loads(Path("out/report.json").read_text())["num_steps"] == 2
+        assert len(kept) > 9
+        alive = [parameter() for parameter in kept if parameter() is not None]
+        assert not alive, "the memory of the first model is free for the second"
+        raise torch.OutOfMemoryError("out of memory\nand much besides")
+
+    monkeypatch.setattr(predictor, "open_source", opened)
+    monkeypatch.setattr(sampling, "_compare", compare)
+    settings = ["num_inference_steps=2", "prompts=[digit four]", "output=out", "progress=false"]
+    code, out, err = call(capsys, monkeypatch, "sample", *settings, "report=true")
+    assert code == 0, err
+    assert "one process   not compared: out of memory\n" in out
+    assert json.loads(Path("out/report.json").read_text())["num_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "local", "threads"), [(2, None, 3), (16, "8", 1), (4, "2", 3), (8, None, 1)]
+)
+def test_processes_share_the_cores_they_may_use(monkeypatch, num_ranks, local, threads):
+    """History: those of all machines, and of the whole machine: two hosts used half of theirs."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    sampling._share_cores({"num_threads": None}, num_ranks)
+    assert chosen == [threads]
 
 
 def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
