@@ -98,7 +98,7 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     Times change without anything that names the file: another process on the cores, now or then, a
     warmer chip, other libraries.
     """
-    if not subject.bench().fits():
+    if not subject.bench.fits:
         return True  # Layer by layer, a look would take as long as a profile.
     counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
     quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]
