@@ -379,6 +379,10 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     assert free not in printed
     call(capsys, monkeypatch, "plan", *settings, *costs, "cluster.num_ranks=6", "explain=false")
     assert PipelinePlan.from_json(output.read_text()).num_ranks == 6
+    rate = "+cluster.p2p.bandwidth_bytes_per_s=1e15"
+    call(capsys, monkeypatch, "plan", *settings, *costs, rate, "explain=false")
+    planned = json.loads(output.read_text())["planned"]
+    assert planned["iteration_s"] > 2.0  # the second that a message takes is kept
 
 
 @pytest.mark.parametrize(

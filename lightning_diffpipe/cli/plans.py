@@ -171,8 +171,9 @@ def _cluster(group: dict[str, Any]) -> Any:
 
     values = _without_none(group)
     path = values.pop("path", None)
-    kept = {} if path is None else Cluster.from_json(_read(path), path).to_dict()
-    return Cluster.from_dict({**kept, **values})
+    if path is None:
+        return Cluster.from_dict(values)
+    return Cluster.from_json(_read(path), path).changed(values)
 
 
 def _read(path: str) -> str:
