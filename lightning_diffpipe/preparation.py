@@ -31,6 +31,7 @@ from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.plan_checks import check_wishes
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.bench import Rounds
@@ -187,7 +188,10 @@ def _make_plan(
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
-        return _given_plan(options.plan, process.world_size, num_samples(subject.batch))
+        plan = _given_plan(options.plan, process.world_size, num_samples(subject.batch))
+        num_pipelines = process.world_size // plan.ranks_per_pipeline
+        check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
+        return plan
     assert profile is not None
     _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)

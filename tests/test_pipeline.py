@@ -17,13 +17,21 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, cut_positions
-from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan, _profile
+from lightning_diffpipe.preparation import (
+    PipelineOptions,
+    _cluster,
+    _given_plan,
+    _make_plan,
+    _profile,
+)
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.verification import WholeRun, compare
+
+from .planning.profiles import equal_profile
 
 
 def graph_of(module):
@@ -56,6 +64,38 @@ def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
         UserWarning, match=r"for 8 samples .* first batch of this run has 3: its times"
     ):
         assert _given_plan(PLAN, world_size=2, batch_size=3) is PLAN
+
+
+def make_plan(plan, world_size=2, **options):
+    subject = SimpleNamespace(batch=torch.ones(8, 4))
+    process = pipeline.Process(0, world_size, torch.device("cpu"), "gloo", 1.0)
+    return _make_plan(subject, None, PipelineOptions(plan=plan, **options), Cluster(2), process)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_stages": 1}, "the plan has num_stages=2, but num_stages=1 is asked for beside it"),
+        ({"num_microbatches": 3, "schedule": "gpipe"},
+         "has num_microbatches=8, schedule=1f1b, but num_microbatches=3, schedule=gpipe is asked for"),
+        ({"data_parallel": 2}, "has data_parallel=1, but data_parallel=2"),
+        ({"num_replicas": 2}, r"has num_replicas=\(1, 1\), but num_replicas=2 "),
+        ({"filling": "none"}, "has filling=shares, but filling=none"),
+        ({"frozen_group_size": 8}, "has frozen_group_size=1, but .* or plan again with frozen_group_size=8"),
+    ],
+)  # fmt: skip
+def test_options_that_a_given_plan_does_not_follow_are_refused(options, told):
+    """History: they were ignored without a word, even where an error had told to set them."""
+    plan = find_plan(
+        equal_profile(4, frozen_share=0.5),
+        Cluster(2, p2p=Link(latency_s=0.01)),
+        PlanOptions(8, num_stages=2, num_microbatches=8, filling="shares", frozen_group_size=1),
+    )
+    with pytest.raises(PlanError, match=told):
+        make_plan(plan, **options)
+    same = {"num_stages": 2, "num_replicas": [1, 1], "num_microbatches": 8, "filling": "shares"}
+    assert make_plan(plan, **same, frozen_group_size=1) is plan
+    assert make_plan(plan, world_size=4, data_parallel=2) is plan
 
 
 def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
