@@ -25,6 +25,7 @@ from lightning_diffpipe.preparation import (
     _cluster,
     _given_plan,
     _make_plan,
+    _planned_layers,
     _profile,
 )
 from lightning_diffpipe.profiling.estimate import estimate_profile
@@ -195,6 +196,46 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
     process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
     cluster = _cluster(PipelineOptions(profile=profile), process)
     assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (
+            nn.Sequential(*MODULE[:2]),
+            "has 4 layers, but .* has 2, and they differ: from layer 2 on",
+        ),
+        (
+            nn.Sequential(OrderedDict(zip("01x3", MODULE, strict=True))),
+            "layer 2 is 2 there and x here",
+        ),
+    ],
+)
+def test_a_profile_of_another_module_is_refused_by_its_own_name(module, told):
+    """History: the plan made from it was refused instead, and `strategy.plan` blamed, which nobody had set."""
+    subject = SimpleNamespace(module=module, graph=graph_of(module))
+    profile = estimate_profile(MODULE, GRAPH)
+    with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{told}"):
+        _profile(subject, profile, None)
+    assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) is profile
+
+
+def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
+    profile = estimate_profile(MODULE, GRAPH)
+    assert _planned_layers(PipelineOptions(plan=PLAN, profile="nowhere")) == PLAN.layers
+    assert _planned_layers(PipelineOptions(profile=profile)) == GRAPH.path_names
+    (tmp_path / "bad.json").write_text("{")
+    for source in (
+        None,
+        "measure",
+        "flops",
+        "nowhere",
+        str(tmp_path / "bad.json"),
+        str(tmp_path),
+        5,
+    ):
+        assert _planned_layers(PipelineOptions(profile=source)) == ()
+        assert _planned_layers(PipelineOptions(plan=source)) == ()
 
 
 @pytest.mark.parametrize("source", [None, "measure"])

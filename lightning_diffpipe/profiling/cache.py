@@ -198,7 +198,7 @@ def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
 
 def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -> None:
     kept = [layer.name for backbone in profile.backbones for layer in backbone.layers]
-    expected = [graph.layers[index].name for index in graph.path]
+    expected = list(graph.path_names)
     if kept != expected:
         raise ProfileError(f"{path} describes another model ({profile.name})")
 
