@@ -27,7 +27,14 @@ from lightning_diffpipe.profiling.device_memory import give_back
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
 from lightning_diffpipe.profiling.pooling import Pool, alone, typical
-from lightning_diffpipe.profiling.state import placeable, placed, take_samples, tree_to, undisturbed
+from lightning_diffpipe.profiling.state import (
+    current,
+    placeable,
+    placed,
+    take_samples,
+    tree_to,
+    undisturbed,
+)
 from lightning_diffpipe.profiling.step_run import KeptBytes
 
 _MAX_COUNTS = 5
@@ -110,8 +117,9 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
             "give a larger batch, or smaller sample_counts"
         )
     try:
-        rounds, saved, split, known = _measured(subject, counts)
-        graph = graph_of_device(subject)
+        with current(subject.place):
+            rounds, saved, split, known = _measured(subject, counts)
+            graph = graph_of_device(subject)
     except Exception:
         pool({})  # the other ranks wait for this one
         raise

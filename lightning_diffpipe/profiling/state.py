@@ -53,6 +53,20 @@ def placeable(device: torch.device | str) -> torch.device:
 
 
 @contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Makes a GPU the one whose random numbers are put back: of several that is the current one.
+
+    It is initialised before, or the state in which its generator was would be unknown.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.init()
+    with torch.cuda.device(device):
+        yield
+
+
+@contextlib.contextmanager
 def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Lets a module live on another device for a while; its own tensors wait where they are.
 

@@ -18,11 +18,11 @@ from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.split_backward import NestedExits
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import bench, measure, step_run
+from lightning_diffpipe.profiling import bench, measure, profiler, step_run
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
-from tests.profiling.toys import CpuClock, Toy, toy
+from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +258,15 @@ def test_reports_progress():
     assert seen[-1] == 1.0
 
 
+def test_a_batch_on_the_host_follows_its_module(monkeypatch):
+    """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
+    module = Toy().to("meta")
+    monkeypatch.setattr(profiler, "measure_profile", lambda subject: subject)
+    subject = profiler.profile(module, batch_of(8))
+    assert {subject.place, subject.batch["x"].device} == {torch.device("meta")}
+    assert subject.graph.path_names == toy()[3].path_names
+
+
 def test_default_counts_reach_half_of_the_batch():
     assert default_counts(None) == (1,)
     assert default_counts(3) == (1,)
@@ -334,6 +343,8 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "memory_reserved", reserved)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.used_bytes)
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def empty_cache(self):
         self.log.append(self.cached_bytes)
@@ -402,6 +413,44 @@ def test_measuring_gives_a_gpus_memory_back(monkeypatch):
     assert places == ["reprobed"]
     assert gpu.log[-1] == 2**30
     assert (gpu.free_bytes, gpu.cached_bytes) == (2**30, 0)
+
+
+def test_random_numbers_of_the_gpu_are_put_back(monkeypatch):
+    """History: those of the current GPU were, and only if another had been used; `cuda:1` drew on from elsewhere.
+
+    Generators of the host stand for those of two GPUs, of which torch knows nothing until it is initialised.
+    """
+    module, step, batch, graph = toy()
+    FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
+    now, generators = {"device": 0, "ready": False}, (torch.Generator(), torch.Generator())
+
+    @contextmanager
+    def device(chosen):
+        before, now["device"] = now["device"], chosen.index
+        yield
+        now["device"] = before
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: now.update(ready=True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: now["ready"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now["device"])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    for room in (bench, measure):
+        monkeypatch.setattr(room, "placed", lambda module, device: nullcontext())
+        monkeypatch.setattr(room, "tree_to", lambda tree, device: tree)
+    before = [generator.get_state() for generator in generators]
+
+    def draws(module, batch):
+        now["ready"] = True
+        torch.rand(3, generator=generators[1])
+        return step(module, batch)
+
+    measured(
+        module, draws, batch, graph, device="cuda:1", sample_counts=(2,), repeats=1,
+        looks_at_results=False,
+    )  # fmt: skip
+    assert all(map(torch.equal, before, [generator.get_state() for generator in generators]))
+    assert now["device"] == 0
 
 
 def out_of_memory_at(count, step, log):
