@@ -408,7 +408,7 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
     Raises:
         PlanError: The plan was made for other layers; names the first difference.
     """
-    names = [graph.layers[index].name for index in graph.path]
+    names = graph.path_names
     remedy = "make a plan for this module, or leave strategy.plan out"
     if plan.num_layers != len(names):
         raise PlanError(

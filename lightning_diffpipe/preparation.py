@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, PlanError
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.plan_checks import check_wishes
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.bench import Rounds
@@ -128,7 +130,8 @@ def prepare(
     size = num_samples(batch)
     probed = min(_NUM_PROBED_SAMPLES, size)
     small = split(batch, [probed, size - probed])[0]
-    graph = probe(module, step, small, seed=seed)
+    planned = _agree(_planned_layers(options) if process.rank == 0 else (), world)
+    graph = _probed(module, step, small, seed, planned)
     _require_equal(graph.digest, world)
     warn_of_whole_compiled(module, graph)
     microbatch_size = None
@@ -152,6 +155,38 @@ def prepare(
         verify=options.verify,
     )
     return replace(pipeline, basis=basis)
+
+
+def _planned_layers(options: PipelineOptions) -> tuple[str, ...]:
+    """The trained layers that a given plan or profile names; none where nothing is given.
+
+    What cannot be read is told where it is needed.
+    """
+    try:
+        if options.plan is not None:
+            return _read_plan(options.plan).layers
+        profile = _given_profile(options.profile)
+    except (DiffPipeError, OSError, TypeError):
+        return ()
+    return () if profile is None else _layers_of(profile)
+
+
+def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
+    return tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
+
+
+def _probed(
+    module: nn.Module, step: Step, batch: Any, seed: int, planned: tuple[str, ...]
+) -> LayerGraph:
+    """The layers of a step: those that a plan or profile names, which may be finer, if this module has them."""
+    graph = probe(module, step, batch, seed=seed)
+    if not planned or graph.path_names == planned:
+        return graph
+    try:
+        return probe_named(module, step, batch, graph, planned, seed=seed)
+    except GraphError as error:
+        _log.info("the layers of the given plan or profile are not those of this module: %s", error)
+        return graph
 
 
 def _plan_of_rank_0(
@@ -189,7 +224,10 @@ def _make_plan(
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
-        return _given_plan(options.plan, process.world_size, num_samples(subject.batch))
+        plan = _given_plan(options.plan, process.world_size, num_samples(subject.batch))
+        num_pipelines = process.world_size // plan.ranks_per_pipeline
+        check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
+        return plan
     assert profile is not None
     _require_runnable_filling(options.filling)
     data_parallel = _data_parallel(options, process.world_size)
@@ -277,11 +315,7 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
         PlanError: It was not, or there is none.
         ConfigurationError: It can be planned only.
     """
-    if not isinstance(plan, PipelinePlan):
-        path = Path(plan)
-        if not path.is_file():
-            raise PlanError(f"there is no plan at {path}")
-        plan = PipelinePlan.from_json(path.read_text(errors="replace"), str(path))
+    plan = _read_plan(plan)
     _require_runnable_filling(plan.options.filling)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
@@ -304,20 +338,62 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
     return plan
 
 
+def _read_plan(plan: PipelinePlan | str | Path) -> PipelinePlan:
+    if isinstance(plan, PipelinePlan):
+        return plan
+    path = Path(plan)
+    if not path.is_file():
+        raise PlanError(f"there is no plan at {path}")
+    return PipelinePlan.from_json(path.read_text(errors="replace"), str(path))
+
+
 def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> ModelProfile:
-    if isinstance(source, ModelProfile):
-        return source
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
-    if source is None or source == "measure":
+    profile = _given_profile(source)
+    if profile is None:
         agree, pool = partial(_agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agree, pool=pool)
+    _require_layers(profile, subject)
+    return profile
+
+
+def _given_profile(source: Any) -> ModelProfile | None:
+    """The profile that is given; None if there shall be one of this module.
+
+    Raises:
+        ConfigurationError: There is none at the path.
+        ProfileError: The file is not one.
+    """
+    if isinstance(source, ModelProfile):
+        return source
+    if source in (None, "measure", "flops"):
+        return None
     path = Path(source)
     if not path.is_file():
         raise ConfigurationError(
             f"profile={source!r} is neither 'measure', 'flops' nor a file that exists"
         )
     return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
+
+
+def _require_layers(profile: ModelProfile, subject: Subject) -> None:
+    """Refuses a profile of other layers before anything is planned from it.
+
+    Raises:
+        ConfigurationError: It is one; names the first difference.
+    """
+    names, own = _layers_of(profile), subject.graph.path_names
+    if names == own:
+        return
+    pairs = enumerate(zip(names, own, strict=False))
+    odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
+    differ = next(odd, f"from layer {min(len(names), len(own))} on")
+    raise ConfigurationError(
+        f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
+        f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
+        "(diffpipe profile), or leave strategy.profile out"
+    )
 
 
 def _require_trainable(module: nn.Module) -> None:

@@ -369,6 +369,26 @@ def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys
     assert helps in shown
 
 
+@pytest.mark.parametrize(
+    ("known", "group_size", "said"),
+    [(None, 1, True), (None, 4, False), (True, 1, False), (False, 1, False)],
+)
+def test_a_plan_tells_that_nobody_knows_whether_an_encoder_can_be_split(
+    known, group_size, said, profile_path, capsys, monkeypatch
+):
+    """History: it was planned as if it could be, and training ended at the first step if it could not."""
+    document = json.loads(profile_path.read_text())
+    encoder = {"name": "vae", "layers": [{"name": "whole", "forward_s": {"1": 0.001}}]}
+    document["encoders"] = [encoder if known is None else {**encoder, "splittable": known}]
+    profile_path.write_text(json.dumps(document))
+    wishes = [f"strategy.frozen_group_size={group_size}", "global_batch_size=8", "explain=false"]
+    _, printed = plan_for(
+        3, profile_path, capsys, monkeypatch, *wishes, "strategy.num_microbatches=2"
+    )
+    told = "runs frozen layers on 1 of 4 at a time, and training ends at its first step if they mix samples; strat"
+    assert (told in printed) == said
+
+
 def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, monkeypatch):
     """History: a run's links were forgotten, and `show profile=` looked for advice as if they were free."""
     kept, output = profile_path.with_name("cluster.json"), profile_path.with_name("plan.json")
@@ -386,6 +406,10 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     assert free not in printed
     call(capsys, monkeypatch, "plan", *settings, *costs, "cluster.num_ranks=6", "explain=false")
     assert PipelinePlan.from_json(output.read_text()).num_ranks == 6
+    rate = "+cluster.p2p.bandwidth_bytes_per_s=1e15"
+    call(capsys, monkeypatch, "plan", *settings, *costs, rate, "explain=false")
+    planned = json.loads(output.read_text())["planned"]
+    assert planned["iteration_s"] > 2.0  # the second that a message takes is kept
 
 
 @pytest.mark.parametrize(

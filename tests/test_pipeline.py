@@ -17,14 +17,23 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.pipeline import Pipeline, cut_positions
-from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.preparation import PipelineOptions, _cluster, _given_plan, _profile
+from lightning_diffpipe.preparation import (
+    PipelineOptions,
+    _cluster,
+    _given_plan,
+    _make_plan,
+    _planned_layers,
+    _profile,
+)
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.verification import WholeRun, compare
+
+from .planning.profiles import equal_profile
 
 
 def graph_of(module):
@@ -57,6 +66,38 @@ def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
         UserWarning, match=r"for 8 samples .* first batch of this run has 3: its times"
     ):
         assert _given_plan(PLAN, world_size=2, batch_size=3) is PLAN
+
+
+def make_plan(plan, world_size=2, **options):
+    subject = SimpleNamespace(batch=torch.ones(8, 4))
+    process = pipeline.Process(0, world_size, torch.device("cpu"), "gloo", 1.0)
+    return _make_plan(subject, None, PipelineOptions(plan=plan, **options), Cluster(2), process)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_stages": 1}, "the plan has num_stages=2, but num_stages=1 is asked for beside it"),
+        ({"num_microbatches": 3, "schedule": "gpipe"},
+         "has num_microbatches=8, schedule=1f1b, but num_microbatches=3, schedule=gpipe is asked for"),
+        ({"data_parallel": 2}, "has data_parallel=1, but data_parallel=2"),
+        ({"num_replicas": 2}, r"has num_replicas=\(1, 1\), but num_replicas=2 "),
+        ({"filling": "none"}, "has filling=shares, but filling=none"),
+        ({"frozen_group_size": 8}, "has frozen_group_size=1, but .* or plan again with frozen_group_size=8"),
+    ],
+)  # fmt: skip
+def test_options_that_a_given_plan_does_not_follow_are_refused(options, told):
+    """History: they were ignored without a word, even where an error had told to set them."""
+    plan = find_plan(
+        equal_profile(4, frozen_share=0.5),
+        Cluster(2, p2p=Link(latency_s=0.01)),
+        PlanOptions(8, num_stages=2, num_microbatches=8, filling="shares", frozen_group_size=1),
+    )
+    with pytest.raises(PlanError, match=told):
+        make_plan(plan, **options)
+    same = {"num_stages": 2, "num_replicas": [1, 1], "num_microbatches": 8, "filling": "shares"}
+    assert make_plan(plan, **same, frozen_group_size=1) is plan
+    assert make_plan(plan, world_size=4, data_parallel=2) is plan
 
 
 def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
@@ -156,6 +197,46 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
     process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
     cluster = _cluster(PipelineOptions(profile=profile), process)
     assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (
+            nn.Sequential(*MODULE[:2]),
+            "has 4 layers, but .* has 2, and they differ: from layer 2 on",
+        ),
+        (
+            nn.Sequential(OrderedDict(zip("01x3", MODULE, strict=True))),
+            "layer 2 is 2 there and x here",
+        ),
+    ],
+)
+def test_a_profile_of_another_module_is_refused_by_its_own_name(module, told):
+    """History: the plan made from it was refused instead, and `strategy.plan` blamed, which nobody had set."""
+    subject = SimpleNamespace(module=module, graph=graph_of(module))
+    profile = estimate_profile(MODULE, GRAPH)
+    with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{told}"):
+        _profile(subject, profile, None)
+    assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) is profile
+
+
+def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
+    profile = estimate_profile(MODULE, GRAPH)
+    assert _planned_layers(PipelineOptions(plan=PLAN, profile="nowhere")) == PLAN.layers
+    assert _planned_layers(PipelineOptions(profile=profile)) == GRAPH.path_names
+    (tmp_path / "bad.json").write_text("{")
+    for source in (
+        None,
+        "measure",
+        "flops",
+        "nowhere",
+        str(tmp_path / "bad.json"),
+        str(tmp_path),
+        5,
+    ):
+        assert _planned_layers(PipelineOptions(profile=source)) == ()
+        assert _planned_layers(PipelineOptions(plan=source)) == ()
 
 
 @pytest.mark.parametrize("source", [None, "measure"])

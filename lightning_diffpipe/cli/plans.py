@@ -128,6 +128,8 @@ def plan(config: DictConfig) -> Any:
         print(
             "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
         )
+    if config.profile is not None and (unknown := _unknown_splits(found, profile)):
+        print(f"\n{unknown}")
     if values["output"] is not None:
         print(f"wrote {values['output']}{_batch_to_train_with(found)}")
     return found
@@ -140,6 +142,20 @@ def _batch_to_train_with(plan: Any) -> str:
     return (
         f"; train with data.batch_size={plan.samples_per_pipeline}, the samples of one of its "
         f"{plan.num_pipelines} pipelines"
+    )
+
+
+def _unknown_splits(plan: Any, profile: Any) -> str:
+    """What to say of encoders that the plan splits and of which nobody knows whether they can be."""
+    names = [encoder.name for encoder in profile.encoders if encoder.splittable is None]
+    group, whole = plan.options.frozen_group_size, max(plan.microbatch_sizes)
+    splits = plan.options.frozen_splittable and plan.ranks_per_pipeline > 1 and group < whole
+    if not names or not splits:
+        return ""
+    return (
+        f"The profile does not say whether {', '.join(names)} gives the same on some samples of a microbatch "
+        f"only. This plan runs frozen layers on {group} of {whole} at a time, and training ends at its first step "
+        f"if they mix samples; strategy.frozen_group_size={whole} keeps microbatches whole."
     )
 
 
@@ -171,8 +187,9 @@ def _cluster(group: dict[str, Any]) -> Any:
 
     values = _without_none(group)
     path = values.pop("path", None)
-    kept = {} if path is None else Cluster.from_json(_read(path), path).to_dict()
-    return Cluster.from_dict({**kept, **values})
+    if path is None:
+        return Cluster.from_dict(values)
+    return Cluster.from_json(_read(path), path).changed(values)
 
 
 def _read(path: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,6 +120,18 @@ class StepProbe:
             except LayerLeakError as error:
                 leaky.add(error.layer_name)
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
+
+    def discover_named(self, names: Collection[str]) -> LayerGraph:
+        """Takes modules of these names for layers; what lies beside them has layers as coarse as can be.
+
+        Raises:
+            LayerLeakError: One of them must be expanded.
+        """
+        around = {name[:end] for name in names for end, sign in enumerate(name) if sign == "."}
+        tree = self._call_tree()
+        layers, containers = choose_layers(self._module, tree.top, math.inf, around)
+        layers |= set(names) - containers  # also those without parameters
+        return self.trace(layers, containers, layers, None, ())
 
     def trace(
         self,

@@ -182,7 +182,8 @@ class FrozenView:
                 f"{name} mixes samples, or a layer it reads does: run on samples {groups[0][0]} to "
                 f"{groups[-1][1]} of {self.graph.num_samples} in {len(groups)} groups, it differs by "
                 f"{difference:.1e} from a run on all. Keep microbatches whole: strategy."
-                f"frozen_group_size={self.graph.num_samples}, or the size of a larger microbatch"
+                f"frozen_group_size={self.graph.num_samples}, or the size of a larger microbatch; where "
+                "strategy.plan is given, plan again with it"
             )
         self._samples_compared = True
 

@@ -269,6 +269,11 @@ class LayerGraph:
         return tuple(layer.index for layer in self.layers if not layer.frozen)
 
     @cached_property
+    def path_names(self) -> tuple[str, ...]:
+        """Module of every layer of the trained path, in call order."""
+        return tuple(self.layers[index].name for index in self.path)
+
+    @cached_property
     def frozen(self) -> tuple[int, ...]:
         """Indices of the frozen layers, in call order."""
         return tuple(layer.index for layer in self.layers if layer.frozen)

@@ -40,6 +40,7 @@ __all__ = [
     "Step",
     "loss_of",
     "probe",
+    "probe_named",
     "reprobe",
     "require_unchanged",
     "trace_layers",
@@ -108,6 +109,36 @@ def reprobe(
             f"a batch {new.signature} trains other parameters than {graph.signature}, e.g. {odd[0]}; "
             "every batch must train the same ones"
         )
+    return new
+
+
+def probe_named(
+    root: nn.Module,
+    step: Step,
+    batch: Any,
+    graph: LayerGraph,
+    names: Sequence[str],
+    *,
+    seed: int = 0,
+) -> LayerGraph:
+    """Probes a step again with other trained layers, finer or coarser; frozen ones stay as they are.
+
+    Args:
+        root: The probed module.
+        step: The probed step.
+        batch: A microbatch.
+        graph: What a probe chose by itself.
+        names: The modules that shall be the layers of the trained path, in call order.
+        seed: Seeds the step where it must be run on values.
+
+    Raises:
+        GraphError: They are not, or values leave them by another way than being returned.
+    """
+    mode: Mode = "real" if graph.needs_values else "auto"
+    layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
+    new = _in_some_mode(root, step, batch, seed, mode, lambda run: run.discover_named(layers))
+    if new.path_names != tuple(names):
+        raise GraphError(f"the trained layers are others: {other_calls(names, new.path_names)}")
     return new
 
 

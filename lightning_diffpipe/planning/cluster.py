@@ -138,6 +138,25 @@ class Cluster:
         links = {key: link.to_dict() for key in _LINKS if (link := getattr(self, key)) is not None}
         return {key: value for key, value in whole.items() if value is not None} | links
 
+    def changed(self, values: Mapping[str, object]) -> Cluster:
+        """With other values, as `from_dict` takes them; of a link, what is not given stays.
+
+        A link between hosts that was as those inside a host differs from them by the values given.
+
+        Raises:
+            ConfigurationError: See `from_dict`.
+
+        Example:
+            >>> Cluster(2, p2p=Link(1e9, 1e-5)).changed({"p2p": {"latency_s": 2e-5}}).p2p.bandwidth_bytes_per_s
+            1000000000.0
+        """
+        kept = self.to_dict()
+        for key, value in values.items():
+            old = kept.get(key, kept.get(key.removesuffix("_between_hosts")))
+            both = isinstance(old, Mapping) and isinstance(value, Mapping)
+            kept[key] = {**old, **value} if both else value  # type: ignore[dict-item]
+        return Cluster.from_dict(kept)
+
     def to_json(self) -> str:
         """Writes `diffpipe-cluster/1`."""
         return json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n"

@@ -266,7 +266,11 @@ def _running(times: Iterable[float]) -> tuple[float, ...]:
 
 
 def _weight_gradient_s(layer: LayerProfile, samples: float) -> float:
-    """Half of the backward where it was not measured: two products of the same size."""
+    """Half of the backward where it was not measured: two products of the same size.
+
+    Beyond the counts that were measured the two lines may cross: a part is never longer than the whole.
+    """
+    whole_s = layer.backward_s.at(samples)
     if layer.weight_gradient_s is not None:
-        return layer.weight_gradient_s.at(samples)
-    return layer.backward_s.at(samples) / 2 if layer.gradient_bytes else 0.0
+        return min(layer.weight_gradient_s.at(samples), whole_s)
+    return whole_s / 2 if layer.gradient_bytes else 0.0

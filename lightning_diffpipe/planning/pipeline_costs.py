@@ -68,14 +68,17 @@ class PipelineCosts:
                 return self.backward_s[stage][microbatch]
             case BackwardInput(stage, microbatch):
                 whole_s = self.backward_s[stage][microbatch]
-                weight_s = self.weight_gradient_s[stage][microbatch]
+                weight_s = self._weight_s(stage, microbatch)
                 return whole_s - weight_s + self._added_s(stage, microbatch)
             case BackwardWeight(stage, microbatch):
-                weight_s = self.weight_gradient_s[stage][microbatch]
-                return weight_s + self._added_s(stage, microbatch)
+                return self._weight_s(stage, microbatch) + self._added_s(stage, microbatch)
             case Encode(part):
                 return self.encode_s[part]
         return 0.0
+
+    def _weight_s(self, stage: int, microbatch: int) -> float:
+        """The part of a backward that makes weight gradients; rounding, or a plan by hand, may exceed the whole."""
+        return min(self.weight_gradient_s[stage][microbatch], self.backward_s[stage][microbatch])
 
     def _added_s(self, stage: int, microbatch: int) -> float:
         """What splitting adds to either half of a backward."""

@@ -9,7 +9,15 @@ from lightning_diffpipe.planning.costs_json import TABLES
 from lightning_diffpipe.planning.instruction import Encode
 
 if TYPE_CHECKING:
+    from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.plan import PipelinePlan
+
+_DEFAULTS = {"schedule": "1f1b"}
+"""Of the strategy, where it is not `auto`: nobody has asked for it."""
+
+_NAMES = (
+    "num_stages", "num_microbatches", "num_replicas", "data_parallel", "schedule", "filling", "frozen_group_size",
+)  # fmt: skip
 
 
 def check_options(plan: PipelinePlan) -> None:
@@ -89,3 +97,51 @@ def check_encodes(plan: PipelinePlan) -> None:
                 )
     if known:
         raise PlanError(f"plan: programs: frozen part {min(known)} is never run")
+
+
+def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) -> None:
+    """Nothing else is asked for than a plan does; what is left open is not compared.
+
+    Args:
+        plan: A plan that is followed as it is.
+        wishes: What is asked for besides.
+        num_pipelines: Pipelines that run side by side; a plan may be followed by more than it was made for.
+
+    Raises:
+        PlanError: Names every option that differs, with both values.
+    """
+    wanted = {name: getattr(wishes, name) for name in _NAMES}
+    if isinstance(wishes.num_replicas, int):
+        wanted["num_replicas"] = (wishes.num_replicas,) * plan.num_stages
+    decided = _decided(plan, num_pipelines)
+    odd = {
+        name: value
+        for name, value in decided.items()
+        if wanted[name] not in ("auto", value, _DEFAULTS.get(name))
+    }
+    if odd:
+        have = ", ".join(f"{name}={value}" for name, value in odd.items())
+        asked = ", ".join(f"{name}={getattr(wishes, name)}" for name in odd)
+        raise PlanError(
+            f"the plan has {have}, but {asked} is asked for beside it, and a plan that is given is followed as it "
+            f"is: leave {', '.join(odd)} out, or plan again with {asked}"
+        )
+
+
+def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
+    """What a plan decides, by option; without what is the same there however it is decided."""
+    options, replicas = plan.options, tuple(stage.num_replicas for stage in plan.stages)
+    decided: dict[str, object] = {
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "num_replicas": replicas,
+        "data_parallel": num_pipelines,
+    }
+    if plan.num_stages > 1:
+        decided["schedule"] = options.schedule
+    encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
+    if encodes and plan.ranks_per_pipeline > 1:
+        decided["filling"] = options.filling
+        if options.frozen_splittable and options.frozen_group_size != "auto":
+            decided["frozen_group_size"] = options.frozen_group_size
+    return decided

@@ -1,7 +1,7 @@
 """A profile: what every layer of a model costs, as measured or modelled elsewhere.
 
 Format `diffpipe-profile/1`, JSON. Times are in seconds for a number of samples, and are linear
-between and beyond the measured counts; sizes are in bytes:
+between and beyond the measured counts (but do not fall beyond the largest); sizes are in bytes:
 
     {"format": "diffpipe-profile/1", "name": "sd21",
      "backbones": [{"name": "unet", "layers": [
@@ -66,7 +66,7 @@ class Seconds:
         return cls(((1, seconds),))
 
     def at(self, samples: float) -> float:
-        """Seconds for that many samples; never negative."""
+        """Seconds for that many samples; never negative, and beyond the last count never less than there."""
         if samples <= 0:
             return 0.0
         if len(self.points) == 1:
@@ -75,6 +75,8 @@ class Seconds:
         index = bisect_left(self.points, samples, key=lambda point: point[0])
         index = min(max(index, 1), len(self.points) - 1)
         (n0, t0), (n1, t1) = self.points[index - 1 : index + 1]
+        if samples > n1 and t1 < t0:
+            return t1  # fell by noise: far beyond, more samples would be free
         return max(t0 + (t1 - t0) * (samples - n0) / (n1 - n0), 0.0)
 
     def scaled(self, factor: float) -> Seconds:
@@ -395,13 +397,18 @@ def _read_layer(node: Node) -> LayerProfile:
     )
     known = (*sizes, *per_sample, "activation_bytes_per_microbatch")
     node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *known))
-    split = None
+    backward, split = Seconds.from_node(node["backward_s"]), None
     if "weight_gradient_s" in node:
         split = Seconds.from_node(node["weight_gradient_s"])
+        whole_s = dict(backward.points)
+        for samples, seconds in split.points:
+            if seconds > whole_s.get(samples, seconds):
+                what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
+                raise node["weight_gradient_s"][str(samples)].expected(what)
     return LayerProfile(
         node["name"].text(),
         Seconds.from_node(node["forward_s"]),
-        Seconds.from_node(node["backward_s"]),
+        backward,
         split,
         *(_count(node, key) for key in known),
     )

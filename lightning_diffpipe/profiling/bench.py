@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.profiling.device_memory import free_bytes, give_back, without_variables
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
@@ -93,23 +94,29 @@ class Bench:
             GraphError: It calls other layers than in its probe.
         """
         limit_s = None if fixed else _COVERAGE * budget_s
-        if self.fits():
+        if self.fits:
             try:
                 return self._in_place(counts, repeats, budget_s, limit_s)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                without_variables(error)
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
+            give_back(self._device)
         return *self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s), {}
 
+    @cached_property
     def fits(self) -> bool:
-        """Whether the whole module and its gradients leave enough of the device's memory."""
+        """Whether the whole module and its gradients leave enough of the device's memory.
+
+        Decided once: memory is counted when nothing has been timed yet.
+        """
         if self._device.type != "cuda":
             return True
         trained = self._graph.trained
         need = sum(
-            p.numel() * p.element_size() * (2 if name in trained else 1)
+            p.numel() * p.element_size() * ((p.device != self._device) + (name in trained))
             for name, p in self._module.named_parameters()
         )
-        return need < _MEMORY_SHARE * torch.cuda.mem_get_info(self._device)[0]
+        return need < _MEMORY_SHARE * free_bytes(self._device)
 
     def _in_place(
         self,
@@ -159,23 +166,25 @@ class Bench:
             run = partial(self._run, interception)
             runs = 3 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
-            counts = self._runnable(warm_up, counts, limit_s)
-            results: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
-            splits: dict[int, list[float]] = {count: [] for count in counts}
+            results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
+            results = {count: ([], []) for count in self._runnable(warm_up, counts, limit_s)}
+            splits: dict[int, list[float]] = {count: [] for count in results}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
                 if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
                     break
-                for count in counts:
+                for count in tuple(results):
                     self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
-                    whole, without_weights = results.setdefault(count, ([], []))
-                    # Either is first in turn: it finds caches full of something else.
-                    if turn % 2:
-                        without_weights.append(run(count, "inputs"))
-                    whole.append(run(count, "whole"))
-                    if not turn % 2:
-                        without_weights.append(run(count, "inputs"))
+                    try:
+                        _both_ways(partial(run, count), turn, results[count])
+                    except torch.OutOfMemoryError as error:
+                        # Its warm-up found more memory, or less of it in pieces.
+                        if len(results) == 1:
+                            raise
+                        self._without(count, error)
+                        del results[count], splits[count]
+                        continue
                     if turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._progress("timed", 1.0)
@@ -225,8 +234,7 @@ class Bench:
                     todo = spread(count, todo, needed_s / count, limit_s)
             except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
                 # Too little memory, or a step that needs more samples (batch norm needs two).
-                _log.warning("cannot time %d samples: %s", count, error)
-                failure = error
+                failure = self._without(count, error)
                 continue
             usable.append(count)
         if not usable:
@@ -235,6 +243,13 @@ class Bench:
             message = f"the step runs with none of {list(counts)} samples: {failure}"
             raise ProfileError(message) from failure
         return tuple(usable)
+
+    def _without(self, count: int, error: Exception) -> Exception:
+        """Goes on without a count that cannot be run, and without what its step left in memory."""
+        _log.warning("cannot time %d samples: %s", count, error)
+        without_variables(error)
+        give_back(self._device)
+        return error
 
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
         return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
@@ -255,6 +270,19 @@ class Bench:
         if self._total is None or count == self._total:
             return self._batch
         return take_samples(self._batch, self._total, count)
+
+
+def _both_ways(
+    run: Callable[[Any], StepTimes], turn: int, times: tuple[list[StepTimes], list[StepTimes]]
+) -> None:
+    """Times a whole backward and one of inputs only."""
+    whole, without_weights = times
+    # Either is first in turn: it finds caches full of something else.
+    if turn % 2:
+        without_weights.append(run("inputs"))
+    whole.append(run("whole"))
+    if not turn % 2:
+        without_weights.append(run("inputs"))
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

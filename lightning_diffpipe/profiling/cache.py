@@ -98,7 +98,7 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     Times change without anything that names the file: another process on the cores, now or then, a
     warmer chip, other libraries.
     """
-    if not subject.bench().fits():
+    if not subject.bench.fits:
         return True  # Layer by layer, a look would take as long as a profile.
     counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
     quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]
@@ -198,7 +198,7 @@ def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
 
 def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -> None:
     kept = [layer.name for backbone in profile.backbones for layer in backbone.layers]
-    expected = [graph.layers[index].name for index in graph.path]
+    expected = list(graph.path_names)
     if kept != expected:
         raise ProfileError(f"{path} describes another model ({profile.name})")
 

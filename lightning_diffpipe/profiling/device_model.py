@@ -71,10 +71,14 @@ def _gpu(name: str, half: float, single: float, terabytes_per_s: float) -> Devic
 DEVICES = {
     "t4": DeviceModel("t4", {"float16": 65 * TERA, "float32": 8.1 * TERA}, 0.32 * TERA),
     "v100": DeviceModel("v100", {"float16": 125 * TERA, "float32": 15.7 * TERA}, 0.9 * TERA),
+    "v100_pcie": DeviceModel(
+        "v100_pcie", {"float16": 112 * TERA, "float32": 14 * TERA}, 0.9 * TERA
+    ),
     "a10g": _gpu("a10g", 70, 35, 0.6),
     "rtx4090": _gpu("rtx4090", 165, 82.6, 1.008),
     "a100": _gpu("a100", 312, 156, 2.039),
     "h100": _gpu("h100", 989, 494, 3.35),
+    "h100_pcie": _gpu("h100_pcie", 756, 378, 2.0),
     "h200": _gpu("h200", 989, 494, 4.8),
 }
 

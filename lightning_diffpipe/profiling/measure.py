@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.alike import alike, evened
 from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
+from lightning_diffpipe.profiling.device_memory import give_back
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
 from lightning_diffpipe.profiling.pooling import Pool, alone, typical
-from lightning_diffpipe.profiling.state import placed, take_samples, tree_to, undisturbed
+from lightning_diffpipe.profiling.state import (
+    current,
+    placeable,
+    placed,
+    take_samples,
+    tree_to,
+    undisturbed,
+)
 from lightning_diffpipe.profiling.step_run import KeptBytes
 
 _MAX_COUNTS = 5
@@ -76,10 +85,15 @@ class Subject:
         """Name of the profile."""
         return self.name or type(self.module).__name__
 
+    @property
+    def place(self) -> torch.device:
+        """The device, as its tensors name it: `cuda` is the current GPU."""
+        return placeable(self.device)
+
+    @cached_property
     def bench(self) -> Bench:
-        """What times it."""
-        device = torch.device(self.device)
-        return Bench(self.module, self.step, self.batch, self.graph, device, self.progress)
+        """What times it; the same whenever it is asked for, as it decides once whether the module fits."""
+        return Bench(self.module, self.step, self.batch, self.graph, self.place, self.progress)
 
 
 def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
@@ -103,11 +117,14 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
             "give a larger batch, or smaller sample_counts"
         )
     try:
-        rounds, saved, split, known = _measured(subject, counts)
-        graph = graph_of_device(subject)
+        with current(subject.place):
+            rounds, saved, split, known = _measured(subject, counts)
+            graph = graph_of_device(subject)
     except Exception:
         pool({})  # the other ranks wait for this one
         raise
+    finally:
+        give_back(subject.place)
     rounds = pool(rounds)
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
     return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
@@ -119,7 +136,7 @@ def _measured(
     """What this process finds: times, bytes kept by layer, what a split adds, and encodings."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
-        rounds, saved, splits = subject.bench().run(
+        rounds, saved, splits = subject.bench.run(
             counts, subject.repeats, subject.budget_s, fixed=fixed
         )
         known = _encodings(subject) if subject.looks_at_results else {}
@@ -134,17 +151,17 @@ def _measured(
 def _encodings(subject: Subject) -> dict[str, Encoding]:
     """What frozen layers hand over; whether it could be stored and split, if the whole module fits the device."""
     module, step, graph, small = subject.module, subject.step, subject.graph, _probed(subject)
-    if not subject.bench().fits():
+    if not subject.bench.fits:
         return encodings(module, step, small, graph)
-    with placed(module, torch.device(subject.device)):
-        small = tree_to(small, torch.device(subject.device))
+    with placed(module, subject.place):
+        small = tree_to(small, subject.place)
         return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
 def graph_of_device(subject: Subject) -> LayerGraph:
     """The layers with their types on the device, where autocast may halve what it leaves alone on a host."""
-    module, device = subject.module, torch.device(subject.device)
-    if device.type == "cpu" or not subject.bench().fits():
+    module, device = subject.module, subject.place
+    if device.type == "cpu" or not subject.bench.fits:
         return subject.graph
     with undisturbed(module), placed(module, device):
         return reprobe(module, subject.step, tree_to(_probed(subject), device), subject.graph)

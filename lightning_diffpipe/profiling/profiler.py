@@ -17,7 +17,7 @@ from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
-from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
 
 _NUM_PROBED_SAMPLES = 2
 
@@ -66,22 +66,24 @@ def profile(
         ['0', '1']
     """
     step = step or default_step(module)
+    home = next((p.device for p in module.parameters()), torch.device("cpu"))
+    place = placeable(home if device is None else device)
+    if place.type == "cpu":
+        keep_freed_memory()  # as training will
+    batch = tree_to(batch, home)
     total = count_samples(batch)
     small = batch
     if total is not None and total > _NUM_PROBED_SAMPLES:
         small = take_samples(batch, total, _NUM_PROBED_SAMPLES)
-    graph = probe(module, step, small, max_share=max_share)
-    if device is None:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if torch.device(device).type == "cpu":
-        keep_freed_memory()  # as training will
+    with current(home):
+        graph = probe(module, step, small, max_share=max_share)
     with _bar(progress) as report:
         subject = Subject(
             module,
             step,
             batch,
             graph,
-            device=device,
+            device=place,
             sample_counts=sample_counts,
             repeats=repeats,
             budget_s=budget_s,

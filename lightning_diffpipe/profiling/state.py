@@ -44,6 +44,28 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def placeable(device: torch.device | str) -> torch.device:
+    """A device as tensors on it name theirs, with a number where it is a GPU."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Makes a GPU the one whose random numbers are put back: of several that is the current one.
+
+    It is initialised before, or the state in which its generator was would be unknown.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.init()
+    with torch.cuda.device(device):
+        yield
+
+
 @contextlib.contextmanager
 def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Lets a module live on another device for a while; its own tensors wait where they are.

@@ -10,12 +10,30 @@ Source: model FLOPs utilization, Chowdhery et al. (2022), https://arxiv.org/abs/
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.profiling.device_model import DEVICES
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+
+# A driver's name is taken word by word: an RTX A1000 is no A100. The first that has all its words counts.
+_BY_WORDS = (
+    (("t4",), "t4"),
+    (("v100", "pcie"), "v100_pcie"),
+    (("v100",), "v100"),
+    (("a10g",), "a10g"),
+    (("rtx", "4090"), "rtx4090"),
+    (("a100",), "a100"),  # the peak of its PCIe card is the same
+    (("h100", "pcie"), "h100_pcie"),
+    (("h100",), "h100"),
+    (("h200",), "h200"),
+    (("gh200",), "h200"),
+)
+_OTHERS = {"laptop", "mig", "grid", "nvl", "fhhl", "d", "max"}
+"""Words of cards, or parts of them, whose peak is another one and not known here."""
 
 
 def flops_per_sample(graph: LayerGraph) -> float:
@@ -56,8 +74,10 @@ def peak_of_name(name: str, precision: str) -> float | None:
         >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")
         (989000000000000.0, None)
     """
-    plain = name.lower().replace(" ", "")
-    known = next((model for key, model in DEVICES.items() if key in plain), None)
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    if words & _OTHERS:
+        return None
+    known = next((DEVICES[key] for wanted, key in _BY_WORDS if words.issuperset(wanted)), None)
     if known is None:
         return None
     return known.peak_of(_DTYPES.get(precision.split("-")[0], torch.float32))

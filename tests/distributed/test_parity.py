@@ -8,6 +8,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.profiling.estimate import estimate_profile
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -40,6 +45,20 @@ def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, **sett
 def test_two_stages(schedule):
     outcomes, _ = check(2, 3, strategy={"num_stages": 2, "schedule": schedule})
     assert outcomes[0].plan.options.filling == "shares", "filling=auto fills where that gains time"
+
+
+@pytest.mark.parametrize("given", ["profile", "plan"])
+def test_a_profile_of_coarser_layers_is_followed_with_its_layers(given):
+    """History: one made with another max_share, as advice asks for, was refused, and `strategy.plan` was blamed."""
+    settings, samples = Settings(), Samples(2)
+    module, batch = build(settings), torch.utils.data.default_collate([samples[0], samples[1]])
+    graph = probe(module, lambda module, batch: module.loss(batch), batch, max_share=1 / 4)
+    profile = estimate_profile(module, graph)
+    plan = find_plan(profile, Cluster(2), PlanOptions(6, num_stages=2, num_microbatches=3))
+    choice = {"plan": plan} if given == "plan" else {"profile": profile, "num_stages": 2}
+    outcomes, _ = check(2, 3, strategy=choice, trainer={"max_steps": 2})
+    assert outcomes[1].plan.layers == graph.path_names
+    assert len(graph.path_names) < len(probe(module, lambda m, batch: m.loss(batch), batch).path)
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 2), (6, 4)])

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 import random
 import types
@@ -16,7 +17,7 @@ from torch.quasirandom import SobolEngine
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
-from lightning_diffpipe.graph.probe import probe, reprobe
+from lightning_diffpipe.graph.probe import probe, probe_named, reprobe
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step
 from tests.zoo import in_double
 
@@ -38,6 +39,37 @@ def test_layers_are_the_cheapest_calls_that_are_fine_enough():
     fine = probe(Untrained(), step, rows(), max_share=1 / 40)
     assert fine.layer_names == ("encoder.linear", *(f"blocks.{i}.linear" for i in range(6)))
     assert [call.name for call in fine.calls] == ["encoder", *(f"blocks.{i}" for i in range(6))]
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_layers_of_another_granularity_are_found_again_by_their_names(mode):
+    """Whatever the probe chooses by itself: what it found finer or coarser follows from names alone."""
+    by_share = [probe(Untrained(), step, rows(), max_share=1 / n, mode=mode) for n in (1, 4, 40)]
+    assert len({graph.layer_names for graph in by_share}) > 1
+    for known, wanted in itertools.product(by_share, repeat=2):
+        found = probe_named(Untrained(), step, rows(), known, wanted.path_names)
+        assert found.path_names == wanted.path_names
+        assert [found.layers[i].name for i in found.frozen] == [
+            known.layers[i].name for i in known.frozen
+        ]
+        if known is wanted:
+            assert found.digest == wanted.digest
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"blocks.{i}" for i in range(5)],  # the last one would be glue
+        [f"blocks.{i}" for i in range(7)],
+        [*(f"blocks.{i}" for i in range(5)), "blocks.5.other"],
+        [*(f"blocks.{i}" for i in range(5)), "blocks.5", "blocks.5.linear"],
+        ["encoder", *(f"blocks.{i}" for i in range(6))],
+    ],
+)
+def test_layers_of_another_module_are_not_found(names):
+    graph = probe(Untrained(), step, rows())
+    with pytest.raises(GraphError, match="the trained layers are others: "):
+        probe_named(Untrained(), step, rows(), graph, names)
 
 
 def test_reads_and_parameters_of_a_chain():

@@ -62,6 +62,11 @@ LAYER = ("backbones", 0, "layers", 1)
             1.5,
             "parameter_bytes: expected a whole number >= 0; got 1.5",
         ),
+        (
+            (*LAYER, "weight_gradient_s"),
+            {"1": 2.5},
+            "layers[1].weight_gradient_s.1: expected at most the backward_s of 1 samples, 2, of which it is a part",
+        ),
         ((*LAYER, "name"), 3, "layers[1].name: expected a string; got 3"),
         (("backbones",), [], "profile 'equal' has no backbone; nothing can be trained"),
         (("backbones", 0, "layers"), [], "'unet' of profile 'equal' has no layers"),
@@ -95,6 +100,12 @@ def test_times_are_linear_between_and_beyond_what_was_measured():
     assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert seconds.at(1) == 0.0  # The line would go below zero.
     assert Seconds.per_sample(0.5).at(3) == 1.5
+
+
+def test_more_samples_are_never_free():
+    """History: times that fell by noise reached zero at a large microbatch, which the planner then took."""
+    fell = Seconds.of({8: 1.0, 16: 0.9})
+    assert [fell.at(n) for n in (8, 12, 16, 24, 512)] == [1.0, 0.95, 0.9, 0.9, 0.9]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -35,3 +36,29 @@ def test_bad_cluster_files(changes, complaint):
     text = json.dumps({**json.loads(MEASURED.to_json()), **changes})
     with pytest.raises(ConfigurationError, match=re.escape(complaint)):
         Cluster.from_json(text, "c.json")
+
+
+@pytest.mark.parametrize("link", ["p2p", "all_reduce", "p2p_between_hosts"])
+@pytest.mark.parametrize("key", ["bandwidth_bytes_per_s", "latency_s"])
+def test_one_value_of_a_link_is_changed_alone(link, key):
+    """History: a new latency made the rest of a measured link infinitely fast, without a word."""
+    changed = MEASURED.changed({link: {key: 7.0}})
+    assert changed == replace(MEASURED, **{link: replace(getattr(MEASURED, link), **{key: 7.0})})
+
+
+def test_a_link_between_hosts_that_was_not_measured_is_changed_from_that_inside_one():
+    changed = MEASURED.changed({"all_reduce_between_hosts": {"latency_s": 1.0}, "num_ranks": 8})
+    between = replace(MEASURED.all_reduce, latency_s=1.0)
+    assert changed == replace(MEASURED, num_ranks=8, all_reduce_between_hosts=between)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"p2p": {"latency": 1}}, "unknown key 'p2p.latency'"),
+        ({"p2p": 3}, "p2p: expected an object; got 3"),
+    ],
+)
+def test_bad_changes_of_a_cluster(values, complaint):
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)):
+        MEASURED.changed(values)

@@ -19,6 +19,7 @@ from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, 
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.plan_checks import check_wishes
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.planning.proposals import (
     all_cuts,
@@ -429,3 +430,28 @@ def test_a_limit_on_the_step_changes_no_plan(seed):
     assert below.planned.iteration_s == pytest.approx(step_s)
     with pytest.raises(PlanError, match="no plan that fits into memory has a step below"):
         find_plan(profile, cluster, options, below_s=0.999 * step_s)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_plan_is_what_was_asked_for(seed):
+    """So that a run may name a plan and the options it was made with."""
+    rng = random.Random(seed)
+    profile, cluster, batch = random_case(seed)
+    if seed % 3 == 0:
+        profile = replace(
+            profile, encoders=tuple(replace(e, splittable=False) for e in profile.encoders)
+        )
+    wishes = PlanOptions(
+        2 * batch,
+        num_stages=rng.choice(
+            ["auto", 1, min(2, cluster.num_ranks, len(profile.backbones[0].layers))]
+        ),
+        num_microbatches=rng.choice(["auto", 2, 4]),
+        schedule=rng.choice(["1f1b", "gpipe", "zero_bubble", "auto"]),
+        filling=rng.choice(["none", "shares", "auto"]),
+        frozen_group_size=rng.choice(["auto", 1, 2]),
+    )
+    plan = find_plan(profile, cluster, wishes)
+    check_wishes(plan, wishes, plan.num_pipelines)
+    check_wishes(plan, plan.options, plan.num_pipelines)
+    check_wishes(plan, replace(wishes, data_parallel=3), 3)

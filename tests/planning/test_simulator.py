@@ -1,16 +1,25 @@
 """The simulator against closed forms."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from math import lcm
 
 import pytest
 
+from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.instruction import BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.makespan import exchanged_s, makespan, outline_of, timeline_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
@@ -161,3 +170,44 @@ def test_both_directions_of_a_link_are_independent():
     slow = simulate(one_f_one_b(2, 6), TickCosts(activation=2, gradient=0)).iteration_s
     assert both < 2 * 6 * 3
     assert slow >= both
+
+
+def crossing_profile(num_layers, backward, weights):
+    """Layers whose weight gradients overtake their backward beyond what was measured."""
+    layer = LayerProfile(
+        "", Seconds.of({8: 0.5, 16: 0.6}), Seconds.of(backward), Seconds.of(weights)
+    )
+    layers = tuple(replace(layer, name=f"layer{i}") for i in range(num_layers))
+    return ModelProfile("crossing", (BackboneProfile("unet", layers),))
+
+
+@pytest.mark.parametrize(
+    ("backward", "weights"),
+    [
+        ({8: 1.00, 16: 1.02}, {8: 0.30, 16: 0.40}),
+        ({8: 1.00, 16: 0.50}, {8: 0.30, 16: 0.40}),
+        ({8: 0.1, 16: 0.2}, {8: 0.1, 16: 0.2}),
+        ({4: 0.7}, {8: 1.4, 16: 2.9}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 8, 12, 128])
+def test_nothing_takes_less_than_no_time(backward, weights, size):
+    """History: backward and weight gradients are lines of their own, which cross; a backward of inputs took -2 s.
+
+    The clock ran backwards, and gains were promised that do not exist.
+    """
+    profile = crossing_profile(8, backward, weights)
+    model, placement = CostModel(profile, Cluster(2)), Placement.of_replicas([1, 1])
+    runs = [LayerRun(0, 0, 3), LayerRun(0, 3, 8)]
+    costs = pipeline_costs(model, PipelineLinks(model.cluster, placement), runs, (size,) * 4)
+    schedule = lower(schedule_of("zero_bubble", placement, 4))
+    works = [i for _, i in schedule.staged()]
+    assert {BackwardInput, BackwardWeight} <= set(map(type, works))
+    assert min(map(costs.compute_s, works)) >= 0
+    for stage, run in enumerate(runs):
+        halves = BackwardInput(stage, 0), BackwardWeight(stage, 0)
+        assert sum(map(costs.compute_s, halves)) == pytest.approx(model.backward_s(run, size))
+    timeline = simulate(schedule, costs)
+    for rank in range(2):
+        stamps = [t for span in timeline.spans_of(rank) for t in (span.start_s, span.stop_s)]
+        assert stamps == sorted(stamps)

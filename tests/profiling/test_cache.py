@@ -145,7 +145,7 @@ def slower(profile, factor):
     document = json.loads(profile.to_json())
     for part in (*document["backbones"], *document["encoders"]):
         for layer in part["layers"]:
-            for key in {"forward_s", "backward_s"} & layer.keys():
+            for key in {"forward_s", "backward_s", "weight_gradient_s"} & layer.keys():
                 layer[key] = {count: factor * seconds for count, seconds in layer[key].items()}
     return json.dumps(document)
 

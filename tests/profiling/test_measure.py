@@ -3,7 +3,8 @@ import gc
 import random
 import statistics
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.split_backward import NestedExits
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import bench, measure, step_run
+from lightning_diffpipe.profiling import bench, measure, profiler, step_run
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
-from tests.profiling.toys import CpuClock, Toy, toy
+from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +258,15 @@ def test_reports_progress():
     assert seen[-1] == 1.0
 
 
+def test_a_batch_on_the_host_follows_its_module(monkeypatch):
+    """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
+    module = Toy().to("meta")
+    monkeypatch.setattr(profiler, "measure_profile", lambda subject: subject)
+    subject = profiler.profile(module, batch_of(8))
+    assert {subject.place, subject.batch["x"].device} == {torch.device("meta")}
+    assert subject.graph.path_names == toy()[3].path_names
+
+
 def test_default_counts_reach_half_of_the_batch():
     assert default_counts(None) == (1,)
     assert default_counts(3) == (1,)
@@ -280,7 +290,7 @@ def test_take_samples_cuts_what_counts_samples():
 @pytest.fixture
 def too_large(monkeypatch):
     """Nothing fits on the device as a whole."""
-    monkeypatch.setattr(bench.Bench, "fits", lambda self: False)
+    monkeypatch.setattr(bench.Bench, "fits", False)
 
 
 def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
@@ -295,11 +305,10 @@ def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     module, step, batch, graph = toy(num_samples=64, width=256)
     options = {"sample_counts": (64,), "repeats": 3, "looks_at_results": False}
     seconds = {True: [], False: []}
-    fits = bench.Bench.fits
     for _ in range(5):
         layers = {}
         for whole in (True, False):
-            monkeypatch.setattr(bench.Bench, "fits", fits if whole else lambda self: False)
+            monkeypatch.setattr(bench.Bench, "fits", whole)
             layers[whole] = measured(module, step, batch, graph, **options).backbones[0].layers
             total_s = sum(x.forward_s.at(64) + x.backward_s.at(64) for x in layers[whole])
             seconds[whole].append(total_s)
@@ -323,6 +332,183 @@ def test_a_step_that_runs_out_of_memory_is_timed_layer_by_layer(monkeypatch, cap
     assert "tried to allocate" in caplog.text
 
 
+class FakeGpu:
+    """The memory of a GPU as torch and the driver tell it; the allocator keeps all that was ever used."""
+
+    def __init__(self, monkeypatch, free_bytes, cached_bytes, used_bytes=0):
+        self.free_bytes, self.cached_bytes, self.used_bytes = free_bytes, cached_bytes, used_bytes
+        self.log = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 2**40))
+        reserved = lambda device: self.cached_bytes + self.used_bytes
+        monkeypatch.setattr(torch.cuda, "memory_reserved", reserved)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.used_bytes)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def empty_cache(self):
+        self.log.append(self.cached_bytes)
+        self.free_bytes, self.cached_bytes = self.free_bytes + self.cached_bytes, 0
+
+    def run(self, num_bytes):
+        """Tensors of that size come and go."""
+        taken = max(num_bytes - self.cached_bytes, 0)
+        self.free_bytes, self.cached_bytes = self.free_bytes - taken, self.cached_bytes + taken
+
+
+def fits_on_gpu(subject):
+    return replace(subject, device="cuda:0").bench.fits
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch):
+    """History: what earlier steps had left in torch's cache counted as used, and layers were timed one by one."""
+    module, step, batch, graph = toy()
+    subject = Subject(module, step, batch, graph)
+    trained = graph.trained
+    need = sum(4 * p.numel() * (1 + (n in trained)) for n, p in module.named_parameters())
+    FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need + 4)
+    assert fits_on_gpu(subject)
+    FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need)
+    assert not fits_on_gpu(subject)
+
+
+def test_weights_on_the_device_need_no_more_memory(monkeypatch):
+    """History: weights of a module on the GPU were counted again."""
+    module, step, batch, graph = toy()
+    gradients = sum(4 * p.numel() for n, p in module.named_parameters() if n in graph.trained)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(nn.Parameter, "device", gpu, raising=False)
+    FakeGpu(monkeypatch, free_bytes=2 * gradients + 4, cached_bytes=0)
+    assert fits_on_gpu(Subject(module, step, batch, graph))
+    FakeGpu(monkeypatch, free_bytes=2 * gradients, cached_bytes=0)
+    assert not fits_on_gpu(Subject(module, step, batch, graph))
+
+
+def test_measuring_gives_a_gpus_memory_back(monkeypatch):
+    """History: torch kept it, so the same module no longer fitted once its layers had been timed.
+
+    Then nobody looked whether encodings can be stored and split, bytes were those of the host, and NCCL found a
+    full card.
+    """
+    module, step, batch, graph = toy()
+    module.encoder.eval()
+    gpu = FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
+    here = lambda tree, device: tree
+    for room in (bench, measure):
+        monkeypatch.setattr(room, "placed", lambda module, device: nullcontext())
+        monkeypatch.setattr(room, "tree_to", here)
+    places = []
+    reprobe = lambda module, step, batch, graph: places.append("reprobed") or graph
+    monkeypatch.setattr(measure, "reprobe", reprobe)
+
+    def uses_all(module, batch):
+        gpu.run(2**30)
+        return step(module, batch)
+
+    subject = Subject(
+        module, uses_all, batch, graph, device="cuda:0", sample_counts=(2,), repeats=1
+    )
+    profile = measure_profile(subject)
+    assert profile.encoders[0].splittable is not None
+    assert places == ["reprobed"]
+    assert gpu.log[-1] == 2**30
+    assert (gpu.free_bytes, gpu.cached_bytes) == (2**30, 0)
+
+
+def test_random_numbers_of_the_gpu_are_put_back(monkeypatch):
+    """History: those of the current GPU were, and only if another had been used; `cuda:1` drew on from elsewhere.
+
+    Generators of the host stand for those of two GPUs, of which torch knows nothing until it is initialised.
+    """
+    module, step, batch, graph = toy()
+    FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
+    now, generators = {"device": 0, "ready": False}, (torch.Generator(), torch.Generator())
+
+    @contextmanager
+    def device(chosen):
+        before, now["device"] = now["device"], chosen.index
+        yield
+        now["device"] = before
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: now.update(ready=True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: now["ready"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now["device"])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    for room in (bench, measure):
+        monkeypatch.setattr(room, "placed", lambda module, device: nullcontext())
+        monkeypatch.setattr(room, "tree_to", lambda tree, device: tree)
+    before = [generator.get_state() for generator in generators]
+
+    def draws(module, batch):
+        now["ready"] = True
+        torch.rand(3, generator=generators[1])
+        return step(module, batch)
+
+    measured(
+        module, draws, batch, graph, device="cuda:1", sample_counts=(2,), repeats=1,
+        looks_at_results=False,
+    )  # fmt: skip
+    assert all(map(torch.equal, before, [generator.get_state() for generator in generators]))
+    assert now["device"] == 0
+
+
+def out_of_memory_at(count, step, log):
+    """The step, out of memory for that many samples; the log has what is alive whenever it starts."""
+    alive = weakref.WeakSet()
+
+    def limited(module, batch):
+        log.append((len(batch["x"]), len(alive)))
+        hooks = [
+            block.register_forward_hook(lambda _module, _args, out: alive.add(out))
+            for block in module.blocks
+        ]
+        loss = step(module, batch)
+        for hook in hooks:
+            hook.remove()
+        if len(batch["x"]) == count:
+            raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+        return loss
+
+    return limited
+
+
+def test_a_step_out_of_memory_leaves_no_activations_behind(caplog):
+    """History: its error kept all of them while smaller counts were timed, on a card that was full with them."""
+    module, step, batch, graph = toy(num_samples=8)
+    log = []
+    gc.disable()  # a collection by chance would hide it
+    try:
+        profile = measured(
+            module, out_of_memory_at(8, step, log), batch, graph, sample_counts=(2, 8, 4),
+            repeats=1, looks_at_results=False,
+        )  # fmt: skip
+    finally:
+        gc.enable()
+    assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2, 4]
+    assert "cannot time 8 samples" in caplog.text
+    failed = [count for count, _ in log].index(8)
+    assert {alive for _, alive in log[failed + 1 :]} == {0}
+
+
+def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
+    """History: what had passed warm-up made all layers be timed one by one when it ran out of memory after."""
+    module, step, batch, graph = toy()
+    measure_step, runs = bench.StepRun.measure, []
+
+    def full(run, call, interception, backward):
+        runs.append(len(call.args[1]["x"]))
+        if runs.count(4) == 3 and runs[-1] == 4:
+            raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+        return measure_step(run, call, interception, backward)
+
+    monkeypatch.setattr(bench.StepRun, "measure", full)
+    monkeypatch.setattr(bench.Bench, "_one_by_one", None)
+    profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=3)
+    assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
+    assert "cannot time 4 samples" in caplog.text
+
+
 def test_layer_by_layer_refuses_a_step_that_changed(too_large):
     module, _, batch, graph = toy()
     other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
@@ -335,7 +521,7 @@ def test_layer_by_layer_refuses_a_step_that_changed(too_large):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(bench.Bench, "fits", lambda self: fits)
+    monkeypatch.setattr(bench.Bench, "fits", fits)
     module, step, batch, graph = toy(num_samples=64, width=512)
     before = everything(module)
     profile = measured(module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3)
