@@ -587,7 +587,9 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
         ]
         code, out, _ = call(capsys, monkeypatch, *command, "--cfg", "hydra")
         assert code == 0
-        assert f"dir: {tmp_path}/a sweep/{number} " in " ".join(out.split())  # long paths are wrapped
+        assert f"dir: {tmp_path}/a sweep/{number} " in " ".join(
+            out.split()
+        )  # long paths are wrapped
 
 
 def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):
