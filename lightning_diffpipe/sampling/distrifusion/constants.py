@@ -1,16 +1,41 @@
 """Linear layers of texts: their inputs stay the same over the steps of a request, so they are computed once.
 
-Nothing is believed: a layer that may be constant keeps its input and its result, and as long as the next step
-brings an equal input, it gives the same result. A first unequal one ends this for the request (joint
-attention changes its texts in every step). The comparison is C times cheaper than the layer.
+Nothing is believed: a layer that may be constant keeps a copy of its input and its result, and as long as the
+next step brings an equal input, it gives the same result. A first unequal one ends this for the request.
+
+The tensor that was copied is equal to its copy for as long as nothing has been written to it, which its version
+tells without a look at the device. Another one, such as prompts that a closure concatenates in every step, is
+compared, for which the host waits: once for all layers that are given it. That is C times cheaper than a layer.
+Tensors made under `torch.inference_mode` have no version, so their layers are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is known of a tensor's content for as long as nothing is written to it.
+
+    Attributes:
+        tensor: Held, so that no other has its id.
+        version: When it was looked at.
+        copy: What it was compared with, or copied to.
+        equal: Whether it has the same content.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+    equal: bool = True
+
+    def is_of(self, x: Tensor) -> bool:
+        return self.tensor is x and self.version == x._version
 
 
 class Constants:
@@ -23,15 +48,15 @@ class Constants:
     def __init__(self, candidates: frozenset[int]) -> None:
         self._candidates = set(candidates)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        # Layers share their input; each is copied and compared once. Inputs are held, so that ids stay theirs.
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._equal: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+        self._copied: dict[
+            int, _Seen
+        ] = {}  # in this step, by id of the tensor: layers share inputs
+        self._compared: dict[int, _Seen] = {}  # the last tensor, by id of the copy
         self.num_reused = 0
 
     def start_step(self) -> None:
-        """Inputs must be compared again."""
-        self._copies.clear()
-        self._equal.clear()
+        """Inputs of the step before are let go of, but for one beside each copy."""
+        self._copied.clear()
 
     def get(self, layer: int, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """The result of a layer.
@@ -41,11 +66,11 @@ class Constants:
             x: Its input.
             compute: The layer.
         """
-        if layer not in self._candidates:
+        if layer not in self._candidates or x.is_inference():
             return compute()
         if layer not in self._kept:
-            out = compute()
-            self._kept[layer] = (self._copy(x), out.clone())  # the model may write into its own
+            copy, out = self._copy(x), compute()
+            self._kept[layer] = (copy, out.clone())  # the model may write into its own
             return out
         before, out = self._kept[layer]
         if self._same(x, before):
@@ -56,11 +81,16 @@ class Constants:
         return compute()
 
     def _copy(self, x: Tensor) -> Tensor:
-        return self._copies.setdefault(id(x), (x, x.clone()))[1]
+        seen = self._copied.get(id(x))
+        if seen is None or not seen.is_of(x):
+            seen = _Seen(x, x._version, x.clone())
+            self._copied[id(x)] = self._compared[id(seen.copy)] = seen
+        return seen.copy
 
     def _same(self, x: Tensor, before: Tensor) -> bool:
-        key = (id(x), id(before))
-        if key not in self._equal:
-            same = x.shape == before.shape and torch.equal(x, before)
-            self._equal[key] = (x, same)
-        return self._equal[key][1]
+        seen = self._compared[id(before)]
+        if not seen.is_of(x):
+            alike = (x.shape, x.dtype) == (before.shape, before.dtype)
+            seen = _Seen(x, x._version, before, alike and torch.equal(x, before))
+            self._compared[id(before)] = seen
+        return seen.equal

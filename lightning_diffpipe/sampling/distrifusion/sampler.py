@@ -87,7 +87,7 @@ class DistriFusion:
         self.num_synchronous = 0
         self._tracks = Tracks(links, group_norm, calls_per_message, verify)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # inference mode would make tensors without versions, see `constants.py`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`.
 

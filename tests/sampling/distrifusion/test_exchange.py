@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
@@ -140,6 +142,57 @@ def test_texts_overwritten_in_place_are_noticed():
         assert torch.equal(found, F.linear(text, layer.weight))
         found.zero_()  # the model may do as it likes with what it gets
     assert layer.num_calls == 3, "once changed, never believed again"
+
+
+def test_texts_changed_between_two_layers_are_noticed():
+    """History: one comparison held for the whole step, and the second layer answered with step 0's result."""
+    first, second, text = Counting(), Counting(), torch.ones(1, 5, 4)
+    constants = Constants(frozenset({0, 1}))
+    for step in range(3):
+        constants.start_step()
+        x = text.clone()
+        assert torch.equal(constants.get(0, x, lambda x=x: first(x)), F.linear(x, first.weight))
+        x += step
+        assert torch.equal(constants.get(1, x, lambda x=x: second(x)), F.linear(x, second.weight))
+    assert (first.num_calls, second.num_calls) == (1, 3)
+
+
+class Comparisons(TorchFunctionMode):
+    """Counts for what a host would wait for its GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.equal
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("make", "comparisons"), [(lambda text: text, 0), (torch.clone, 3)])
+def test_a_text_nobody_has_written_to_is_not_looked_at(make, comparisons):
+    """History: on GPUs the host waited in the first cross-attention of every step."""
+    layer, constants, text = Counting(), Constants(frozenset(range(5))), torch.randn(2, 5, 4)
+    with Comparisons() as seen:
+        for _ in range(4):
+            constants.start_step()
+            x = make(text)
+            for i in range(5):
+                constants.get(i, x, lambda x=x: layer(x))
+    assert seen.count == comparisons, "one comparison for all layers in each later step"
+    assert layer.num_calls == 5
+
+
+def test_texts_without_a_version_are_computed():
+    """In `torch.inference_mode` nothing tells whether a tensor has been written to."""
+    with torch.inference_mode():
+        layer, constants, text = Counting(), Constants(frozenset({0})), torch.ones(1, 5, 4)
+        for step in range(3):
+            text += step
+            constants.start_step()
+            found = constants.get(0, text, partial(layer, text))
+            assert torch.equal(found, F.linear(text, layer.weight))
+    assert layer.num_calls == 3
 
 
 def test_layers_of_the_image_are_always_computed():

@@ -73,6 +73,15 @@ def test_order_of_text_positions_and_sliced_arguments_are_found(
     assert facts.unit == unit
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_texts_that_have_seen_the_image_are_no_constants(name):
+    """History: all of their layers were copied in the first step, and compared and dropped in the second.
+
+    In front of the first joint attention are the layer that embeds the text and its query, key and value.
+    """
+    assert len(facts_of(name).constant) == 4
+
+
 def test_residuals_of_every_resolution_are_sliced():
     assert len(facts_of("controlled").sliced) == 7
 
