@@ -206,7 +206,13 @@ def test_more_stages_need_less_memory_where_others_hold_everything():
     )
     # Keys and values of all bands.
     displaced, waited_for = needs["distrifusion", "parallel=8"], needs["synchronous", "parallel=8"]
-    assert displaced - waited_for == HEAVY.key_value_bytes
+    step, kept = HEAVY.activation_bytes, HEAVY.key_value_bytes
+    assert displaced == HEAVY.weight_bytes + step // 8 + kept
+    # Rank 0 looks at all rows before they become bands.
+    assert waited_for == needs["single", "one rank"] == HEAVY.weight_bytes + step
+    few_keys = replace(HEAVY, key_value_bytes=step // 2)
+    bands = next(c for c in candidates(few_keys, FAST, 8, 28) if c.method == "distrifusion")
+    assert memory_of_rank(few_keys, bands) == waited_for
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -9,16 +9,18 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.sampling.distrifusion import emulate
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys, find_facts
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from tests.sampling.distrifusion.models import (
     Inside,
     build,
     last_prediction,
     normal,
     request_for,
+    request_of,
 )
 
 
@@ -170,6 +172,57 @@ def test_sizes_that_do_not_fit_are_refused_with_numbers():
         last_prediction(Inside(wide), [normal(1, 3, 8, 8)], 2)
     with pytest.raises(ConfigurationError, match="choose a height of 8 or 12 rows"):
         Bands.split(10, 2, 4, 0)
+
+
+class Hungry(nn.Module):
+    """A convolution for which some calls are too large: plain ones, those with marks, or those on a band."""
+
+    def __init__(self, too_large):
+        super().__init__()
+        self.conv, self.too_large = nn.Conv2d(3, 3, 3, padding=1).double(), too_large
+
+    def forward(self, x):
+        calls = "on a band" if x.shape[-2] < 16 else "marked" if x.isnan().any() else "plain"
+        if calls in self.too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return self.conv(x * 1.0)
+
+
+def test_a_picture_too_large_for_one_rank_is_not_compared(caplog):
+    """History: every rank ran the model on all rows at once to compare, and ended where bands would have fitted."""
+    model, x = Hungry({"plain"}), normal(1, 3, 16, 8)
+    found = last_prediction(model, [x], 2)
+    assert found.shape == x.shape
+    assert (found - model.conv(x)).abs().max() < 1e-12
+    assert [r.message for r in caplog.records if "are not compared" in r.message] == [
+        "all rows of the latents do not fit into memory at once; bands are not compared with them"
+    ], "by rank 0 alone"
+
+
+@pytest.mark.parametrize(
+    ("too_large", "message"),
+    [
+        (
+            "marked",
+            "to be looked at, on all rows at once, than there is: .*; sample it with PipeFusion",
+        ),
+        (
+            "on a band",
+            r"needs more memory on a band of 8 of 16 rows than there is: .*; use more ranks",
+        ),
+    ],
+)
+def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, message):
+    """History: an error of torch's broke off the Predictor, and method=auto did not take the next best."""
+    model = Hungry({too_large})
+    request = request_of(model, normal(1, 3, 16, 8))
+
+    def refusal_of(links):
+        with pytest.raises(ConfigurationError, match=message) as refused:
+            DistriFusion(model, links).sample(request)
+        return str(refused.value)
+
+    assert len(set(LoopbackNetwork(2, timeout_s=5).run(refusal_of))) == 1
 
 
 @pytest.mark.parametrize(
