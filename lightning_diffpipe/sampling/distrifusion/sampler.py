@@ -32,6 +32,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
+from lightning_diffpipe.sampling.distrifusion.noise import drawing_alike
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
 from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
 from lightning_diffpipe.sampling.freshness import Freshness
@@ -101,7 +102,10 @@ class DistriFusion:
         stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
         self._tracks.start_request(stopwatch, freshness)
         before = self.links.traffic.copy()
-        with intercepted(self.model) as interception:
+        with (
+            drawing_alike(self.links, request.latents.device),
+            intercepted(self.model) as interception,
+        ):
             try:
                 latents = _Loop(self, request, interception, stopwatch).run(on_step)
                 self.links.finish()

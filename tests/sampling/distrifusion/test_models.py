@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import diffusers
 import pytest
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.links import Alone
@@ -163,7 +165,47 @@ def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(tiny_models, monk
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or equal(a, b))
     request = request_for("sd", tiny_models("sd"))
     emulate(request, 2, warmup_steps=1)
-    assert compared == [request.latents.shape] * 2, "only the emulator's own comparison of results"
+    assert not compared
+
+
+@pytest.mark.parametrize("generators", [None, "one", "one for each sample"])
+def test_noise_on_the_way_is_that_of_one_process_on_all_bands(generators, tiny_models):
+    """History: threads drew from one default generator, or from the generators of one list, each other noise."""
+    scheduler = diffusers.EulerAncestralDiscreteScheduler()
+    scheduler.set_timesteps(3)
+
+    def request():
+        torch.manual_seed(3)
+        made = [torch.Generator().manual_seed(seed) for seed in (4, 5)]
+        given = {None: {}, "one": {"generator": made[0]}}.get(generators, {"generator": made})
+        plain = request_for("sd", tiny_models("sd"))
+        return replace(plain, scheduler=scheduler, timesteps=scheduler.timesteps, step_kwargs=given)
+
+    wanted = OneProcess().sample(request())
+    drawn = torch.get_rng_state()
+    found, _ = emulate(request(), 4, mode="synchronous", verify=False)
+    assert relative(found, wanted) < 1e-12
+    assert torch.equal(torch.get_rng_state(), drawn), "the next request draws as it would"
+
+
+class Drawing(diffusers.DDIMScheduler):
+    """Takes no generator, and draws all the same."""
+
+    def step(self, prediction, timestep, latents):
+        stepped = super().step(prediction, timestep, latents)
+        stepped.prev_sample += torch.randn_like(latents)
+        return stepped
+
+
+def test_bands_that_drew_other_noise_are_told_by_whom(tiny_models):
+    """History: a bare AssertionError, when all was done."""
+    scheduler = Drawing()
+    scheduler.set_timesteps(3)
+    request = replace(request_for("sd", tiny_models("sd")), scheduler=scheduler)
+    with pytest.raises(
+        ConfigurationError, match="Drawing or the request's closure draws from torch"
+    ):
+        emulate(request, 2, verify=False)
 
 
 @pytest.mark.parametrize(
