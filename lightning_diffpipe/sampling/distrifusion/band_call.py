@@ -71,13 +71,13 @@ class StepKind:
         index: From 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
-        last: No step follows.
+        keep: What the next step may read is kept, or sent.
     """
 
     index: int
     synchronous: bool
     alone: bool = False
-    last: bool = False
+    keep: bool = False
 
 
 class BandCall(TorchFunctionMode):
@@ -118,7 +118,7 @@ class BandCall(TorchFunctionMode):
         for leaf, axis in facts.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
-        exchange.start_step(self._step.index, self._step.synchronous, self._step.last)
+        exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
         self._track.constants.start_step()
         with self:
             out = forward(*band_args, **band_kwargs)

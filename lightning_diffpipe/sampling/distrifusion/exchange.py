@@ -13,7 +13,8 @@ weights and functional calls need no names. A call hands in its own fresh data a
 
 In displaced steps a message carries a *range*: consecutive calls of one kind, as many as `calls_per_message`.
 The first pass through the model yields all calls and their shapes; offsets into messages follow from them.
-The last step sends nothing. Data carry the step they were made in, and reading any but the step before raises.
+A displaced step that no displaced step follows sends nothing, and a synchronous one keeps nothing. Data carry the
+step they were made in, and reading any but the step before raises.
 """
 
 from __future__ import annotations
@@ -100,17 +101,19 @@ class Exchange:
         self._stale: dict[int, _Stale] = {}
         self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
         self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
-        self._step, self._synchronous, self._last = -1, True, False
+        self._step, self._synchronous, self._keep = -1, True, True
 
-    def start_step(self, step: int, synchronous: bool, last: bool) -> None:
+    def start_step(self, step: int, synchronous: bool, keep: bool) -> None:
         """From now on calls belong to this step.
 
         Args:
             step: From 0.
-            synchronous: Calls wait for the data of this step.
-            last: No step follows, so nothing is sent for it.
+            synchronous: Calls wait for the data of this step, and read nothing of the step before.
+            keep: Whether what bands tell each other in this step may be read by the step after it.
         """
-        self._step, self._synchronous, self._last = step, synchronous, last
+        self._step, self._synchronous, self._keep = step, synchronous, keep
+        if synchronous:
+            self._stale.clear()
 
     def swap(
         self,
@@ -141,12 +144,12 @@ class Exchange:
         if fresh or self._synchronous:
             self.age = 0
             received = self._now(kind, outgoing, expected)
-            if not fresh and not self._last:
+            if not fresh and self._keep:
                 self._stale[call] = _Stale(self._step, received)
             return received
         before = self._stale.pop(call, None)
         self.age = None if before is None else self._step - before.step
-        if not self._last:
+        if self._keep:
             self._stale[call] = self._later(kind, outgoing, expected)
         if before is None and self._step > 0:
             raise GraphError(

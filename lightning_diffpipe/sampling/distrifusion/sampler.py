@@ -159,13 +159,15 @@ class _Loop:
         return latents
 
     def _kind_of(self, index: int) -> StepKind:
-        sampler = self._sampler
-        warm = not self._settled if sampler.warmup_steps == "auto" else index < sampler.warmup_steps
+        mode, warmup_steps = self._sampler.mode, self._sampler.warmup_steps
+        by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
+        warm = not self._settled if by_itself else index < warmup_steps
+        next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
         return StepKind(
             index,
-            synchronous=warm or sampler.mode == "synchronous",
-            alone=sampler.mode == "naive" and not warm,
-            last=index == self._request.num_steps - 1,
+            synchronous=warm or mode == "synchronous",
+            alone=mode == "naive" and not warm,
+            keep=next_may_be_displaced and index < self._request.num_steps - 1,
         )
 
     def _denoise(self, inputs: Tensor, timestep: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Tracks:
         """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_track(facts, latents), StepKind(0, True, last=True))
+            call = BandCall(self._new_track(facts, latents), StepKind(0, True))
             with interception.also_watching(set(facts.embedders)), interception.running(call):
                 return call.run(forward, args, kwargs)
 

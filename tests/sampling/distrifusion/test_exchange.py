@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from functools import partial
 
 import pytest
@@ -11,11 +13,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.sampling import loopback
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from tests.sampling.distrifusion.models import request_for
 
 
 def exchange_of(links, calls_per_message=2):
@@ -42,7 +47,7 @@ def test_a_synchronous_step_reads_itself_and_displaced_steps_the_one_before():
     def rank(links):
         exchange, seen = exchange_of(links), []
         for step, synchronous in enumerate([True, False, False, False]):
-            exchange.start_step(step, synchronous, last=step == 3)
+            exchange.start_step(step, synchronous, keep=step < 3)
             seen.append([swap(exchange, links, call, 10 * step + call) for call in range(5)])
             exchange.stop_step()
         return seen, dict(links.traffic.messages_sent)
@@ -56,16 +61,52 @@ def test_a_synchronous_step_reads_itself_and_displaced_steps_the_one_before():
 def test_without_a_step_before_there_is_nothing_to_read():
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=False, last=False)
+        exchange.start_step(0, synchronous=False, keep=True)
         return swap(exchange, links, 0, 1.0)
 
     assert run(rank) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("mode", "warmup_steps", "kept"),
+    [
+        ("synchronous", 0, [False, False, False, False]),
+        ("naive", 2, [False, False, False, False]),
+        (
+            "displaced",
+            2,
+            [False, True, False, False],
+        ),  # later messages are under way at the end of a step
+        ("displaced", 4, [False, False, False, False]),
+        ("displaced", "auto", [True, True, True, False]),
+    ],
+)
+def test_only_what_a_next_step_may_read_is_kept(mode, warmup_steps, kept, monkeypatch):
+    """History: synchronous steps held keys, values and halos of all other bands, which nobody read."""
+    received, alive = [], []
+    wait = loopback._FromThread.wait
+
+    def waits(self):
+        tensor = wait(self)
+        if self.links.rank == 0 and self.kind != "prediction":
+            received.append(weakref.ref(tensor))
+        return tensor
+
+    def on_step(step):
+        gc.collect()
+        alive.append(any(ref() is not None for ref in received))
+
+    monkeypatch.setattr(loopback._FromThread, "wait", waits)
+    request = request_for("sd", num_steps=4)
+    emulate(request, 2, on_step=on_step, mode=mode, warmup_steps=warmup_steps, settled=0.0)
+    assert received
+    assert alive == kept
+
+
 def test_kinds_and_dtypes_do_not_share_messages():
     def rank(links):
         exchange = exchange_of(links, calls_per_message=9)
-        exchange.start_step(0, synchronous=False, last=False)
+        exchange.start_step(0, synchronous=False, keep=True)
         swap(exchange, links, 0, 1.0, "statistics")
         swap(exchange, links, 1, 1.0, "halo")
         exchange.stop_step()
@@ -84,9 +125,9 @@ def test_kinds_and_dtypes_do_not_share_messages():
 def test_another_course_is_refused(second_step, message):
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=True, last=False)
+        exchange.start_step(0, synchronous=True, keep=True)
         swap(exchange, links, 0, 1.0)
-        exchange.start_step(1, synchronous=False, last=False)
+        exchange.start_step(1, synchronous=False, keep=True)
         second_step(exchange, links)
 
     with pytest.raises(GraphError, match=re.escape(message)):
@@ -98,10 +139,10 @@ def test_data_older_than_one_step_are_refused():
 
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=True, last=False)
+        exchange.start_step(0, synchronous=True, keep=True)
         swap(exchange, links, 0, 1.0)
-        exchange.start_step(1, synchronous=False, last=False)
-        exchange.start_step(2, synchronous=False, last=False)
+        exchange.start_step(1, synchronous=False, keep=True)
+        exchange.start_step(2, synchronous=False, keep=True)
         swap(exchange, links, 0, 1.0)
 
     with pytest.raises(GraphError, match="of step 2 would read step 0"):
