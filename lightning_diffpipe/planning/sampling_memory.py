@@ -10,8 +10,9 @@ guidance):
     distrifusion   w + f max(a, a / n + k)                  and then keys and values of all bands
     pipefusion     w - b + b / n + f (a + k / n) / q        in a ring, keys and values of all q ranks
 
-n ranks are beside each other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous
-steps of PipeFusion compute all tokens at once, so patches save no activations. Blocks count as equally large.
+Of k a band holds what others sent, and one message of its own under way to all of them. n ranks are beside each
+other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous steps of PipeFusion
+compute all tokens at once, so patches save no activations. Blocks count as equally large.
 
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430, table 1

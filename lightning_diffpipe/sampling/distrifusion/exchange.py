@@ -199,7 +199,7 @@ class Exchange:
         dtype = dtypes[0]
         group = self._ranges.setdefault((kind, dtype), _Range())
         for peer, tensor in outgoing.items():
-            group.outgoing[peer].append(tensor.reshape(-1))
+            group.outgoing[peer].append(tensor)
         for peer, shape in expected.items():
             group.expected[peer].append((stale, shape))
         group.num_calls += 1
@@ -216,5 +216,11 @@ class Exchange:
             message = _Message(incoming, self._stopwatch)
             for i, (stale, shape) in enumerate(calls):
                 stale.parts[peer] = (message, sum(sizes[:i]), shape)
+        joined: dict[
+            tuple[int, ...], Tensor
+        ] = {}  # all peers get the same keys, values and moments
         for peer, tensors in group.outgoing.items():
-            self._links.send(torch.cat(tensors), peer, kind)
+            parts = tuple(map(id, tensors))
+            if parts not in joined:
+                joined[parts] = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self._links.send(joined[parts], peer, kind)

@@ -17,7 +17,7 @@ from lightning_diffpipe.sampling import loopback
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
-from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.links import Alone, TensorShape
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from tests.sampling.distrifusion.models import request_for
@@ -101,6 +101,33 @@ def test_only_what_a_next_step_may_read_is_kept(mode, warmup_steps, kept, monkey
     emulate(request, 2, on_step=on_step, mode=mode, warmup_steps=warmup_steps, settled=0.0)
     assert received
     assert alive == kept
+
+
+def test_what_all_peers_get_is_put_together_once():
+    """History: a rank held one copy of its own keys and values for each other rank, as many as all bands have."""
+    sent = []
+
+    class Recording(Alone):
+        num_ranks = 4
+
+        def send(self, tensor, to, kind):
+            sent.append((kind, to, tensor))
+
+        def receive(self, shape, source, kind):
+            return None
+
+    exchange, x = exchange_of(Recording(), calls_per_message=2), torch.arange(6.0).view(2, 3)
+    exchange.start_step(0, synchronous=False, keep=True)
+    for call, key in enumerate((x, x + 1)):
+        exchange.swap("key_value", call, dict.fromkeys((1, 2, 3), key), {}, TensorShape.of(x))
+    for call, (up, down) in enumerate(((x, x + 1), (x, x + 2)), start=2):
+        exchange.swap("halo", call, {1: up, 2: down}, {}, TensorShape.of(x))
+    keys = [tensor for kind, _, tensor in sent if kind == "key_value"]
+    assert len({tensor.data_ptr() for tensor in keys}) == 1 < len(keys) == 3
+    assert keys[0].tolist() == [*range(6), *range(1, 7)]
+    up, down = (tensor for kind, _, tensor in sent if kind == "halo")
+    assert up.tolist() == [*range(6), *range(6)]
+    assert down.tolist() == [*range(1, 7), *range(2, 8)]
 
 
 def test_kinds_and_dtypes_do_not_share_messages():
