@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
@@ -192,6 +193,9 @@ class BandCall(TorchFunctionMode):
             x: `(B, C, rows, W)`.
             above: Rows wanted above.
             below: Rows wanted below.
+
+        Raises:
+            GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.
         """
         rows, bands = x.shape[-2], self._bands
         if above == below == 0:
@@ -203,6 +207,14 @@ class BandCall(TorchFunctionMode):
             whole = F.pad(self._whole, (0, 0, above, below))
             self._note("halo", rows, there, 0)
             return whole.narrow(-2, bands.start, above + rows + below)
+        fewest = min(bands.resized(rows, rank) for rank in range(bands.num_bands))
+        if (
+            max(above, below) > fewest
+        ):  # on all ranks alike, so that none waits for those who refuse
+            raise GraphError(
+                f"a convolution reads {max(above, below)} rows beyond its band, but the smallest band has "
+                f"{fewest} rows: use fewer ranks"
+            )
         shapes = {
             peer: TensorShape((*x.shape[:-2], n, x.shape[-1]), x.dtype) for peer, n in edges.items()
         }

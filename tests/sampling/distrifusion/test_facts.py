@@ -168,7 +168,9 @@ def test_sizes_that_do_not_fit_are_refused_with_numbers():
     with pytest.raises(ConfigurationError, match="use at most 8 ranks, or at least 36 rows"):
         emulate(request_for("sd", tiny), 9)
     wide = nn.Conv2d(3, 3, 11, padding=5).double()
-    with pytest.raises(GraphError, match="reads 5 rows beyond its band, which has 4 rows"):
+    with pytest.raises(
+        GraphError, match="reads 5 rows beyond its band, but the smallest band has 4 rows"
+    ):
         last_prediction(Inside(wide), [normal(1, 3, 8, 8)], 2)
     with pytest.raises(ConfigurationError, match="choose a height of 8 or 12 rows"):
         Bands.split(10, 2, 4, 0)
@@ -223,6 +225,30 @@ def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, 
         return str(refused.value)
 
     assert len(set(LoopbackNetwork(2, timeout_s=5).run(refusal_of))) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(3, 3, 9, padding=4),
+        lambda: nn.Sequential(nn.ZeroPad2d(4), nn.Conv2d(3, 3, 9)),
+    ],
+)
+def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
+    """History: only small bands refused it, and large ones waited for them until the timeout."""
+    model = Inside(make().double())
+    request, x = request_of(model, normal(1, 3, 11, 8)), normal(1, 3, 11, 8)
+
+    def refusal_of(links):
+        with pytest.raises(
+            GraphError, match=r"reads 4 rows .* the smallest band has 3 rows: use"
+        ) as refused:
+            DistriFusion(model, links).sample(request)
+        return str(refused.value)
+
+    assert len(set(LoopbackNetwork(3, timeout_s=5).run(refusal_of))) == 1  # of 4, 4 and 3 rows
+    found = last_prediction(model, [x], 2)  # of 6 and 5
+    assert (found - model(x)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
