@@ -96,7 +96,8 @@ class Tracks:
         if step > 0:
             self.check_number_of_calls(index + 1, step)
         if kind not in self._facts:
-            self._learn(kind, interception, forward, args, kwargs, latents)
+            with self._stopwatch.learning():
+                self._learn(kind, interception, forward, args, kwargs, latents)
         track = self._new_track(self._facts[kind], latents)
         track.freshness = self._freshness
         self._tracks.append((kind, track))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import diffusers
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate, tracks
 from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.links import Alone
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
@@ -132,6 +133,23 @@ def test_texts_may_change_in_the_middle(tiny_models):
     request.denoise = denoise
     found, _ = emulate(request, 2, mode="synchronous")
     assert relative(found, OneProcess().sample(request)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sd", "sd, two calls"])
+def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_models, monkeypatch):
+    """History: the report of one or two steps said that a step takes as long as looking and comparing, too."""
+    look, took_s = tracks.find_facts, 0.3
+
+    def slowly(*args):
+        time.sleep(took_s)
+        return look(*args)
+
+    monkeypatch.setattr(tracks, "find_facts", slowly)
+    _, samplers = emulate(request_for(name, tiny_models(name), num_steps=1), 2)
+    for sampler in samplers:
+        statistics = sampler.statistics
+        assert 0 < statistics.step_s[0] <= statistics.total_s - took_s
+        assert sum(span.duration_s for span in statistics.spans) <= statistics.step_s[0] + 0.01
 
 
 class Writing(torch.nn.Module):
