@@ -281,6 +281,22 @@ def test_displaced_bands_put_several_operators_into_a_message():
     assert step_s("distrifusion", warmup_steps=0) == pytest.approx(8 + prediction_s)
 
 
+@pytest.mark.parametrize(("ranks", "told"), [(2, 1), (4, 2), (8, 2)])
+def test_bands_tell_their_neighbours_of_every_convolution(ranks, told):
+    """History: the rows of 50 convolutions took only as long as their bytes, however late messages were."""
+    late = Link(latency_s=1.0)
+
+    def seconds(profile, method):
+        wish = SamplingWish(methods=(method,), guidance=1, warmup_steps=0)
+        found = candidates(profile, late, ranks, 28, wish)
+        return next(choice.seconds for choice in found if choice.ranks == ranks) / 28
+
+    convolving = replace(UNET, num_halos=50)
+    for method, messages in (("synchronous", 50), ("distrifusion", 4)):
+        more_s = seconds(convolving, method) - seconds(UNET, method)
+        assert more_s == pytest.approx(messages * told)
+
+
 def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
     with pytest.raises(ConfigurationError) as refused:
         choose_sampling(UNET, SLOW, 2, 28, wish=SamplingWish(data=2, parallel=2))
