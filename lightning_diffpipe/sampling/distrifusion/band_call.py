@@ -139,7 +139,11 @@ class BandCall(TorchFunctionMode):
             return func(*args, **kwargs)
         refuse(func)
         rule = RULES.get(func)
-        return func(*args, **kwargs) if rule is None else rule(self, *args, **kwargs)
+        if rule is not None:
+            return rule(self, *args, **kwargs)
+        out = func(*args, **kwargs)
+        self._track.constants.follow(func, args, kwargs, out)
+        return out
 
     # ------------------------------------------------------------ modules
 

@@ -4,18 +4,26 @@ Nothing is believed: a layer that may be constant keeps a copy of its input and 
 next step brings an equal input, it gives the same result. A first unequal one ends this for the request.
 
 The tensor that was copied is equal to its copy for as long as nothing has been written to it, which its version
-tells without a look at the device. Another one, such as prompts that a closure concatenates in every step, is
-compared, for which the host waits: once for all layers that are given it. That is C times cheaper than a layer.
-Tensors made under `torch.inference_mode` have no version, so their layers are computed.
+tells without a look at the device. So is one that follows from results given again, by functions of nothing
+else (PixArt's projection of captions is two layers with an activation between them). Another one, such as
+prompts that a closure concatenates in every step, is compared, for which the host waits: once for all layers
+that are given it. That is C times cheaper than a layer. Tensors made under `torch.inference_mode` have no
+version, so their layers are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_FOLLOWED = frozenset({F.gelu, F.silu, torch.Tensor.view})
+"""Functions whose result follows from their first argument and plain ones."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +55,32 @@ class Constants:
 
     def __init__(self, candidates: frozenset[int]) -> None:
         self._candidates = set(candidates)
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._copied: dict[
-            int, _Seen
-        ] = {}  # in this step, by id of the tensor: layers share inputs
-        self._compared: dict[int, _Seen] = {}  # the last tensor, by id of the copy
+        self._kept: dict[int, tuple[Tensor, Tensor, Any]] = {}
+        # Copied in this step, by id, as layers share inputs; compared last, by id of the copy.
+        self._copied: dict[int, _Seen] = {}
+        self._compared: dict[int, _Seen] = {}
+        # What tensors of this step follow from, the same in every step; by id, with the version they had.
+        self._origins: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
         self.num_reused = 0
 
     def start_step(self) -> None:
         """Inputs of the step before are let go of, but for one beside each copy."""
         self._copied.clear()
+        self._origins.clear()
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Notes what follows from a result that is given again.
+
+        Args:
+            func: A function that was called.
+            args: Of it.
+            kwargs: Of it.
+            out: Its result.
+        """
+        if self._origins and func in _FOLLOWED and args:
+            origin = self._origin(args[0])
+            if origin is not None:
+                self._note(out, (func, origin, repr(args[1:]), repr(kwargs)))
 
     def get(self, layer: int, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """The result of a layer.
@@ -69,16 +93,27 @@ class Constants:
         if layer not in self._candidates or x.is_inference():
             return compute()
         if layer not in self._kept:
-            copy, out = self._copy(x), compute()
-            self._kept[layer] = (copy, out.clone())  # the model may write into its own
-            return out
-        before, out = self._kept[layer]
-        if self._same(x, before):
+            copy, origin, out = self._copy(x), self._origin(x), compute()
+            self._kept[layer] = (copy, out.clone(), origin)  # the model may write into its own
+            return self._note(out, layer)
+        before, out, origin = self._kept[layer]
+        if (origin is not None and origin == self._origin(x)) or self._same(x, before):
             self.num_reused += 1
-            return out.clone()
+            return self._note(out.clone(), layer)
         self._candidates.discard(layer)
         del self._kept[layer]
         return compute()
+
+    def _note(self, x: Tensor, origin: Any) -> Tensor:
+        if not x.is_inference():
+            self._origins[id(x)] = (weakref.ref(x), x._version, origin)
+        return x
+
+    def _origin(self, x: Tensor) -> Any:
+        if id(x) not in self._origins:
+            return None
+        known, version, origin = self._origins[id(x)]
+        return origin if known() is x and version == x._version else None
 
     def _copy(self, x: Tensor) -> Tensor:
         seen = self._copied.get(id(x))

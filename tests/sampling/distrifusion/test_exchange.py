@@ -251,6 +251,34 @@ def test_a_text_nobody_has_written_to_is_not_looked_at(make, comparisons):
     assert layer.num_calls == 5
 
 
+@pytest.mark.parametrize(
+    ("change", "comparisons", "num_calls"),
+    [
+        (lambda x, step: x, 0, 1),
+        (lambda x, step: x.add_(0), 2, 1),  # perhaps written to
+        (lambda x, step: x.add_(step), 1, 3),  # and then never believed again
+        (lambda x, step: x + step, 1, 3),
+        (lambda x, step: x * 1.0, 2, 1),
+    ],
+)
+def test_what_follows_from_constant_results_is_constant(change, comparisons, num_calls):
+    """History: hosts waited twice in every step of PixArt, whose captions pass two layers."""
+    first, second, text = Counting(), Counting(), torch.randn(1, 5, 4)
+    second.weight, constants = torch.randn(2, 3), Constants(frozenset({0, 1}))
+    for step in range(3):
+        constants.start_step()
+        hidden = constants.get(0, text, lambda: first(text))
+        with Comparisons() as seen:
+            active = F.gelu(hidden)
+            constants.follow(F.gelu, (hidden,), {}, active)
+            x = change(active, step)
+            found = constants.get(1, x, partial(second, x))
+        comparisons -= seen.count
+        wanted = change(F.gelu(F.linear(text, first.weight)), step)
+        assert torch.equal(found, F.linear(wanted, second.weight))
+    assert (first.num_calls, second.num_calls, comparisons) == (1, num_calls, 0)
+
+
 def test_texts_without_a_version_are_computed():
     """In `torch.inference_mode` nothing tells whether a tensor has been written to."""
     with torch.inference_mode():

@@ -177,12 +177,12 @@ def test_texts_may_change_between_two_layers(tiny_models):
     assert relative(found, OneProcess().sample(request)) < 1e-12
 
 
-def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(tiny_models, monkeypatch):
+@pytest.mark.parametrize("name", ["sd", "pixart"])
+def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(name, tiny_models, monkeypatch):
     """History: the host waited for the GPU in the first cross-attention of every step."""
     compared, equal = [], torch.equal
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or equal(a, b))
-    request = request_for("sd", tiny_models("sd"))
-    emulate(request, 2, warmup_steps=1)
+    emulate(request_for(name, tiny_models(name)), 2, warmup_steps=1)
     assert not compared
 
 
