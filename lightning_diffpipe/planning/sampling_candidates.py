@@ -6,7 +6,7 @@ Seconds of a step, for one rank's share f of the work (samples, branches of guid
     sequence       g + f b / n + trade                 all waited for, exact
     pipefusion     M patches of g + (c + f b / M q) / n + trade / M n, at least a round trip
                                                        after W synchronous steps
-    distrifusion   max(1.1 f t / n, transport)         after W synchronous steps
+    distrifusion   max(1.1 f t / n, transport)         after W synchronous steps of 1.1 f t / n + transport
 
 t is the time of a step, b of the blocks in it, g of the code between them, c of what a call of a block costs
 however few tokens it gets. In PipeFusion q ranks share the tokens of each of n stages; q ranks that share tokens
@@ -62,7 +62,7 @@ class DenoiserProfile:
         key_value_bytes: Keys and values of all self-attention calls of a step.
         sequence_bytes: Queries, keys, values and results of all self-attention calls of a step.
         num_attention: Self-attention calls of a step.
-        halo_bytes: Rows at one border, of all convolutions of a step.
+        halo_bytes: Rows at one border, of all convolutions of a step that read rows of neighbours.
         num_norms: Normalisations over rows in a step.
         num_calls: Calls of the model in a step: 2 for guidance by two calls.
         warmup_microbatches: Shares into which PipeFusion cuts a synchronous step.
@@ -73,6 +73,7 @@ class DenoiserProfile:
         activation_bytes: Most that a step holds at a time beside weights; 0 if it is not known.
         shares_tokens: Whether ranks can share its tokens, if it can be sampled in patches.
         refusal: Why patches cannot flow through it, if they cannot.
+        num_halos: Convolutions of a step that read rows of neighbours.
     """
 
     step_s: float
@@ -98,6 +99,7 @@ class DenoiserProfile:
     activation_bytes: int = 0
     shares_tokens: bool = True
     refusal: str = ""
+    num_halos: int = 0
 
     def spreads_heads(self, num_ranks: int) -> bool:
         """Whether Ulysses works on so many ranks."""
@@ -295,9 +297,11 @@ def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]
     profile, link, num_steps = asked.profile, asked.link, asked.num_steps
     peers = (ranks - 1) / ranks
     sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
-    sent_s, peer_s = sent / link.bandwidth_bytes_per_s, (ranks - 1) * link.latency_s
-    kinds = (profile.num_attention, profile.num_norms)
-    transport_s = sent_s + sum(kinds) * peer_s
+    sent_s = sent / link.bandwidth_bytes_per_s
+    # Operators of each kind, and how many ranks each tells: all others, or two neighbours.
+    kinds = [(profile.num_attention, ranks - 1), (profile.num_norms, ranks - 1)]
+    kinds.append((profile.num_halos, min(2, ranks - 1)))
+    transport_s = sent_s + sum(count * told for count, told in kinds) * link.latency_s
     # Whole predictions: of the other bands first, then of the other branch of guidance.
     gather_s = link.seconds(share.prediction_bytes * peers) + share.exchange_s(link, 1)
     compute_s = _BAND * share.of_work * profile.step_s / ranks
@@ -307,7 +311,8 @@ def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]
         warmup = asked.wish.warmup_steps
         if warmup is None:
             warmup = 4 if num_steps < 30 else 1
-        grouped_s = sent_s + sum(-(-kind // _CALLS_PER_MESSAGE) for kind in kinds) * peer_s
+        grouped = sum(-(-count // _CALLS_PER_MESSAGE) * told for count, told in kinds)
+        grouped_s = sent_s + grouped * link.latency_s
         displaced_s = max(compute_s, grouped_s) + gather_s
         waited_for = min(warmup, num_steps)
         seconds = waited_for * synchronous_s + (num_steps - waited_for) * displaced_s

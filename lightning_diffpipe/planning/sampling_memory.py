@@ -6,12 +6,13 @@ guidance):
 
     one rank       w + f a
     sequence       w + f a / n
-    synchronous    w + f a / n
-    distrifusion   w + f (a / n + k)                        keys and values of all bands
+    synchronous    w + f a                                  rank 0 looks at all rows once
+    distrifusion   w + f max(a, a / n + k)                  and then keys and values of all bands
     pipefusion     w - b + b / n + f (a + k / n) / q        in a ring, keys and values of all q ranks
 
-n ranks are beside each other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous
-steps of PipeFusion compute all tokens at once, so patches save no activations. Blocks count as equally large.
+Of k a band holds what others sent, and one message of its own under way to all of them. n ranks are beside each
+other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous steps of PipeFusion
+compute all tokens at once, so patches save no activations. Blocks count as equally large.
 
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430, table 1
@@ -43,8 +44,9 @@ def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
     share, ranks = samples / choice.guidance, choice.ranks
     weights = float(profile.weight_bytes)
     activations, kept = profile.activation_bytes / ranks, 0.0
-    if choice.method == "distrifusion":
-        kept = profile.key_value_bytes
+    if choice.method in ("synchronous", "distrifusion"):
+        activations += profile.key_value_bytes if choice.method == "distrifusion" else 0.0
+        activations = max(activations, profile.activation_bytes)
     elif choice.method == "pipefusion":
         of_blocks = math.ceil(profile.num_blocks / ranks) / profile.num_blocks
         weights -= (1 - of_blocks) * profile.block_bytes

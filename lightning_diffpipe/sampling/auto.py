@@ -34,6 +34,7 @@ from lightning_diffpipe.planning.sampling_candidates import (
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.mesh import SamplingMesh
@@ -202,7 +203,7 @@ def profile_request(
         layout: Of the model, if it is known.
     """
     latents, timestep = request.latents, request.timesteps[0]
-    with _Counted() as counted:
+    with _Counted(request.model) as counted:
         activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0, verify=False)
@@ -233,6 +234,7 @@ def profile_request(
         num_attention=counted.num_attention,
         halo_bytes=counted.halo_bytes,
         num_norms=counted.num_norms,
+        num_halos=counted.num_halos,
         num_calls=1 if layout is None else _num_calls(layout),
         warmup_microbatches=microbatches,
         num_heads=_fewest(layout, "heads"),
@@ -340,14 +342,32 @@ class _Counts:
     num_attention: int = 0
     halo_bytes: int = 0
     num_norms: int = 0
+    num_halos: int = 0
 
 
 class _Counted(TorchFunctionMode, _Counts):
-    """Counts what looks beyond a row while a model runs."""
+    """Counts what looks beyond a row while a model runs.
 
-    def __init__(self) -> None:
+    Args:
+        model: What it is given, every band has whole.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         TorchFunctionMode.__init__(self)
         _Counts.__init__(self)
+        self._model, self._given = model, ()
+
+    def __enter__(self) -> _Counted:
+        self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hook.remove()
+
+    def _note(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._given = (*args, *kwargs.values())
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -358,7 +378,7 @@ class _Counted(TorchFunctionMode, _Counts):
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             self._attention(given["query"], given["key"], given["value"])
         elif func in (F.conv2d, torch.conv2d):
-            self._convolution(args[0], args[1])
+            self._convolution(*args, **(kwargs or {}))
         elif func in (F.group_norm, torch.group_norm):
             self.num_norms += 1
         return out
@@ -371,8 +391,20 @@ class _Counted(TorchFunctionMode, _Counts):
         self.key_value_bytes += (key.numel() + value.numel()) * size
         self.sequence_bytes += (2 * query.numel() + key.numel() + value.numel()) * size
 
-    def _convolution(self, x: Tensor, weight: Tensor) -> None:
-        border = weight.shape[-2] // 2
-        if border and x.dim() == 4:
-            batch, channels, _, width = x.shape
-            self.halo_bytes += batch * channels * border * width * x.element_size()
+    def _convolution(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> None:
+        border, rows = weight.shape[-2] // 2, windows_of(weight, stride, padding, dilation)[0]
+        if input.dim() != 4 or not border or rows.is_patch:
+            return
+        if not any(input is x for x in self._given):
+            batch, channels, _, width = input.shape
+            self.num_halos += 1
+            self.halo_bytes += batch * channels * border * width * input.element_size()

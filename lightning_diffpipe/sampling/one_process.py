@@ -35,7 +35,7 @@ class OneProcess:
         watch = Stopwatch(self.statistics, 0, latents.device)
         for index, timestep in enumerate(request.timesteps):
             inputs = latents
-            if request.scale_input:
+            if request.scale_input and hasattr(scheduler, "scale_model_input"):
                 inputs = scheduler.scale_model_input(latents, timestep)
             prediction = request.guided(request.denoise(inputs, timestep), inputs)
             stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)

@@ -82,7 +82,7 @@ class Sampler(Protocol):
     """Of the last request."""
 
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
-        """Runs one request, on all ranks together, under inference mode.
+        """Runs one request, on all ranks together, without gradients.
 
         Args:
             request: The same on all ranks.

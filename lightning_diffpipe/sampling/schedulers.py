@@ -12,11 +12,12 @@ divide the samples among them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def _in_front_of_steps(request: Request) -> list[Any] | None:
     x = request.latents.new_zeros((1,) * request.latents.ndim)
     if scheduler.scale_model_input(x, request.timesteps[0]) is x:
         return None
-    options = {"generator": torch.Generator()} if _takes_generator(scheduler) else {}
+    options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
     found = []
     with torch.random.fork_rng(devices=[]):
         for t in request.timesteps:
@@ -145,11 +146,11 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=draw, dtype=torch.float64)
     predictions = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in timesteps]
-    takes_generator = _takes_generator(scheduler)
+    takes_one = takes_generator(scheduler)
 
     def run(slices: Sequence[tuple[int, int]]) -> Tensor:
         x = start.clone()
-        seeded = {"generator": torch.Generator().manual_seed(1)} if takes_generator else {}
+        seeded = {"generator": torch.Generator().manual_seed(1)} if takes_one else {}
         schedulers = PatchSchedulers(scheduler, seeded, slices, axis)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(2)  # torch.manual_seed would seed GPUs, too
@@ -169,7 +170,8 @@ def on_host(scheduler: Any) -> Any:
     return twin
 
 
-def _takes_generator(scheduler: Any) -> bool:
+def takes_generator(scheduler: Any) -> bool:
+    """Whether its step draws from a generator that it is given."""
     return "generator" in inspect.signature(scheduler.step).parameters
 
 
@@ -259,6 +261,31 @@ class _NoiseOfAllSamples(TorchFunctionMode):
         if not shape or shape[0] != len(self._rows):
             return torch.randn(shape, **options)
         return torch.randn([self._num_rows, *shape[1:]], **options)[self._rows]
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Of the default generators: that of the host first, then that of a GPU."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
+
+
+@contextlib.contextmanager
+def drawing_from(
+    states: Sequence[Tensor], device: torch.device, goes_back: bool = True
+) -> Iterator[None]:
+    """A context in which default generators go on from some states.
+
+    Args:
+        states: As `random_states` gave them.
+        device: Whose they are.
+        goes_back: Whether they are as they were behind the context.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
+        for state in states[:1]:
+            torch.set_rng_state(state)
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, device)
+        yield
 
 
 def _draw(

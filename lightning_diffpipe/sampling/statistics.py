@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ class SamplingStatistics:
 
     Attributes:
         traffic: What this rank sent and received.
-        step_s: Seconds from the end of one denoising step to the end of the next, on this rank.
+        step_s: Seconds from the end of one denoising step to the end of the next, on this rank, without what is
+            found out about the model on the way.
         spans: What this rank did when, in seconds from the start of the request; waiting is not a span.
             On an accelerator these are the times at which work was handed to it.
         total_s: Seconds of the whole request.
@@ -96,6 +98,7 @@ class Stopwatch:
         self._origin_s = time.perf_counter()
         self._clock = clock_for(device)
         self._ends = [self._clock.stamp()]
+        self._apart: list[tuple[int, Any, Any]] = []  # in which step, from when to when
         self._instruction: Instruction | None = None
         self._start_s = 0.0
 
@@ -118,6 +121,18 @@ class Stopwatch:
         finally:
             self._start_s = time.perf_counter()
 
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Everything inside is no part of a step, but done once for many requests."""
+        self._note()
+        instruction, self._instruction = self._instruction, None
+        start = self._clock.stamp()
+        try:
+            yield
+        finally:
+            self._apart.append((len(self._ends) - 1, start, self._clock.stamp()))
+            self._instruction, self._start_s = instruction, time.perf_counter()
+
     def step_done(self) -> None:
         """A denoising step ends here."""
         self._ends.append(self._clock.stamp())
@@ -127,6 +142,8 @@ class Stopwatch:
         self._clock.settle()
         seconds = self._clock.seconds
         self.statistics.step_s = [seconds(*ends) for ends in itertools.pairwise(self._ends)]
+        for step, start, stop in self._apart:
+            self.statistics.step_s[step] -= seconds(start, stop)
         self.statistics.total_s = time.perf_counter() - self._origin_s
 
     def _note(self) -> None:

@@ -206,7 +206,13 @@ def test_more_stages_need_less_memory_where_others_hold_everything():
     )
     # Keys and values of all bands.
     displaced, waited_for = needs["distrifusion", "parallel=8"], needs["synchronous", "parallel=8"]
-    assert displaced - waited_for == HEAVY.key_value_bytes
+    step, kept = HEAVY.activation_bytes, HEAVY.key_value_bytes
+    assert displaced == HEAVY.weight_bytes + step // 8 + kept
+    # Rank 0 looks at all rows before they become bands.
+    assert waited_for == needs["single", "one rank"] == HEAVY.weight_bytes + step
+    few_keys = replace(HEAVY, key_value_bytes=step // 2)
+    bands = next(c for c in candidates(few_keys, FAST, 8, 28) if c.method == "distrifusion")
+    assert memory_of_rank(few_keys, bands) == waited_for
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -273,6 +279,22 @@ def test_displaced_bands_put_several_operators_into_a_message():
     prediction_s = 1.0
     assert step_s("synchronous") == pytest.approx(1.1 / 2 + 117 + prediction_s)
     assert step_s("distrifusion", warmup_steps=0) == pytest.approx(8 + prediction_s)
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(2, 1), (4, 2), (8, 2)])
+def test_bands_tell_their_neighbours_of_every_convolution(ranks, told):
+    """History: the rows of 50 convolutions took only as long as their bytes, however late messages were."""
+    late = Link(latency_s=1.0)
+
+    def seconds(profile, method):
+        wish = SamplingWish(methods=(method,), guidance=1, warmup_steps=0)
+        found = candidates(profile, late, ranks, 28, wish)
+        return next(choice.seconds for choice in found if choice.ranks == ranks) / 28
+
+    convolving = replace(UNET, num_halos=50)
+    for method, messages in (("synchronous", 50), ("distrifusion", 4)):
+        more_s = seconds(convolving, method) - seconds(UNET, method)
+        assert more_s == pytest.approx(messages * told)
 
 
 def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import diffusers
+import pytest
 
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.sampling_candidates import MIN_STEPS
 from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.distrifusion import emulate
+from tests.sampling.distrifusion import models as bands
 from tests.sampling.models import B, build, request_for
 
 
@@ -47,3 +50,16 @@ def test_weights_that_are_yet_to_be_loaded_are_counted():
     assert profile.weight_bytes == weights
     assert 0.5 * weights < profile.block_bytes < weights
     assert profile.activation_bytes == 0  # hosts do not count it
+
+
+@pytest.mark.parametrize("name", ["sd", "unet2d, padding 0", "sd, two calls", "pixart"])
+def test_a_profile_counts_what_bands_tell_each_other(name):
+    """History: messages of convolutions were not counted, of which a U-Net has more than of any other kind."""
+    request = bands.request_for(name, num_steps=1)
+    profile = profile_request(request, B, 1)
+    _, samplers = emulate(request, 2, mode="synchronous", verify=False)
+    first, second = (sampler.statistics.traffic.messages_sent for sampler in samplers)
+    sent = first | second  # the most of each kind: padding below asks the lower band only
+    counted = (profile.num_attention, profile.num_norms, profile.num_halos)
+    assert counted == (sent["key_value"], sent["statistics"], sent["halo"])
+    assert (profile.halo_bytes > 0) == (profile.num_halos > 0) == (name != "pixart")

@@ -8,7 +8,9 @@ import torch
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import (
     InputScaler,
     PatchSchedulers,
@@ -213,3 +215,13 @@ def test_generators_of_samples_are_divided_with_them():
     part = call.samples(1, 3)
     assert part.step_arguments["generator"] == generators[1:]
     assert part.scheduler is scheduler
+
+
+def test_one_process_samples_with_a_scheduler_that_scales_nothing():
+    """History: the request that the documentation shows ended in an AttributeError with Flux's scheduler."""
+    scheduler = make("FlowMatchEulerDiscreteScheduler")
+    assert not hasattr(scheduler, "scale_model_input")
+    noise = torch.randn(1, 4, 8, 8, generator=generator())
+    model = torch.nn.Identity()
+    request = Request(model, lambda x, t: 0.5 * model(x), scheduler, scheduler.timesteps, noise)
+    assert torch.equal(OneProcess().sample(request), sample_plainly(request))

@@ -1,7 +1,8 @@
 """DistriFusion: displaced patch parallelism for U-Nets and transformers, on the model's own forward.
 
 Reading order: `sampler.py` (the loop), `band_call.py` (one call on a band), `rules.py` (operators),
-`exchange.py` (messages), `moments.py` (group norm), `facts.py` and `ink.py` (what is found out about a model).
+`exchange.py` (messages), `moments.py` (group norm), `noise.py` (generators), `facts.py` and `ink.py` (what is
+found out about a model).
 """
 
 from lightning_diffpipe.sampling.distrifusion.emulate import emulate

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
@@ -71,13 +72,13 @@ class StepKind:
         index: From 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
-        last: No step follows.
+        keep: What the next step may read is kept, or sent.
     """
 
     index: int
     synchronous: bool
     alone: bool = False
-    last: bool = False
+    keep: bool = False
 
 
 class BandCall(TorchFunctionMode):
@@ -118,7 +119,7 @@ class BandCall(TorchFunctionMode):
         for leaf, axis in facts.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
-        exchange.start_step(self._step.index, self._step.synchronous, self._step.last)
+        exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
         self._track.constants.start_step()
         with self:
             out = forward(*band_args, **band_kwargs)
@@ -138,7 +139,11 @@ class BandCall(TorchFunctionMode):
             return func(*args, **kwargs)
         refuse(func)
         rule = RULES.get(func)
-        return func(*args, **kwargs) if rule is None else rule(self, *args, **kwargs)
+        if rule is not None:
+            return rule(self, *args, **kwargs)
+        out = func(*args, **kwargs)
+        self._track.constants.follow(func, args, kwargs, out)
+        return out
 
     # ------------------------------------------------------------ modules
 
@@ -192,6 +197,9 @@ class BandCall(TorchFunctionMode):
             x: `(B, C, rows, W)`.
             above: Rows wanted above.
             below: Rows wanted below.
+
+        Raises:
+            GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.
         """
         rows, bands = x.shape[-2], self._bands
         if above == below == 0:
@@ -203,6 +211,14 @@ class BandCall(TorchFunctionMode):
             whole = F.pad(self._whole, (0, 0, above, below))
             self._note("halo", rows, there, 0)
             return whole.narrow(-2, bands.start, above + rows + below)
+        fewest = min(bands.resized(rows, rank) for rank in range(bands.num_bands))
+        if (
+            max(above, below) > fewest
+        ):  # on all ranks alike, so that none waits for those who refuse
+            raise GraphError(
+                f"a convolution reads {max(above, below)} rows beyond its band, but the smallest band has "
+                f"{fewest} rows: use fewer ranks"
+            )
         shapes = {
             peer: TensorShape((*x.shape[:-2], n, x.shape[-1]), x.dtype) for peer, n in edges.items()
         }

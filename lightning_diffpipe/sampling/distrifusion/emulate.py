@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.sampling.distrifusion.noise import OwnGenerators
 from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
 from lightning_diffpipe.sampling.links import Links
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
@@ -36,25 +37,27 @@ def emulate(
 
     Returns:
         The final latents, and the samplers of all bands with their statistics.
+
+    Raises:
+        ConfigurationError: The bands drew other noise.
     """
     network = LoopbackNetwork(num_bands, request.latents.device, link, timeout_s)
+    generators = OwnGenerators(request)
+    requests = generators.of_each(num_bands)
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
-        latents = sampler.sample(
-            _with_own_generators(request), on_step if links.rank == 0 else None
-        )
-        return latents, sampler
+        return sampler.sample(requests[links.rank], on_step if links.rank == 0 else None), sampler
 
     results = network.run(band)
-    assert all(torch.equal(latents, results[0][0]) for latents, _ in results)
-    return results[0][0], [sampler for _, sampler in results]
-
-
-def _with_own_generators(request: Request) -> Request:
-    """Threads must not draw from one generator."""
-    arguments = {
-        name: x.clone_state() if isinstance(x, torch.Generator) else x
-        for name, x in request.step_kwargs.items()
-    }
-    return dataclasses.replace(request, step_kwargs=arguments)
+    generators.finish()
+    latents = results[0][0]
+    for rank, (found, _) in enumerate(results):
+        if not torch.allclose(found, latents, rtol=0.0, atol=0.0, equal_nan=True):
+            name = type(request.scheduler).__name__
+            raise ConfigurationError(
+                f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
+                "draws from torch's default generator, which these bands share as threads of one process; give "
+                "it a generator or a seed of its own, or sample with processes"
+            )
+    return latents, [sampler for _, sampler in results]

@@ -13,7 +13,8 @@ weights and functional calls need no names. A call hands in its own fresh data a
 
 In displaced steps a message carries a *range*: consecutive calls of one kind, as many as `calls_per_message`.
 The first pass through the model yields all calls and their shapes; offsets into messages follow from them.
-The last step sends nothing. Data carry the step they were made in, and reading any but the step before raises.
+A displaced step that no displaced step follows sends nothing, and a synchronous one keeps nothing. Data carry the
+step they were made in, and reading any but the step before raises.
 """
 
 from __future__ import annotations
@@ -100,17 +101,19 @@ class Exchange:
         self._stale: dict[int, _Stale] = {}
         self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
         self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
-        self._step, self._synchronous, self._last = -1, True, False
+        self._step, self._synchronous, self._keep = -1, True, True
 
-    def start_step(self, step: int, synchronous: bool, last: bool) -> None:
+    def start_step(self, step: int, synchronous: bool, keep: bool) -> None:
         """From now on calls belong to this step.
 
         Args:
             step: From 0.
-            synchronous: Calls wait for the data of this step.
-            last: No step follows, so nothing is sent for it.
+            synchronous: Calls wait for the data of this step, and read nothing of the step before.
+            keep: Whether what bands tell each other in this step may be read by the step after it.
         """
-        self._step, self._synchronous, self._last = step, synchronous, last
+        self._step, self._synchronous, self._keep = step, synchronous, keep
+        if synchronous:
+            self._stale.clear()
 
     def swap(
         self,
@@ -141,12 +144,12 @@ class Exchange:
         if fresh or self._synchronous:
             self.age = 0
             received = self._now(kind, outgoing, expected)
-            if not fresh and not self._last:
+            if not fresh and self._keep:
                 self._stale[call] = _Stale(self._step, received)
             return received
         before = self._stale.pop(call, None)
         self.age = None if before is None else self._step - before.step
-        if not self._last:
+        if self._keep:
             self._stale[call] = self._later(kind, outgoing, expected)
         if before is None and self._step > 0:
             raise GraphError(
@@ -196,7 +199,7 @@ class Exchange:
         dtype = dtypes[0]
         group = self._ranges.setdefault((kind, dtype), _Range())
         for peer, tensor in outgoing.items():
-            group.outgoing[peer].append(tensor.reshape(-1))
+            group.outgoing[peer].append(tensor)
         for peer, shape in expected.items():
             group.expected[peer].append((stale, shape))
         group.num_calls += 1
@@ -213,5 +216,11 @@ class Exchange:
             message = _Message(incoming, self._stopwatch)
             for i, (stale, shape) in enumerate(calls):
                 stale.parts[peer] = (message, sum(sizes[:i]), shape)
+        joined: dict[
+            tuple[int, ...], Tensor
+        ] = {}  # all peers get the same keys, values and moments
         for peer, tensors in group.outgoing.items():
-            self._links.send(torch.cat(tensors), peer, kind)
+            parts = tuple(map(id, tensors))
+            if parts not in joined:
+                joined[parts] = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self._links.send(joined[parts], peer, kind)

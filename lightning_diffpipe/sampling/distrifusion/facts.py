@@ -47,7 +47,7 @@ class Facts:
         outputs: Results that grow with the rows, and on which axis.
         embedders: Modules that embed the latents with their positions; axes of their results.
         keys: For each call of attention; None for cross-attention, which sees no other band.
-        constant: Linear layers, by position among them, whose input holds no image.
+        constant: Linear layers, by position among them, whose input holds no image, nor anything of it.
         unit: Rows of the latents that strides and patches take together.
     """
 
@@ -94,7 +94,10 @@ def find_facts(
     facts.unit = _unit(marks.units, look.num_rows)
     marks, _, _ = look.run(facts.sample, None)
     facts.keys = [_keys(positions) for positions in marks.keys]
-    facts.constant = frozenset(marks.unreached)
+    untouched = marks.num_untouched
+    facts.constant = frozenset(
+        layer for layer in marks.unreached if untouched is None or layer < untouched
+    )
     for leaf, axis in look.candidates(facts.sample):
         if leaf not in facts.sliced and look.follows_rows(leaf, axis, facts.outputs):
             facts.sliced[leaf] = axis

@@ -95,13 +95,7 @@ class Window:
             raise unsupported("a convolution that leaves rows out at the lower border")
         if not self.padding and self.below > 0:
             raise unsupported("a convolution without padding, which makes the picture smaller,")
-        above, below = self.above, max(self.below, 0)
-        if max(above, below) > rows:
-            raise GraphError(
-                f"a convolution reads {max(above, below)} rows beyond its band, which has {rows} rows "
-                "itself: use fewer ranks"
-            )
-        return above, below
+        return self.above, max(self.below, 0)
 
 
 def windows_of(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> tuple[Window, Window]:

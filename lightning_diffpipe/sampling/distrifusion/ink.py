@@ -38,12 +38,15 @@ class Marks:
         unreached: Linear layers, by their position among linear layers, whose input has tokens and no mark.
         units: Rows of the latents for one row behind each convolution.
         spreader: The first function that had marked and clean rows in front of it and none clean behind it.
+        num_untouched: Linear layers in front of the first attention that tells texts of the image, which its
+            stand-in does not: behind it, what is not marked may depend on the image all the same.
     """
 
     keys: list[Tensor] = field(default_factory=list)
     unreached: list[int] = field(default_factory=list)
     units: list[float] = field(default_factory=list)
     spreader: str | None = None
+    num_untouched: int | None = None
 
 
 class Ink(TorchFunctionMode):
@@ -81,7 +84,10 @@ class Ink(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.num_exchanging += 1
-        self.marks.keys.append(key.isnan().any(-1).flatten(0, -2).any(0))
+        keys = key.isnan().any(-1).flatten(0, -2).any(0)
+        self.marks.keys.append(keys)
+        if self.marks.num_untouched is None and keys.any() and not query.isnan().any(-1).all():
+            self.marks.num_untouched = self._num_linear
         size = value.shape[-1]
         return (
             query

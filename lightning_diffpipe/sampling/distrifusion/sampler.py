@@ -32,6 +32,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
+from lightning_diffpipe.sampling.distrifusion.noise import drawing_alike
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
 from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
 from lightning_diffpipe.sampling.freshness import Freshness
@@ -87,7 +88,7 @@ class DistriFusion:
         self.num_synchronous = 0
         self._tracks = Tracks(links, group_norm, calls_per_message, verify)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # inference mode would make tensors without versions, see `constants.py`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`.
 
@@ -101,7 +102,10 @@ class DistriFusion:
         stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
         self._tracks.start_request(stopwatch, freshness)
         before = self.links.traffic.copy()
-        with intercepted(self.model) as interception:
+        with (
+            drawing_alike(self.links, request.latents.device),
+            intercepted(self.model) as interception,
+        ):
             try:
                 latents = _Loop(self, request, interception, stopwatch).run(on_step)
                 self.links.finish()
@@ -155,13 +159,15 @@ class _Loop:
         return latents
 
     def _kind_of(self, index: int) -> StepKind:
-        sampler = self._sampler
-        warm = not self._settled if sampler.warmup_steps == "auto" else index < sampler.warmup_steps
+        mode, warmup_steps = self._sampler.mode, self._sampler.warmup_steps
+        by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
+        warm = not self._settled if by_itself else index < warmup_steps
+        next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
         return StepKind(
             index,
-            synchronous=warm or sampler.mode == "synchronous",
-            alone=sampler.mode == "naive" and not warm,
-            last=index == self._request.num_steps - 1,
+            synchronous=warm or mode == "synchronous",
+            alone=mode == "naive" and not warm,
+            keep=next_may_be_displaced and index < self._request.num_steps - 1,
         )
 
     def _denoise(self, inputs: Tensor, timestep: Tensor) -> Tensor:

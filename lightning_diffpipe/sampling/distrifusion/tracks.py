@@ -5,9 +5,11 @@ Facts are found on rank 0 and told to the others; each kind of call is looked at
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
@@ -19,11 +21,13 @@ from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, find_facts, signature
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.distrifusion.verification import (
+    Profile,
+    error_beside,
     failing_on,
     first_difference,
+    needing_memory,
     profiled,
     refusal,
-    relative_error,
 )
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import Links
@@ -31,6 +35,10 @@ from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 Forward = Callable[..., Any]
+
+_WITHOUT_A_LOOK = (
+    "sample it with PipeFusion or sequence parallelism, or with fewer prompts or rows at a time"
+)
 
 
 class Tracks:
@@ -88,7 +96,8 @@ class Tracks:
         if step > 0:
             self.check_number_of_calls(index + 1, step)
         if kind not in self._facts:
-            self._learn(kind, interception, forward, args, kwargs, latents)
+            with self._stopwatch.learning():
+                self._learn(kind, interception, forward, args, kwargs, latents)
         track = self._new_track(self._facts[kind], latents)
         track.freshness = self._freshness
         self._tracks.append((kind, track))
@@ -112,7 +121,8 @@ class Tracks:
         latents: Tensor,
     ) -> None:
         def look() -> Facts:
-            facts = find_facts(interception, forward, args, kwargs, latents)
+            with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
+                facts = find_facts(interception, forward, args, kwargs, latents)
             Bands.split(latents.shape[-2], self._links.num_ranks, facts.unit, 0)
             return facts
 
@@ -134,10 +144,13 @@ class Tracks:
         kwargs: dict[str, Any],
         latents: Tensor,
     ) -> None:
-        """One synchronous call against one plain call; all ranks decide together."""
+        """One synchronous call against a plain one of rank 0; all ranks decide together.
+
+        Where all rows at once do not fit into rank 0's memory, nothing is compared.
+        """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_track(facts, latents), StepKind(0, True, last=True))
+            call = BandCall(self._new_track(facts, latents), StepKind(0, True))
             with interception.also_watching(set(facts.embedders)), interception.running(call):
                 return call.run(forward, args, kwargs)
 
@@ -147,12 +160,14 @@ class Tracks:
 
         bands = self._new_track(facts, latents).bands
         tolerance = tolerance_of(interception.root, latents, convolves_parts=True)
-        wanted = plain()
         with failing_on(bands):
             result = on_bands()
-        error: float = self._links.broadcast_object(lambda: relative_error(result, wanted))
+        error: float = self._links.broadcast_object(lambda: error_beside(plain, result))
         if not error <= tolerance:
-            name = first_difference(profiled(plain), profiled(on_bands), bands, tolerance)
+            whole: list[Profile] = []
+            with contextlib.suppress(torch.OutOfMemoryError):  # then without a name
+                whole = profiled(plain)
+            name = first_difference(whole, profiled(on_bands), bands, tolerance)
             names = [self._links.broadcast_object(lambda: name)]
             raise refusal(error, tolerance, bands, names[0] or name)
 

@@ -1,23 +1,28 @@
 """Does a model compute on bands what it computes on the whole? One plain call against one synchronous call.
 
 `facts.py` sees values that cross rows, but not numbers that come from shapes alone, such as coordinates made of
-`x.shape[-2]`. So the first call of each kind is made both ways. If they differ, both are repeated and compared
-function by function: the mean magnitudes of each result along each axis, the band's beside its part of the
-whole. The first function that differs is where the band was told another story.
+`x.shape[-2]`. So the first call of each kind is made both ways, the plain one by rank 0, if it has the memory
+for all rows. If they differ, both are repeated and compared function by function: the mean magnitudes of each
+result along each axis, the band's beside its part of the whole. The first function that differs is where the
+band was told another story.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.errors import DiffPipeError, GraphError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
+
+_log = logging.getLogger(__name__)
 
 Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
@@ -35,6 +40,19 @@ def relative_error(bands: Any, plain: Any) -> float:
             difference = (a - b).double().norm() / b.double().norm().clamp_min(1e-30)
             errors.append(float("inf") if bool(difference.isnan()) else float(difference))
     return max(errors)
+
+
+def error_beside(plain: Callable[[], Any], bands: Any) -> float:
+    """The relative error of results on bands beside a plain call; 0 where memory does not suffice for one."""
+    try:
+        return relative_error(bands, plain())
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "all rows of the latents do not fit into memory at once; bands are not compared with them"
+        )
+        return 0.0
+    finally:
+        _release_memory()
 
 
 class Profiles(TorchFunctionMode):
@@ -97,9 +115,13 @@ def failing_on(bands: Bands) -> Iterator[None]:
 
     Raises:
         GraphError: The model failed.
+        ConfigurationError: It ran out of memory.
     """
     try:
-        yield
+        with needing_memory(
+            f"on a band of {bands.size} of {bands.num_rows} rows", "use more ranks"
+        ):
+            yield
     except DiffPipeError:
         raise
     except Exception as error:
@@ -108,6 +130,34 @@ def failing_on(bands: Bands) -> Iterator[None]:
             f"positions for all rows by itself: {type(error).__name__}: {error}; sample it with PipeFusion, "
             "sequence parallelism or one process"
         ) from error
+
+
+@contextlib.contextmanager
+def needing_memory(where: str, remedy: str) -> Iterator[None]:
+    """Turns running out of memory into an error that ranks agree on, after which another method may be taken.
+
+    Args:
+        where: What needed it.
+        remedy: What to do about it.
+
+    Raises:
+        ConfigurationError: Memory did not suffice.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ConfigurationError(
+            f"this model needs more memory {where} than there is: {reason}; {remedy}"
+        ) from error
+    finally:
+        _release_memory()
+
+
+def _release_memory() -> None:
+    """Gives back what torch keeps of a call that is over; what follows needs less, in other sizes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def profiled(run: Callable[[], Any]) -> list[Profile]:

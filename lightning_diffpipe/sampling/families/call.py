@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.families.family import Family, family_named
 from lightning_diffpipe.sampling.request import Combine, Denoise, Request
-from lightning_diffpipe.sampling.schedulers import for_samples, on_host
+from lightning_diffpipe.sampling.schedulers import drawing_from, for_samples, on_host, random_states
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Call:
             latents=latents,
             scheduler=on_host(self.scheduler),
             step_arguments=packed,
-            random_states=_random_states(self.latents.device),
+            random_states=random_states(self.latents.device),
         )
 
     def unpacked(self, device: torch.device) -> Call:
@@ -206,21 +206,11 @@ class Call:
         Args:
             rank: This one; on all but rank 0 default generators are as they were behind the context.
         """
-        device = self.latents.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=rank > 0):
-            for state in self.random_states[:1]:
-                torch.set_rng_state(state)
-            for state in self.random_states[1:]:
-                torch.cuda.set_rng_state(state, device)
+        with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
 
 
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_device]
 
 
 def _to(device: torch.device | str) -> Callable[[Any], Any]:

@@ -147,10 +147,14 @@ def last_prediction(
     model: nn.Module, latents: list[Tensor], num_bands: int, call=None, **options
 ) -> Tensor:
     """What bands predict for the last of some latents, having seen those before."""
+    return emulate(request_of(model, *latents, call=call), num_bands, **options)[0]
+
+
+def request_of(model: nn.Module, *latents: Tensor, call=None) -> Request:
+    """Shows the model some latents; the result is its last prediction."""
     call = call or (lambda x, t: model(x))
     steps = torch.full((len(latents),), 500)
-    request = Request(model, call, Script(latents), steps, latents[0], scale_input=False)
-    return emulate(request, num_bands, **options)[0]
+    return Request(model, call, Script(list(latents)), steps, latents[0], scale_input=False)
 
 
 class Inside(nn.Module):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.sampling import loopback
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
-from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.sampling.links import Alone, TensorShape
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from tests.sampling.distrifusion.models import request_for
 
 
 def exchange_of(links, calls_per_message=2):
@@ -40,7 +47,7 @@ def test_a_synchronous_step_reads_itself_and_displaced_steps_the_one_before():
     def rank(links):
         exchange, seen = exchange_of(links), []
         for step, synchronous in enumerate([True, False, False, False]):
-            exchange.start_step(step, synchronous, last=step == 3)
+            exchange.start_step(step, synchronous, keep=step < 3)
             seen.append([swap(exchange, links, call, 10 * step + call) for call in range(5)])
             exchange.stop_step()
         return seen, dict(links.traffic.messages_sent)
@@ -54,16 +61,79 @@ def test_a_synchronous_step_reads_itself_and_displaced_steps_the_one_before():
 def test_without_a_step_before_there_is_nothing_to_read():
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=False, last=False)
+        exchange.start_step(0, synchronous=False, keep=True)
         return swap(exchange, links, 0, 1.0)
 
     assert run(rank) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("mode", "warmup_steps", "kept"),
+    [
+        ("synchronous", 0, [False, False, False, False]),
+        ("naive", 2, [False, False, False, False]),
+        (
+            "displaced",
+            2,
+            [False, True, False, False],
+        ),  # later messages are under way at the end of a step
+        ("displaced", 4, [False, False, False, False]),
+        ("displaced", "auto", [True, True, True, False]),
+    ],
+)
+def test_only_what_a_next_step_may_read_is_kept(mode, warmup_steps, kept, monkeypatch):
+    """History: synchronous steps held keys, values and halos of all other bands, which nobody read."""
+    received, alive = [], []
+    wait = loopback._FromThread.wait
+
+    def waits(self):
+        tensor = wait(self)
+        if self.links.rank == 0 and self.kind != "prediction":
+            received.append(weakref.ref(tensor))
+        return tensor
+
+    def on_step(step):
+        gc.collect()
+        alive.append(any(ref() is not None for ref in received))
+
+    monkeypatch.setattr(loopback._FromThread, "wait", waits)
+    request = request_for("sd", num_steps=4)
+    emulate(request, 2, on_step=on_step, mode=mode, warmup_steps=warmup_steps, settled=0.0)
+    assert received
+    assert alive == kept
+
+
+def test_what_all_peers_get_is_put_together_once():
+    """History: a rank held one copy of its own keys and values for each other rank, as many as all bands have."""
+    sent = []
+
+    class Recording(Alone):
+        num_ranks = 4
+
+        def send(self, tensor, to, kind):
+            sent.append((kind, to, tensor))
+
+        def receive(self, shape, source, kind):
+            return None
+
+    exchange, x = exchange_of(Recording(), calls_per_message=2), torch.arange(6.0).view(2, 3)
+    exchange.start_step(0, synchronous=False, keep=True)
+    for call, key in enumerate((x, x + 1)):
+        exchange.swap("key_value", call, dict.fromkeys((1, 2, 3), key), {}, TensorShape.of(x))
+    for call, (up, down) in enumerate(((x, x + 1), (x, x + 2)), start=2):
+        exchange.swap("halo", call, {1: up, 2: down}, {}, TensorShape.of(x))
+    keys = [tensor for kind, _, tensor in sent if kind == "key_value"]
+    assert len({tensor.data_ptr() for tensor in keys}) == 1 < len(keys) == 3
+    assert keys[0].tolist() == [*range(6), *range(1, 7)]
+    up, down = (tensor for kind, _, tensor in sent if kind == "halo")
+    assert up.tolist() == [*range(6), *range(6)]
+    assert down.tolist() == [*range(1, 7), *range(2, 8)]
+
+
 def test_kinds_and_dtypes_do_not_share_messages():
     def rank(links):
         exchange = exchange_of(links, calls_per_message=9)
-        exchange.start_step(0, synchronous=False, last=False)
+        exchange.start_step(0, synchronous=False, keep=True)
         swap(exchange, links, 0, 1.0, "statistics")
         swap(exchange, links, 1, 1.0, "halo")
         exchange.stop_step()
@@ -82,9 +152,9 @@ def test_kinds_and_dtypes_do_not_share_messages():
 def test_another_course_is_refused(second_step, message):
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=True, last=False)
+        exchange.start_step(0, synchronous=True, keep=True)
         swap(exchange, links, 0, 1.0)
-        exchange.start_step(1, synchronous=False, last=False)
+        exchange.start_step(1, synchronous=False, keep=True)
         second_step(exchange, links)
 
     with pytest.raises(GraphError, match=re.escape(message)):
@@ -96,10 +166,10 @@ def test_data_older_than_one_step_are_refused():
 
     def rank(links):
         exchange = exchange_of(links)
-        exchange.start_step(0, synchronous=True, last=False)
+        exchange.start_step(0, synchronous=True, keep=True)
         swap(exchange, links, 0, 1.0)
-        exchange.start_step(1, synchronous=False, last=False)
-        exchange.start_step(2, synchronous=False, last=False)
+        exchange.start_step(1, synchronous=False, keep=True)
+        exchange.start_step(2, synchronous=False, keep=True)
         swap(exchange, links, 0, 1.0)
 
     with pytest.raises(GraphError, match="of step 2 would read step 0"):
@@ -140,6 +210,85 @@ def test_texts_overwritten_in_place_are_noticed():
         assert torch.equal(found, F.linear(text, layer.weight))
         found.zero_()  # the model may do as it likes with what it gets
     assert layer.num_calls == 3, "once changed, never believed again"
+
+
+def test_texts_changed_between_two_layers_are_noticed():
+    """History: one comparison held for the whole step, and the second layer answered with step 0's result."""
+    first, second, text = Counting(), Counting(), torch.ones(1, 5, 4)
+    constants = Constants(frozenset({0, 1}))
+    for step in range(3):
+        constants.start_step()
+        x = text.clone()
+        assert torch.equal(constants.get(0, x, lambda x=x: first(x)), F.linear(x, first.weight))
+        x += step
+        assert torch.equal(constants.get(1, x, lambda x=x: second(x)), F.linear(x, second.weight))
+    assert (first.num_calls, second.num_calls) == (1, 3)
+
+
+class Comparisons(TorchFunctionMode):
+    """Counts for what a host would wait for its GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.equal
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("make", "comparisons"), [(lambda text: text, 0), (torch.clone, 3)])
+def test_a_text_nobody_has_written_to_is_not_looked_at(make, comparisons):
+    """History: on GPUs the host waited in the first cross-attention of every step."""
+    layer, constants, text = Counting(), Constants(frozenset(range(5))), torch.randn(2, 5, 4)
+    with Comparisons() as seen:
+        for _ in range(4):
+            constants.start_step()
+            x = make(text)
+            for i in range(5):
+                constants.get(i, x, lambda x=x: layer(x))
+    assert seen.count == comparisons, "one comparison for all layers in each later step"
+    assert layer.num_calls == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "comparisons", "num_calls"),
+    [
+        (lambda x, step: x, 0, 1),
+        (lambda x, step: x.add_(0), 2, 1),  # perhaps written to
+        (lambda x, step: x.add_(step), 1, 3),  # and then never believed again
+        (lambda x, step: x + step, 1, 3),
+        (lambda x, step: x * 1.0, 2, 1),
+    ],
+)
+def test_what_follows_from_constant_results_is_constant(change, comparisons, num_calls):
+    """History: hosts waited twice in every step of PixArt, whose captions pass two layers."""
+    first, second, text = Counting(), Counting(), torch.randn(1, 5, 4)
+    second.weight, constants = torch.randn(2, 3), Constants(frozenset({0, 1}))
+    for step in range(3):
+        constants.start_step()
+        hidden = constants.get(0, text, lambda: first(text))
+        with Comparisons() as seen:
+            active = F.gelu(hidden)
+            constants.follow(F.gelu, (hidden,), {}, active)
+            x = change(active, step)
+            found = constants.get(1, x, partial(second, x))
+        comparisons -= seen.count
+        wanted = change(F.gelu(F.linear(text, first.weight)), step)
+        assert torch.equal(found, F.linear(wanted, second.weight))
+    assert (first.num_calls, second.num_calls, comparisons) == (1, num_calls, 0)
+
+
+def test_texts_without_a_version_are_computed():
+    """In `torch.inference_mode` nothing tells whether a tensor has been written to."""
+    with torch.inference_mode():
+        layer, constants, text = Counting(), Constants(frozenset({0})), torch.ones(1, 5, 4)
+        for step in range(3):
+            text += step
+            constants.start_step()
+            found = constants.get(0, text, partial(layer, text))
+            assert torch.equal(found, F.linear(text, layer.weight))
+    assert layer.num_calls == 3
 
 
 def test_layers_of_the_image_are_always_computed():

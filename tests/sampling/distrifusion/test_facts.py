@@ -9,16 +9,18 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.sampling.distrifusion import emulate
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys, find_facts
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
+from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from tests.sampling.distrifusion.models import (
     Inside,
     build,
     last_prediction,
     normal,
     request_for,
+    request_of,
 )
 
 
@@ -71,6 +73,15 @@ def test_order_of_text_positions_and_sliced_arguments_are_found(
     assert set(facts.embedders) == embedders
     assert len(facts.sliced) == num_sliced
     assert facts.unit == unit
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_texts_that_have_seen_the_image_are_no_constants(name):
+    """History: all of their layers were copied in the first step, and compared and dropped in the second.
+
+    In front of the first joint attention are the layer that embeds the text and its query, key and value.
+    """
+    assert len(facts_of(name).constant) == 4
 
 
 def test_residuals_of_every_resolution_are_sliced():
@@ -157,10 +168,87 @@ def test_sizes_that_do_not_fit_are_refused_with_numbers():
     with pytest.raises(ConfigurationError, match="use at most 8 ranks, or at least 36 rows"):
         emulate(request_for("sd", tiny), 9)
     wide = nn.Conv2d(3, 3, 11, padding=5).double()
-    with pytest.raises(GraphError, match="reads 5 rows beyond its band, which has 4 rows"):
+    with pytest.raises(
+        GraphError, match="reads 5 rows beyond its band, but the smallest band has 4 rows"
+    ):
         last_prediction(Inside(wide), [normal(1, 3, 8, 8)], 2)
     with pytest.raises(ConfigurationError, match="choose a height of 8 or 12 rows"):
         Bands.split(10, 2, 4, 0)
+
+
+class Hungry(nn.Module):
+    """A convolution for which some calls are too large: plain ones, those with marks, or those on a band."""
+
+    def __init__(self, too_large):
+        super().__init__()
+        self.conv, self.too_large = nn.Conv2d(3, 3, 3, padding=1).double(), too_large
+
+    def forward(self, x):
+        calls = "on a band" if x.shape[-2] < 16 else "marked" if x.isnan().any() else "plain"
+        if calls in self.too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return self.conv(x * 1.0)
+
+
+def test_a_picture_too_large_for_one_rank_is_not_compared(caplog):
+    """History: every rank ran the model on all rows at once to compare, and ended where bands would have fitted."""
+    model, x = Hungry({"plain"}), normal(1, 3, 16, 8)
+    found = last_prediction(model, [x], 2)
+    assert found.shape == x.shape
+    assert (found - model.conv(x)).abs().max() < 1e-12
+    assert [r.message for r in caplog.records if "are not compared" in r.message] == [
+        "all rows of the latents do not fit into memory at once; bands are not compared with them"
+    ], "by rank 0 alone"
+
+
+@pytest.mark.parametrize(
+    ("too_large", "message"),
+    [
+        (
+            "marked",
+            "to be looked at, on all rows at once, than there is: .*; sample it with PipeFusion",
+        ),
+        (
+            "on a band",
+            r"needs more memory on a band of 8 of 16 rows than there is: .*; use more ranks",
+        ),
+    ],
+)
+def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, message):
+    """History: an error of torch's broke off the Predictor, and method=auto did not take the next best."""
+    model = Hungry({too_large})
+    request = request_of(model, normal(1, 3, 16, 8))
+
+    def refusal_of(links):
+        with pytest.raises(ConfigurationError, match=message) as refused:
+            DistriFusion(model, links).sample(request)
+        return str(refused.value)
+
+    assert len(set(LoopbackNetwork(2, timeout_s=5).run(refusal_of))) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(3, 3, 9, padding=4),
+        lambda: nn.Sequential(nn.ZeroPad2d(4), nn.Conv2d(3, 3, 9)),
+    ],
+)
+def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
+    """History: only small bands refused it, and large ones waited for them until the timeout."""
+    model = Inside(make().double())
+    request, x = request_of(model, normal(1, 3, 11, 8)), normal(1, 3, 11, 8)
+
+    def refusal_of(links):
+        with pytest.raises(
+            GraphError, match=r"reads 4 rows .* the smallest band has 3 rows: use"
+        ) as refused:
+            DistriFusion(model, links).sample(request)
+        return str(refused.value)
+
+    assert len(set(LoopbackNetwork(3, timeout_s=5).run(refusal_of))) == 1  # of 4, 4 and 3 rows
+    found = last_prediction(model, [x], 2)  # of 6 and 5
+    assert (found - model(x)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
+import diffusers
 import pytest
 import torch
 
-from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate, tracks
 from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.links import Alone
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
@@ -15,6 +20,7 @@ from tests.sampling.distrifusion.models import (
     UNETS,
     build,
     last_prediction,
+    normal,
     request_for,
 )
 
@@ -79,7 +85,9 @@ def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_model
 @pytest.mark.parametrize("name", FEW)
 def test_requests_leave_nothing_behind(name, tiny_models):
     tiny = tiny_models(name)
-    first, other = request_for(name, tiny), request_for(name, tiny._replace(latents=-tiny.latents))
+    latents = tiny.latents.clone().requires_grad_()
+    first = request_for(name, tiny._replace(latents=latents))
+    other = request_for(name, tiny._replace(latents=-tiny.latents))
 
     def sample(links):
         sampler = DistriFusion(tiny.model, links, warmup_steps=1)
@@ -88,7 +96,7 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     network = LoopbackNetwork(2, timeout_s=20)
     one, two, three = network.run(sample)[0]
     assert torch.equal(one, three)
-    assert one.is_inference()
+    assert not one.requires_grad
     assert torch.equal(one, emulate(first, 2, warmup_steps=1)[0])
     assert torch.equal(two, emulate(other, 2, warmup_steps=1)[0])
     assert not network._mail, "the last step sent something that nobody reads"
@@ -125,6 +133,97 @@ def test_texts_may_change_in_the_middle(tiny_models):
     request.denoise = denoise
     found, _ = emulate(request, 2, mode="synchronous")
     assert relative(found, OneProcess().sample(request)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sd", "sd, two calls"])
+def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_models, monkeypatch):
+    """History: the report of one or two steps said that a step takes as long as looking and comparing, too."""
+    look, took_s = tracks.find_facts, 0.3
+
+    def slowly(*args):
+        time.sleep(took_s)
+        return look(*args)
+
+    monkeypatch.setattr(tracks, "find_facts", slowly)
+    _, samplers = emulate(request_for(name, tiny_models(name), num_steps=1), 2)
+    for sampler in samplers:
+        statistics = sampler.statistics
+        assert 0 < statistics.step_s[0] <= statistics.total_s - took_s
+        assert sum(span.duration_s for span in statistics.spans) <= statistics.step_s[0] + 0.01
+
+
+class Writing(torch.nn.Module):
+    """A model that writes the time into its text between two layers of it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.first, self.second = model, *(torch.nn.Linear(12, 12) for _ in range(2))
+        self.double()
+
+    def forward(self, x, t, text):
+        text = text.clone()
+        key = self.first(text)
+        text += t[:, None, None] / 1000
+        return self.model(x, t, encoder_hidden_states=key + self.second(text))
+
+
+def test_texts_may_change_between_two_layers(tiny_models):
+    """History: bands of a synchronous step gave the second layer's result of the first step, in every step."""
+    tiny, text = tiny_models("sd"), normal(2, 7, 12, seed=3)
+    model = Writing(tiny.model)
+    request = request_for("sd", tiny)
+    request = replace(request, model=model, denoise=lambda x, t: model(x, t.expand(2), text)[0])
+    found, _ = emulate(request, 2, mode="synchronous")
+    assert relative(found, OneProcess().sample(request)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sd", "pixart"])
+def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(name, tiny_models, monkeypatch):
+    """History: the host waited for the GPU in the first cross-attention of every step."""
+    compared, equal = [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or equal(a, b))
+    emulate(request_for(name, tiny_models(name)), 2, warmup_steps=1)
+    assert not compared
+
+
+@pytest.mark.parametrize("generators", [None, "one", "one for each sample"])
+def test_noise_on_the_way_is_that_of_one_process_on_all_bands(generators, tiny_models):
+    """History: threads drew from one default generator, or from the generators of one list, each other noise."""
+    scheduler = diffusers.EulerAncestralDiscreteScheduler()
+    scheduler.set_timesteps(3)
+
+    def request():
+        torch.manual_seed(3)
+        made = [torch.Generator().manual_seed(seed) for seed in (4, 5)]
+        given = {None: {}, "one": {"generator": made[0]}}.get(generators, {"generator": made})
+        plain = request_for("sd", tiny_models("sd"))
+        return replace(plain, scheduler=scheduler, timesteps=scheduler.timesteps, step_kwargs=given)
+
+    wanted = OneProcess().sample(request())
+    drawn = torch.get_rng_state()
+    found, _ = emulate(request(), 4, mode="synchronous", verify=False)
+    assert relative(found, wanted) < 1e-12
+    assert torch.equal(torch.get_rng_state(), drawn), "the next request draws as it would"
+
+
+class Drawing(diffusers.DDIMScheduler):
+    """Takes no generator, and draws all the same."""
+
+    def step(self, prediction, timestep, latents):
+        stepped = super().step(prediction, timestep, latents)
+        stepped.prev_sample += torch.randn_like(latents)
+        return stepped
+
+
+def test_bands_that_drew_other_noise_are_told_by_whom(tiny_models):
+    """History: a bare AssertionError, when all was done."""
+    scheduler = Drawing()
+    scheduler.set_timesteps(3)
+    request = replace(request_for("sd", tiny_models("sd")), scheduler=scheduler)
+    with pytest.raises(
+        ConfigurationError, match="Drawing or the request's closure draws from torch"
+    ):
+        emulate(request, 2, verify=False)
 
 
 @pytest.mark.parametrize(
