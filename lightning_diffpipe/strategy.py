@@ -182,6 +182,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
+        # Lightning has told the module that it is on its device before anything was moved there.
+        module.cpu()
         batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)

@@ -76,9 +76,14 @@ def _follow(root: nn.Module, device: torch.device) -> None:
     for module in root.modules():
         if "_device" in module.__dict__:  # what `LightningModule.device` answers
             module.__dict__["_device"] = device
-        # Metrics have states that are no buffers. Recurrent layers would lay their weights out anew.
-        if type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase):
+        if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(device))
+
+
+def has_own_tensors(module: nn.Module) -> bool:
+    """Whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
+    # Recurrent layers would lay their weights out anew, which are parameters.
+    return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
 
 def leave_on_host(root: nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.placement import has_own_tensors
 from lightning_diffpipe.graph.samples import change_samples
 
 
@@ -70,12 +71,14 @@ def current(device: torch.device) -> Iterator[None]:
 def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Lets a module live on another device for a while; its own tensors wait where they are.
 
-    Nothing is copied back: what runs here must not change parameters, and changes of buffers are lost.
+    Nothing is copied back: what runs here must not change parameters, and changes of buffers and of the states of
+    metrics are lost.
     """
     parameters = [(p, p.data) for p in module.parameters() if p.device != device]
     buffers = [(m, dict(m._buffers)) for m in module.modules()]
     # `_device` is what `LightningModule.device` answers.
     homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
+    states = [(m, _own_tensors(m)) for m in module.modules() if has_own_tensors(m)]
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)
@@ -83,6 +86,8 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers.update({k: b if b is None else b.to(device) for k, b in named.items()})
         for owner, _ in homes:
             owner.__dict__["_device"] = device
+        for owner, own in states:
+            owner.__dict__.update(_copied(own, device))
         yield
     finally:
         for parameter, value in parameters:
@@ -91,6 +96,22 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers.update(named)
         for owner, home in homes:
             owner.__dict__["_device"] = home
+        for owner, own in states:
+            owner.__dict__.update(own)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Any]:
+    """Tensors, and lists of tensors, that are plain attributes."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+        or (isinstance(value, list) and all(isinstance(item, Tensor) for item in value))
+    }
+
+
+def _copied(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), tree)
 
 
 def tree_to(tree: Any, device: torch.device) -> Any:
