@@ -138,7 +138,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
         self._accumulating = False
-        self._failed = False
+        self._failed = self._wants_example = False
         self._clip_grad_by_norm: Any = None
         self._example_input: Any = None
 
@@ -150,6 +150,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one pipeline see the same samples; pipelines see different ones."""
+        if self._wants_example:  # for all ranks, before anybody knows which of them make a pipeline
+            return {"num_replicas": 1, "rank": 0}
         if self.pipeline is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         mesh = self.pipeline.mesh
@@ -184,7 +186,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert module is not None
         # Lightning has told the module that it is on its device before anything was moved there.
         module.cpu()
-        batch, arguments = example_batch(trainer, self)
+        self._wants_example = True
+        try:
+            batch, arguments = example_batch(trainer, self)
+        finally:
+            self._wants_example = False
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
