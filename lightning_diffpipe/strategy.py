@@ -23,13 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
-from lightning_diffpipe.example_batch import example_batch
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
@@ -248,12 +250,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes all ranks of a pipeline see the same batches, random augmentation included."""
+        """Makes all ranks of a pipeline see the same batches, random augmentation included.
+
+        Raises:
+            ConfigurationError: A pipeline's share of the training data makes no batch.
+        """
         if self.pipeline is None:
             return dataloader
         assert self.lightning_module is not None
         trainer, pipeline = self.lightning_module.trainer, self.pipeline
         training = trainer.state.stage == RunningStage.TRAINING
+        if training and sized_len(dataloader) == 0:  # Lightning would end the run without an error
+            raise ConfigurationError(why_empty(dataloader))
         return aligned(
             dataloader,
             pipeline.seed,

@@ -1,13 +1,18 @@
 """From a trainer to a pipeline: where module and batch are whenever the user's code runs, in one process."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.profiling.state import placed, undisturbed
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -51,6 +56,29 @@ def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch, tmp_p
     trainer.fit(module, datamodule=Data())
     assert len(MakesTensors.seen) > 6
     assert all(places == {HOST} for places in MakesTensors.seen)
+
+
+def few(size, sampler=None):
+    samples = Samples(size)
+    sampler = sampler and sampler(samples)
+    return DataLoader(samples, 8, sampler=sampler, drop_last=True)
+
+
+def test_a_batch_that_is_never_full_ends_the_set_up():
+    """History: a plan was made, nothing was trained, and the run ended as if all were well."""
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy())
+    with pytest.raises(ConfigurationError, match="6 training samples make no batch of 8"):
+        trainer.fit(build(Settings()), few(6))
+
+
+def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
+    """The number of pipelines, which share the data out, is known once there is a plan."""
+    strategy, state = quick_strategy(), SimpleNamespace(stage=RunningStage.TRAINING)
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
+    strategy.pipeline = SimpleNamespace()
+    loader = few(14, lambda samples: DistributedSampler(samples, num_replicas=2, rank=1))
+    with pytest.raises(ConfigurationError, match="7 training samples for each pipeline make no"):
+        strategy.process_dataloader(loader)
 
 
 class Lit(L.LightningModule):
