@@ -81,6 +81,58 @@ def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
         strategy.process_dataloader(loader)
 
 
+class Pairs(Samples):
+    """Images, each with a short and a long caption."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)["image"], ("a" * index, "b" * 2 * index)
+
+
+def as_pairs(samples):
+    images, captions = zip(*samples, strict=True)
+    return {"image": torch.stack(images), "captions": list(captions)}
+
+
+class ReadsPairs(L.LightningModule):
+    """Encodes both captions of each image with a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(2, 8).requires_grad_(False)
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 15)
+        self.rows = {}
+
+    def training_step(self, batch, batch_idx):
+        images = batch["image"]
+        lengths = [[len(short), len(long)] for short, long in batch["captions"]]
+        coded = self.encoder(torch.tensor(lengths, dtype=images.dtype) / 10)
+        return (self.head(self.body(coded).tanh()) - images.flatten(1)).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        for name, made in pipeline.engine.layout.steps._made.items() if pipeline else ():
+            self.rows[name] = made.graph.layers[0].argument_rows
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_two_pairs_of_captions_are_those_of_two_samples():
+    """History: probes on two samples, and last batches of two, took them for two parts of the batch.
+
+    Such a batch was cut across the pairs; frozen layers ran on whole microbatches, as if they mixed samples.
+    """
+    weights = []
+    for options in ({}, {"strategy": quick_strategy(num_stages=1, num_microbatches=2)}):
+        module = build(Settings(module_class=ReadsPairs))
+        loader = DataLoader(Pairs(10), 4, collate_fn=as_pairs)  # 4, 4, 2
+        quiet_trainer(devices=1, **options).fit(module, loader)
+        weights.append(dict(module.state_dict()))
+    torch.testing.assert_close(*weights)
+    assert len(module.rows) == 2, "microbatches of two samples and of one"
+    assert set(module.rows.values()) == {(1,)}
+
+
 class Lit(L.LightningModule):
     """Has a metric, whose states are no buffers."""
 

@@ -98,8 +98,9 @@ class EncodingCache(L.Callback):
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Modules to remember; notes why the other frozen ones are not."""
         sizes = microbatch_sizes(num_samples(batch), pipeline.plan.num_microbatches)
-        microbatch = split(batch, sizes)[0]
-        partitioned = pipeline.engine.layout.steps.of(microbatch)
+        steps = pipeline.engine.layout.steps
+        microbatch = split(batch, sizes, steps.form)[0]
+        partitioned = steps.of(microbatch)
         graph = partitioned.graph
         reasons = {
             layer.name: why_not_remembered(layer, graph, self.min_flops_per_byte)
