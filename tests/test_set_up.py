@@ -142,12 +142,12 @@ class Lit(L.LightningModule):
 
 
 def test_metrics_are_where_a_step_is_timed_and_forget_it():
-    """History: on GPUs a step that updated a metric could not be timed; on the host timing counted as training."""
+    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted."""
     module, there = Lit(), torch.device("meta")  # the only other device a CPU has
     module.mean.update(3.0)
     with placed(module, there):
         assert module.mean.mean_value.device == module.mean.device == there
-    with undisturbed(module), placed(module, HOST):
+    with undisturbed(module):
         module.mean.update(5.0)
         assert module.mean.compute() == 4.0
     assert module.mean.compute() == 3.0

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
-from lightning_diffpipe.graph.placement import has_own_tensors
+from lightning_diffpipe.graph.placement import own_tensors
 from lightning_diffpipe.graph.samples import change_samples
 
 
@@ -78,7 +78,7 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(m, dict(m._buffers)) for m in module.modules()]
     # `_device` is what `LightningModule.device` answers.
     homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
-    states = [(m, _own_tensors(m)) for m in module.modules() if has_own_tensors(m)]
+    states = own_tensors(module)
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)
@@ -87,7 +87,7 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
         for owner, _ in homes:
             owner.__dict__["_device"] = device
         for owner, own in states:
-            owner.__dict__.update(_copied(own, device))
+            owner.__dict__.update(tree_to(own, device))
         yield
     finally:
         for parameter, value in parameters:
@@ -98,20 +98,6 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner.__dict__["_device"] = home
         for owner, own in states:
             owner.__dict__.update(own)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Any]:
-    """Tensors, and lists of tensors, that are plain attributes."""
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if isinstance(value, Tensor)
-        or (isinstance(value, list) and all(isinstance(item, Tensor) for item in value))
-    }
-
-
-def _copied(tree: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), tree)
 
 
 def tree_to(tree: Any, device: torch.device) -> Any:
