@@ -176,7 +176,9 @@ def test_shards_are_dealt_out_to_pipelines_not_to_ranks(tmp_path):
     first, second = run_ranks(train_on_shards, 2, str(tmp_path / "all.tar"), 2)
     assert first == second
     assert sorted(first) == [str(number) for number in range(8)]
-    with pytest.raises(RankError, match=r"1 shards .* cannot be dealt out to 2 data-parallel ranks"):
+    with pytest.raises(
+        RankError, match=r"1 shards .* cannot be dealt out to 2 data-parallel ranks"
+    ):
         run_ranks(train_on_shards, 2, str(tmp_path / "all.tar"), 1)
 
 
