@@ -2,25 +2,37 @@
 
 The plan must exist before Lightning makes samplers and optimizers, and a plan needs a batch. Asking the
 data loader for its first batch would start its workers and move its samplers, so for ordinary data
-sets the samples are taken from the data set itself. Rank 0's batch is given to all ranks, so that all
-of them look at the same one.
+sets the samples are taken from the data set itself: the first ones, or those that a copy of the user's own sampler
+names. Rank 0's batch is given to all ranks, so that all of them look at the same one.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.seeding import isolated_random_numbers
+
+_ANY_ORDER = (SequentialSampler, RandomSampler, DistributedSampler)
+_END = object()
 
 
 def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -45,14 +57,31 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         batch = next(_first_batches(loader), None) if strategy.is_global_zero else None
     batch = strategy.broadcast(batch)
     if batch is None:
-        raise ConfigurationError("the training data loader is empty: it yields no batch")
-    batch = strategy.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    batch = strategy.batch_to_device(batch, torch.device("cpu"), dataloader_idx=0)
+        raise ConfigurationError(why_empty(loader))
+    with isolated_random_numbers(0):  # of hooks, which are to give the same on all ranks
+        batch = strategy.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = strategy.batch_to_device(batch, torch.device("cpu"), dataloader_idx=0)
     takes_index = is_param_in_hook_signature(
         module.training_step, "batch_idx", explicit=False, min_args=2
     )
     return batch, (0,) if takes_index else ()
+
+
+def why_empty(loader: Any) -> str:
+    """Why a loader, or one of several, gives no batch, and what to do about it."""
+    loaders = loader.iterables if isinstance(loader, CombinedLoader) else loader
+    for one in pytree.tree_leaves(loaders):
+        batches = getattr(one, "batch_sampler", None)
+        sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", 0)
+        count = sized_len(sampler) or 0
+        if 0 < count < size and getattr(batches, "drop_last", False):
+            share = " for each pipeline" if isinstance(sampler, DistributedSampler) else ""
+            return (
+                f"{count} training samples{share} make no batch of {size}, and smaller ones are left out "
+                f"(drop_last=True); set the batch size (data.batch_size) to {count} or less"
+            )
+    return "the training data loader is empty: it yields no batch"
 
 
 def _first_batches(loader: Any) -> Iterator[Any]:
@@ -61,17 +90,60 @@ def _first_batches(loader: Any) -> Iterator[Any]:
     if isinstance(loader, CombinedLoader):
         loader = loader.iterables
     if isinstance(loader, dict | list | tuple):
-        return iter([pytree.tree_map(lambda inner: next(_first_batches(inner)), loader)])
+        inner, form = pytree.tree_flatten(loader)
+        firsts = [next(_first_batches(one), _END) for one in inner]
+        complete = all(first is not _END for first in firsts)
+        return iter([pytree.tree_unflatten(firsts, form)] if complete else [])
     return iter(loader)
 
 
 def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The first batch in the data set's own order, without workers or samplers."""
+    """The first batch as the loader would make it, without its workers and without moving its samplers."""
     data_set = loader.dataset
-    if isinstance(data_set, IterableDataset) or not isinstance(data_set, Sized):
-        return itertools.islice(loader, 1)
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is None:  # automatic batching is off: the data set hands out batches
-        return (loader.collate_fn(data_set[index]) for index in range(min(1, len(data_set))))
-    samples = [data_set[index] for index in range(min(size, len(data_set)))]
-    return iter([loader.collate_fn(samples)] if samples else [])
+    if isinstance(data_set, IterableDataset):
+        yield from itertools.islice(loader, 1)
+        return
+    for wanted in _first_wanted(loader):
+        many = loader.batch_sampler is not None
+        if many and getattr(data_set, "__getitems__", None):
+            yield loader.collate_fn(data_set.__getitems__(wanted))
+        else:
+            yield loader.collate_fn([data_set[i] for i in wanted] if many else data_set[wanted])
+
+
+def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What the loader asks its data set for first: the indices of a batch; one, if automatic batching is off.
+
+    Of samplers that give all samples in some order the first ones stand for any. What others give, and what goes
+    together in a batch, is theirs to say: buckets of one size, pairs with a resolution, names.
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if type(batches) is BatchSampler:
+        sampler = batches.sampler
+    if type(sampler) not in _ANY_ORDER or type(batches) not in (BatchSampler, type(None)):
+        own = batches if batches is not None else sampler
+        yield from itertools.islice(_copied(own, loader.dataset), 1)
+    elif batches is None:
+        yield from range(min(1, len(sampler)))
+    else:
+        count = min(batches.batch_size, len(sampler))
+        if count and not (batches.drop_last and count < batches.batch_size):
+            yield [index % len(loader.dataset) for index in range(count)]
+
+
+def _copied(sampler: Any, data_set: Any) -> Any:
+    """A copy of a sampler, which may count epochs or hold a generator; the data set is not copied with it.
+
+    Raises:
+        ConfigurationError: It cannot be copied, and asking it for a batch would use that up.
+    """
+    try:
+        return copy.deepcopy(sampler, {id(data_set): data_set})
+    except Exception as error:  # of whatever it holds
+        if any(isinstance(s, Iterator) for s in (sampler, getattr(sampler, "sampler", None))):
+            raise ConfigurationError(
+                f"one batch is looked at before training, but the sampler ({type(sampler).__name__}) can be "
+                "iterated over only once, and not be copied. Give one that begins anew each time: a list, or a "
+                "class with __iter__"
+            ) from error
+        return sampler

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, PlanError
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe, probe_named
+from lightning_diffpipe.graph.samples import Form
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Basis, Pipeline, Process, assemble
 from lightning_diffpipe.planning.cluster import Cluster
@@ -131,7 +132,7 @@ def prepare(
     probed = min(_NUM_PROBED_SAMPLES, size)
     small = split(batch, [probed, size - probed])[0]
     planned = _agree(_planned_layers(options) if process.rank == 0 else (), world)
-    graph = _probed(module, step, small, seed, planned)
+    graph = _probed(module, step, small, Form.of(batch, size), seed, planned)
     _require_equal(graph.digest, world)
     warn_of_whole_compiled(module, graph)
     microbatch_size = None
@@ -176,10 +177,10 @@ def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _probed(
-    module: nn.Module, step: Step, batch: Any, seed: int, planned: tuple[str, ...]
+    module: nn.Module, step: Step, batch: Any, form: Form, seed: int, planned: tuple[str, ...]
 ) -> LayerGraph:
     """The layers of a step: those that a plan or profile names, which may be finer, if this module has them."""
-    graph = probe(module, step, batch, seed=seed)
+    graph = probe(module, step, batch, seed=seed, form=form)
     if not planned or graph.path_names == planned:
         return graph
     try:

@@ -217,7 +217,7 @@ class StepWatch:
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         layout = self._layout
         sizes = microbatch_sizes(num_samples(batch), layout.schedule.num_microbatches)
-        layout.steps.require_unchanged(split(batch, sizes)[0], arguments)
+        layout.steps.require_unchanged(split(batch, sizes, layout.steps.form)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
         return list(map(_TRAINING, self._modules))

@@ -23,13 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
-from lightning_diffpipe.example_batch import example_batch
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
@@ -138,7 +140,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
         self._accumulating = False
-        self._failed = False
+        self._failed = self._wants_example = False
         self._clip_grad_by_norm: Any = None
         self._example_input: Any = None
 
@@ -150,6 +152,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one pipeline see the same samples; pipelines see different ones."""
+        if self._wants_example:  # for all ranks, before anybody knows which of them make a pipeline
+            return {"num_replicas": 1, "rank": 0}
         if self.pipeline is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         mesh = self.pipeline.mesh
@@ -182,7 +186,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        batch, arguments = example_batch(trainer, self)
+        # Lightning has told the module that it is on its device before anything was moved there.
+        module.cpu()
+        self._wants_example = True
+        try:
+            batch, arguments = example_batch(trainer, self)
+        finally:
+            self._wants_example = False
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
@@ -240,12 +250,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes all ranks of a pipeline see the same batches, random augmentation included."""
+        """Makes all ranks of a pipeline see the same batches, random augmentation included.
+
+        Raises:
+            ConfigurationError: A pipeline's share of the training data makes no batch.
+        """
         if self.pipeline is None:
             return dataloader
         assert self.lightning_module is not None
         trainer, pipeline = self.lightning_module.trainer, self.pipeline
         training = trainer.state.stage == RunningStage.TRAINING
+        if training and sized_len(dataloader) == 0:  # Lightning would end the run without an error
+            raise ConfigurationError(why_empty(dataloader))
         return aligned(
             dataloader,
             pipeline.seed,

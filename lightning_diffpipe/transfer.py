@@ -3,7 +3,8 @@
 A module may change batches on their way to the device (`on_after_batch_transfer`), at random: flips,
 crops, caption dropout. With filling the next batches are brought to the device while this one trains, so
 the same hooks run at another time, and once more when Lightning brings the batch itself. Seeded by the
-number of the batch, they give the same batch each time, with filling and without.
+number of the batch, they give the same batch each time, with filling and without, and on all ranks of a pipeline.
+Validation draws the same numbers in every pass, so that losses compare.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class SeededTransfer:
-    """Seeds the batch hooks that a user wrote, while training.
+    """Seeds the batch hooks that a user wrote, in training and in its validations.
 
     Args:
         trainer: Whose module and data module have the hooks.
@@ -53,17 +54,18 @@ class SeededTransfer:
     def _seeded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            if self._trainer.state.stage != RunningStage.TRAINING:
-                return hook(*args, **kwargs)
             with isolated_random_numbers(self._seed()):
                 return hook(*args, **kwargs)
 
         return seeded
 
     def _seed(self) -> int:
-        """The seed of the batch that is transferred now: its number since training began."""
-        number = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready + self._ahead
-        return derived_seed(self._pipeline.seed, "transfer", self._pipeline.mesh.pipeline, number)
+        """The seed of the batch that is transferred now, from its number: since training began, or of the pass."""
+        loop, pipeline = self._trainer.fit_loop.epoch_loop, self._pipeline
+        stage, number = "transfer", loop.batch_progress.total.ready + self._ahead
+        if self._trainer.state.stage != RunningStage.TRAINING:
+            stage, number = "transfer of validation", loop.val_loop.batch_progress.current.ready
+        return derived_seed(pipeline.seed, stage, pipeline.mesh.pipeline, number)
 
     def uninstall(self) -> None:
         """Gives the owners their hooks back."""

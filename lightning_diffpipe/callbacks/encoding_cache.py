@@ -8,12 +8,12 @@ the only way for layers that depend on noise or timesteps, like the locked half 
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import IterableDataset
 
@@ -98,8 +98,9 @@ class EncodingCache(L.Callback):
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Modules to remember; notes why the other frozen ones are not."""
         sizes = microbatch_sizes(num_samples(batch), pipeline.plan.num_microbatches)
-        microbatch = split(batch, sizes)[0]
-        partitioned = pipeline.engine.layout.steps.of(microbatch)
+        steps = pipeline.engine.layout.steps
+        microbatch = split(batch, sizes, steps.form)[0]
+        partitioned = steps.of(microbatch)
         graph = partitioned.graph
         reasons = {
             layer.name: why_not_remembered(layer, graph, self.min_flops_per_byte)
@@ -149,19 +150,18 @@ class EncodingCache(L.Callback):
 
 
 def _covers_data(trainer: L.Trainer) -> bool:
-    """Whether every pass brings most of the samples; not known of streams."""
+    """Whether every pass brings most of the samples; not known of streams, and of samplers without a length."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     strategy: Any = trainer.strategy
     share = 1 / strategy.distributed_sampler_kwargs["num_replicas"]
     for loader in combined.flattened:
         data = getattr(loader, "dataset", None)
-        if isinstance(data, IterableDataset) or not isinstance(data, Sized):
+        num_drawn = sized_len(getattr(loader, "sampler", None))
+        num_batches, size_of_data = sized_len(loader), sized_len(data)
+        if isinstance(data, IterableDataset) or None in (num_drawn, num_batches, size_of_data):
             return False
-        if (
-            trainer.num_training_batches < len(loader)
-            or len(loader.sampler) < share * len(data) / 2
-        ):
+        if trainer.num_training_batches < num_batches or num_drawn < share * size_of_data / 2:
             return False
     return True
 

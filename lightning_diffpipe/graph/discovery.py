@@ -39,7 +39,13 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
-from lightning_diffpipe.graph.samples import add_sample, argument_rows, count_samples, output_rows
+from lightning_diffpipe.graph.samples import (
+    Form,
+    add_sample,
+    argument_rows,
+    count_samples,
+    output_rows,
+)
 from lightning_diffpipe.graph.trace import (
     Tracer,
     checkpointing_off,
@@ -91,6 +97,7 @@ class StepProbe:
         fake_mode: The mode of fake tensors, None for real ones.
         mode: What the graph says about it.
         original: The module that `module` is a copy of, if it is one.
+        form: That of a larger batch, if it is known.
     """
 
     def __init__(
@@ -102,9 +109,11 @@ class StepProbe:
         fake_mode: TrackedFakeMode | None,
         mode: str,
         original: nn.Module | None = None,
+        form: Form | None = None,
     ) -> None:
         self._module, self._step, self._batch = module, step, batch
         self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
+        self._form = form
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -193,6 +202,7 @@ class StepProbe:
             generators=tracer.provenance.generators.found(),
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
+            form=self._form,
         )
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
@@ -278,7 +288,9 @@ class StepProbe:
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
         try:
             with self._fake_mode or contextlib.nullcontext():
-                larger = add_sample(self._batch, num_samples) if num_samples else self._batch
+                larger = self._batch
+                if num_samples:
+                    larger = add_sample(self._batch, num_samples, self._form)
             seen = self._observe(layers, containers, larger, _look_at_dims)
         except Exception as error:  # a step may insist on its batch size
             # As text: whoever keeps the record would keep the frames of the error, and their tensors.

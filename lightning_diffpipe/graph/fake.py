@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.placement import true_stride
+from lightning_diffpipe.graph.placement import own_tensors, true_stride
 
 _log = logging.getLogger(__name__)
 
@@ -163,12 +163,16 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Puts back what a real probe changes: buffers, training flags, random number generators."""
+    """Puts back what a real probe changes: buffers, states of metrics, training flags, random number generators."""
     buffers = [
         (module, key, buffer, buffer.detach().clone())
         for module in root.modules()
         for key, buffer in module._buffers.items()
         if buffer is not None
+    ]
+    states = [
+        (module, pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own))
+        for module, own in own_tensors(root)
     ]
     training = [(m, m.training) for m in root.modules()]
     with rng.preserved(host=True):
@@ -180,5 +184,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
                 for module, key, buffer, value in buffers:
                     buffer.copy_(value)
                     module._buffers[key] = buffer  # the step may have put another in its place
+            for module, own in states:
+                module.__dict__.update(own)
             for module, flag in training:
                 module.training = flag

@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.samples import Form
 
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
@@ -237,6 +238,7 @@ class LayerGraph:
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
+        form: Which parts of the batch it was planned with have one entry per sample, if that is known.
     """
 
     layers: tuple[Layer, ...]
@@ -262,6 +264,7 @@ class LayerGraph:
     generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    form: Form | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

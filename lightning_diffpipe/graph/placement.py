@@ -10,6 +10,7 @@ Never call `.to()` on a module with placeholders: moving an expanded tensor allo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +77,29 @@ def _follow(root: nn.Module, device: torch.device) -> None:
     for module in root.modules():
         if "_device" in module.__dict__:  # what `LightningModule.device` answers
             module.__dict__["_device"] = device
-        # Metrics have states that are no buffers. Recurrent layers would lay their weights out anew.
-        if type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase):
+        if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(device))
+
+
+def has_own_tensors(module: nn.Module) -> bool:
+    """Whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
+    # Recurrent layers would lay their weights out anew, which are parameters.
+    return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
+
+
+def own_tensors(root: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Tensors, and lists of them, that are plain attributes of modules which move them: states of metrics."""
+    return [
+        (module, {name: value for name, value in module.__dict__.items() if _is_tensors(value)})
+        for module in root.modules()
+        if has_own_tensors(module)
+    ]
+
+
+def _is_tensors(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_tensors, value))
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def leave_on_host(root: nn.Module) -> None:

@@ -33,6 +33,7 @@ from lightning_diffpipe.graph.fake import (
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.samples import Form
 from lightning_diffpipe.graph.trace import loss_of
 
 __all__ = [
@@ -60,6 +61,7 @@ def probe(
     max_share: float = 1 / 32,
     mode: Mode = "auto",
     layer_names: Sequence[str] | None = None,
+    form: Form | None = None,
 ) -> LayerGraph:
     """Finds the layers of a step, what they read, which are frozen.
 
@@ -72,6 +74,7 @@ def probe(
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
         layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its
             layers for a batch of another signature. See `reprobe` for folded graphs.
+        form: That of the batch that the microbatch was cut from.
 
     Returns:
         The graph; equal on all ranks, whatever parameters live there.
@@ -81,7 +84,7 @@ def probe(
             parameters nobody registered, or differs from `layer_names`.
     """
     graph = _in_some_mode(
-        root, step, batch, seed, mode, lambda run: run.discover(max_share, layer_names)
+        root, step, batch, seed, mode, form, lambda run: run.discover(max_share, layer_names)
     )
     if layer_names is not None and graph.layer_names != tuple(layer_names):
         raise _other_sequence(layer_names, graph.layer_names)
@@ -136,7 +139,8 @@ def probe_named(
     """
     mode: Mode = "real" if graph.needs_values else "auto"
     layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
-    new = _in_some_mode(root, step, batch, seed, mode, lambda run: run.discover_named(layers))
+    discover = lambda run: run.discover_named(layers)
+    new = _in_some_mode(root, step, batch, seed, mode, graph.form, discover)
     if new.path_names != tuple(names):
         raise GraphError(f"the trained layers are others: {other_calls(names, new.path_names)}")
     return new
@@ -163,7 +167,7 @@ def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph
         )
     _require_known_reads("the loss, or what is logged,", now.tail_reads - graph.tail_reads, graph)
     _require_same("parameters read by the loss", graph.tail_parameters, now.tail_parameters)
-    seeded = probe(root, step, batch, layer_names=graph.fine_names).seeded
+    seeded = probe(root, step, batch, layer_names=graph.fine_names, form=graph.form).seeded
     _require_same("layers that draw random numbers", graph.seeded, seeded)
 
 
@@ -215,6 +219,7 @@ def trace_layers(
         batch,
         seed,
         mode,
+        graph.form,
         lambda run: run.trace(layers, containers, graph.fine_names, graph.seeded, leaky, more),
     )
 
@@ -229,12 +234,13 @@ def _in_some_mode(
     batch: Any,
     seed: int,
     mode: Mode,
+    form: Form | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     reason = "asked for"
     if mode in ("auto", "fake"):
         with kept_young():
-            found = _without_values(root, step, batch, work, allow_failure=mode == "auto")
+            found = _without_values(root, step, batch, form, work, allow_failure=mode == "auto")
         if isinstance(found, LayerGraph):
             return found if found.num_samples != 1 else _observed(root, step, batch, seed, found)
         reason = found
@@ -243,20 +249,21 @@ def _in_some_mode(
         _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(root):
         rng.seed_all(seed, host=True)
-        return work(StepProbe(root, step, batch, seed, None, f"real ({reason})"))
+        return work(StepProbe(root, step, batch, seed, None, f"real ({reason})", form=form))
 
 
 def _without_values(
     root: nn.Module,
     step: Step,
     batch: Any,
+    form: Form | None,
     work: Callable[[StepProbe], LayerGraph],
     allow_failure: bool,
 ) -> LayerGraph | str:
     """The graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
-        return _fake(root, step, batch, mode, work)
+        return _fake(root, step, batch, mode, form, work)
     except GraphError as error:
         traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
         raise
@@ -273,11 +280,12 @@ def _fake(
     step: Step,
     batch: Any,
     mode: TrackedFakeMode,
+    form: Form | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     with rng.preserved(host=True), _without_reports_of_torch():
         copy = fake_copy(root, mode)
-        return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root))
+        return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
 
 
 @contextlib.contextmanager

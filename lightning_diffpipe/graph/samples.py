@@ -2,7 +2,8 @@
 
 Of a batch that is known from its form: tensors and arrays with so many rows, lists with so many entries, tuples of
 so many strings. A collate function may as well have put tensors of all samples into a list, `[images, labels]`, so
-what holds batched parts is a container however long it is. A pair of numbers is a value.
+what holds batched parts is a container however long it is. A pair of numbers is a value. Two pairs of captions may
+be either, so the form of a full batch is kept, and looked for in smaller ones.
 
 Of what layers take and give it is learnt by running the step with one sample more. A dimension that has
 `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample; one that does not change is
@@ -13,6 +14,7 @@ length, and miss heads or frames folded into the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,20 +42,68 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
     return not any(_holds_batched(item, num_samples) for item in node)
 
 
+@dataclass(frozen=True)
+class Form:
+    """Which parts of a batch have one entry per sample, whatever their number.
+
+    Attributes:
+        spec: The batch down to those parts.
+        per_sample: For each leaf, whether it is one of them.
+    """
+
+    spec: pytree.TreeSpec
+    per_sample: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, batch: Any, num_samples: int) -> Form:
+        """Decides by a batch. Of `k` entries that hold `k` things each it takes them for parts of `k` samples."""
+        return _decided(batch, num_samples)[1]
+
+    def parts(self, batch: Any, num_samples: int) -> list[Any] | None:
+        """The leaves of another batch; None if that is of another form."""
+        try:
+            leaves = self.spec.flatten_up_to(batch)
+        except Exception:  # of whatever containers compare
+            return None
+        fits = all(
+            _num_entries(leaf) == num_samples if cut else _is_shared(leaf, num_samples)
+            for leaf, cut in zip(leaves, self.per_sample, strict=True)
+        )
+        return leaves if fits else None
+
+
 def change_samples(
-    batch: Any, num_samples: int, changes: Sequence[Callable[[Any], Any]]
+    batch: Any,
+    num_samples: int,
+    changes: Sequence[Callable[[Any], Any]],
+    form: Form | None = None,
 ) -> list[Any]:
-    """For each change the batch with all parts changed that have one entry per sample; all else stays."""
+    """For each change the batch with all parts changed that have one entry per sample; all else stays.
+
+    Args:
+        batch: A batch.
+        num_samples: Samples in it.
+        changes: What to make of the parts.
+        form: That of a larger batch, which tells more surely; not used if this one has another.
+    """
+    leaves = form.parts(batch, num_samples) if form else None
+    if form is None or leaves is None:
+        leaves, form = _decided(batch, num_samples)
+    cuts = list(zip(leaves, form.per_sample, strict=True))
+    return [
+        pytree.tree_unflatten([change(leaf) if cut else leaf for leaf, cut in cuts], form.spec)
+        for change in changes
+    ]
+
+
+def _decided(batch: Any, num_samples: int) -> tuple[list[Any], Form]:
+    """The leaves of a batch, and its form."""
 
     def is_leaf(node: Any) -> bool:
         return is_per_sample(node, num_samples)
 
-    leaves, form = pytree.tree_flatten(batch, is_leaf=is_leaf)
-    found = [(leaf, is_leaf(leaf)) for leaf in leaves]
-    return [
-        pytree.tree_unflatten([change(leaf) if cut else leaf for leaf, cut in found], form)
-        for change in changes
-    ]
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=is_leaf)
+    return leaves, Form(spec, tuple(map(is_leaf, leaves)))
 
 
 def sample_counts(batch: Any) -> dict[str, int]:
@@ -88,15 +138,27 @@ def count_samples(batch: Any) -> int | None:
     return next(_first_counts(batch), None)
 
 
-def add_sample(batch: Any, num_samples: int) -> Any:
-    """The batch with its first sample repeated at the end."""
+def add_sample(batch: Any, num_samples: int, form: Form | None = None) -> Any:
+    """The batch with its first sample repeated at the end; for its form see `change_samples`."""
 
     def repeat(part: Any) -> Any:
         if isinstance(part, Tensor):
             return torch.cat([part, part[:1]])
         return np.concatenate([part, part[:1]]) if isinstance(part, np.ndarray) else part + part[:1]
 
-    return change_samples(batch, num_samples, [repeat])[0]
+    return change_samples(batch, num_samples, [repeat], form)[0]
+
+
+def _num_entries(part: Any) -> int | None:
+    if isinstance(part, Tensor | np.ndarray):
+        return part.shape[0] if part.ndim else None
+    return len(part) if isinstance(part, list | tuple) else None
+
+
+def _is_shared(leaf: Any, num_samples: int) -> bool:
+    """Whether it still is a leaf, and has not come to have an entry per sample."""
+    inside = isinstance(leaf, list | tuple | dict) or type(leaf) in pytree.SUPPORTED_NODES
+    return not inside and not is_per_sample(leaf, num_samples)
 
 
 def _first_counts(batch: Any) -> Iterator[int]:

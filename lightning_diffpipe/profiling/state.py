@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.placement import own_tensors
 from lightning_diffpipe.graph.samples import change_samples
 
 
@@ -70,12 +71,14 @@ def current(device: torch.device) -> Iterator[None]:
 def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Lets a module live on another device for a while; its own tensors wait where they are.
 
-    Nothing is copied back: what runs here must not change parameters, and changes of buffers are lost.
+    Nothing is copied back: what runs here must not change parameters, and changes of buffers and of the states of
+    metrics are lost.
     """
     parameters = [(p, p.data) for p in module.parameters() if p.device != device]
     buffers = [(m, dict(m._buffers)) for m in module.modules()]
     # `_device` is what `LightningModule.device` answers.
     homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
+    states = own_tensors(module)
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)
@@ -83,6 +86,8 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers.update({k: b if b is None else b.to(device) for k, b in named.items()})
         for owner, _ in homes:
             owner.__dict__["_device"] = device
+        for owner, own in states:
+            owner.__dict__.update(tree_to(own, device))
         yield
     finally:
         for parameter, value in parameters:
@@ -91,6 +96,8 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers.update(named)
         for owner, home in homes:
             owner.__dict__["_device"] = home
+        for owner, own in states:
+            owner.__dict__.update(own)
 
 
 def tree_to(tree: Any, device: torch.device) -> Any:

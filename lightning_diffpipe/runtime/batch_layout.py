@@ -139,6 +139,7 @@ class BatchLayout:
         arguments: tuple[Any, ...],
     ) -> list[MicrobatchWork]:
         total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
+        microbatches = split(batch, sizes, self.steps.form)
         return [
             MicrobatchWork(
                 index=index,
@@ -148,7 +149,7 @@ class BatchLayout:
                 partitioned=self.steps.of(microbatch),
                 num_samples=size,
             )
-            for index, (size, microbatch) in enumerate(zip(sizes, split(batch, sizes), strict=True))
+            for index, (size, microbatch) in enumerate(zip(sizes, microbatches, strict=True))
         ]
 
     def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:

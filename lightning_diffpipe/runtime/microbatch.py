@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import change_samples, sample_counts
+from lightning_diffpipe.graph.samples import Form, change_samples, sample_counts
 
 
 def num_samples(batch: Any) -> int:
@@ -71,13 +71,14 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
     return (small + 1,) * larger + (small,) * (num_microbatches - larger)
 
 
-def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split(batch: Any, sizes: Sequence[int], form: Form | None = None) -> list[Any]:
     """Cuts a batch into microbatches of the given sizes, in order.
 
     Args:
         batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
         sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
             the parts that have one entry per sample.
+        form: That of the batch the run was planned with, which tells more surely in small ones.
 
     Returns:
         One batch of the same form for each size. Tensors and arrays are views.
@@ -88,7 +89,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices])
+    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)
 
 
 @dataclass(frozen=True)

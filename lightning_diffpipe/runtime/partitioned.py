@@ -21,6 +21,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
+from lightning_diffpipe.graph.samples import Form
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
@@ -74,6 +75,11 @@ class PartitionedStepCache:
     def needs_values(self) -> bool:
         """Whether the step can be traced on values only, of which this rank holds a part."""
         return self._graph.needs_values
+
+    @property
+    def form(self) -> Form | None:
+        """That of the batch that was planned with."""
+        return self._graph.form
 
     def of(self, microbatch: Any) -> PartitionedStep:
         """The cut step for a microbatch; probes sizes that were not seen before.

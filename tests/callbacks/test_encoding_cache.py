@@ -1,11 +1,14 @@
 """EncodingCache: the same losses, bit for bit, with most frozen work read from disk."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_diffpipe.callbacks import EncodingCache
+from lightning_diffpipe.callbacks.encoding_cache import _covers_data
 from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
@@ -173,3 +176,39 @@ def test_without_a_pipeline_it_says_that_it_does_nothing(tmp_path):
 def test_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="max_bytes"):
         EncodingCache(tmp_path, max_bytes=-1)
+
+
+class Draws:
+    """A sampler without a length."""
+
+    def __iter__(self):
+        yield from range(8)
+
+
+class Plain:
+    """Batches with a length, and a data set, but no sampler."""
+
+    dataset = range(8)
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("loader", "covers"),
+    [
+        (DataLoader(range(8), 2), True),
+        (DataLoader(range(8), 2, sampler=range(3)), False),
+        (DataLoader(range(8), 2, sampler=Draws()), False),
+        (DataLoader(range(8), batch_sampler=Draws()), False),
+        (Plain(), False),
+    ],
+)
+def test_whether_a_pass_covers_the_data_may_stay_unknown(loader, covers):
+    """History: loaders and samplers without a length ended the first epoch in a TypeError or AttributeError."""
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader])),
+        strategy=SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 1, "rank": 0}),
+        num_training_batches=float("inf"),
+    )
+    assert _covers_data(trainer) == covers

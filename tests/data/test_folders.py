@@ -1,7 +1,6 @@
 import io
 import json
 import sys
-import tarfile
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from PIL import ExifTags, Image
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError
+from tests.data.like_webdataset import red_pictures, write_shard
 
 
 def write_folder(folder, count=40):
@@ -109,25 +109,12 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     assert [caption for _, caption in data.train_set.entries] == captions
 
 
-def write_shard(path, files):
-    with tarfile.open(path, "w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-
-
-@pytest.fixture
-def shards(tmp_path):
+@pytest.fixture(params=["webdataset", "tests.data.like_webdataset"])
+def shards(request, tmp_path, monkeypatch):
     """Three shards of six red pictures each."""
-    pytest.importorskip("webdataset")
+    monkeypatch.setitem(sys.modules, "webdataset", pytest.importorskip(request.param))
     for shard in range(3):
-        files = {}
-        for i in range(6 * shard, 6 * shard + 6):
-            picture = io.BytesIO()
-            Image.new("RGB", (20, 20), (i, 0, 0)).save(picture, "PNG")
-            files |= {f"{i}.png": picture.getvalue(), f"{i}.txt": b"%d" % i}
-        write_shard(tmp_path / f"{shard}.tar", files)
+        write_shard(tmp_path / f"{shard}.tar", red_pictures(range(6 * shard, 6 * shard + 6)))
     return str(tmp_path / "{0..2}.tar")
 
 

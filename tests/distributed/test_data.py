@@ -1,11 +1,16 @@
 """Data loading under the trainer: who sees which samples, in which order, in which form."""
 
+import sys
+
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_diffpipe.data import WebDatasetDataModule
+from tests.data import like_webdataset
+from tests.data.like_webdataset import red_pictures, write_shard
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -133,6 +138,48 @@ def test_several_loaders_at_once():
     (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
     assert steps == 8
     assert first == second
+
+
+class Reds(L.LightningModule):
+    """Two layers that look at pictures, and what they saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        self.captions = []
+
+    def training_step(self, batch, batch_idx):
+        colours = batch["image"].mean((2, 3)).to(self.first.weight.dtype)
+        return self.second(self.first(colours).tanh()).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.captions += batch["caption"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train_on_shards(rank, pattern, num_stages):
+    sys.modules["webdataset"] = like_webdataset
+    data = WebDatasetDataModule(
+        pattern, samples_per_epoch=8, resolution=8, batch_size=4, num_workers=0
+    )
+    module = build(Settings(module_class=Reds))
+    strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
+    quiet_trainer(devices=2, strategy=strategy).fit(module, data)
+    return module.captions
+
+
+def test_shards_are_dealt_out_to_pipelines_not_to_ranks(tmp_path):
+    """History: two ranks of one pipeline refused a single shard, before they knew that they were one."""
+    write_shard(tmp_path / "all.tar", red_pictures(range(8)))
+    first, second = run_ranks(train_on_shards, 2, str(tmp_path / "all.tar"), 2)
+    assert first == second
+    assert sorted(first) == [str(number) for number in range(8)]
+    with pytest.raises(
+        RankError, match=r"1 shards .* cannot be dealt out to 2 data-parallel ranks"
+    ):
+        run_ranks(train_on_shards, 2, str(tmp_path / "all.tar"), 1)
 
 
 class AsksInSetup(Pairs):

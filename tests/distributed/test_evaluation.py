@@ -54,6 +54,39 @@ def test_validation_in_training_equals_validation_afterwards():
     assert second == (during, after, tested)
 
 
+class Cropped(Quiet):
+    """Changes batches of validation at random on their way to the device, and notes what came of them."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "image": batch["image"] + torch.rand(())}
+
+    def on_validation_batch_start(self, batch, batch_idx):
+        self.seen = (*getattr(self, "seen", ()), float(batch["image"].sum()))
+
+
+def validate_on_random_batches(rank):
+    module = build(Settings(module_class=Cropped))
+    torch.manual_seed(rank)  # as processes have it without seed_everything
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=quick_strategy(num_stages=2, num_microbatches=2, seed=None),
+        max_epochs=2,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, datamodule=Data())
+    return module.seen, float(trainer.callback_metrics["val/loss"])
+
+
+def test_ranks_of_a_pipeline_validate_on_the_same_batches():
+    """History: each rank drew its own, and a scheduler that follows val/loss gave stages unlike learning rates."""
+    (first, loss), (second, other) = run_ranks(validate_on_random_batches, 2)
+    assert (first, loss) == (second, other)
+    num_batches = len(first) // 2
+    assert first[0] == first[1], "the sanity check looks at the first batch"
+    assert first[1 : 1 + num_batches] == first[1 + num_batches :], "passes differ"
+    assert len(set(first)) == num_batches > 1
+
+
 class Sampling(L.Callback):
     """Samples in mid-training, as a picture-logging callback does."""
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import add_sample, count_samples
+from lightning_diffpipe.graph.samples import Form, add_sample, count_samples
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 
@@ -111,6 +111,43 @@ def test_captions_that_a_collate_function_turned_by_place_are_cut_by_sample():
     """As many captions for each sample as there are samples: default_collate gives tuples over samples."""
     batch = [torch.zeros(2), [("a", "b"), ("c", "d")]]
     assert split(batch, [1, 1])[1][1] == [("b",), ("d",)]
+
+
+PAIRS = {
+    "two captions each": ("short", "long"),
+    "sizes": torch.tensor([512, 512]),
+    "two sizes each": [torch.zeros(2), torch.ones(2)],
+}
+
+
+@pytest.mark.parametrize("entry", PAIRS.values(), ids=PAIRS)
+def test_two_pairs_are_told_from_two_parts_by_a_larger_batch(entry):
+    """History: of a probe on two samples, and of a last batch of two, every microbatch got halves of both."""
+    large, small = ({"x": torch.zeros(n), "part": [entry] * n} for n in (8, 2))
+    form = Form.of(large, 8)
+    first, second = split(small, [1, 1], form)
+    assert len(first["part"]) == len(second["part"]) == 1
+    assert second["part"][0] is entry
+    assert len(add_sample(small, 2, form)["part"]) == 3
+    assert add_sample(small, 2, form)["part"][2] is entry
+
+
+def test_two_parts_are_told_from_two_pairs_by_a_larger_batch():
+    large, small = ([torch.zeros(n), [("a",) * n, ("b",) * n]] for n in (8, 2))
+    assert split(small, [1, 1], Form.of(large, 8))[1][1] == [("a",), ("b",)]
+
+
+def test_a_batch_of_another_form_is_looked_at_anew():
+    form = Form.of({"x": torch.zeros(8, 2), "caption": None, "scale": 2.0}, 8)
+    for other in (
+        {"x": torch.zeros(2, 2), "caption": ["a", "b"], "scale": 2.0},
+        {"x": torch.zeros(2, 2), "caption": None, "scale": torch.ones(2)},
+        {"x": torch.zeros(2, 2), "caption": None, "scale": (torch.ones(2), 1.0)},
+        {"x": torch.zeros(2, 2)},
+        [torch.zeros(2, 2)],
+    ):
+        got, expected = split(other, [1, 1], form), split(other, [1, 1])
+        assert repr(got) == repr(expected)
 
 
 def test_tuples_of_captions_of_another_length_are_refused():

@@ -1,0 +1,154 @@
+"""From a trainer to a pipeline: where module and batch are whenever the user's code runs, in one process."""
+
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.profiling.state import placed, undisturbed
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
+
+HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class MakesTensors(TinyDiffusion):
+    """Makes tensors on `self.device` wherever a user may, and notes all devices at hand."""
+
+    seen = ()  # of the class, as probes look at copies
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inner = L.LightningModule()
+
+    def setup(self, stage):
+        self._device = self.inner._device = GPU  # as Lightning does where that is the root device
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.note(batch)
+        return {**batch, "image": batch["image"] + torch.zeros(1, device=self.device)}
+
+    def training_step(self, batch, batch_idx):
+        self.note(batch)
+        return self.loss(batch) + torch.zeros((), device=self.inner.device)
+
+    def note(self, batch):
+        tensors = (*self.parameters(), *self.buffers(), *batch.values())
+        places = {self.device, self.inner.device, *(tensor.device for tensor in tensors)}
+        MakesTensors.seen = (*MakesTensors.seen, places)
+
+
+@pytest.mark.parametrize("options", [{"profile": "flops"}, {"profile": "measure", "verify": True}])
+def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch, tmp_path):
+    """History: on GPUs every step that used `self.device` failed while it was probed, the built-in one, too.
+
+    Lightning tells modules that they are on their device before anything is there, and probing begins on the host.
+    """
+    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(MakesTensors, "seen", ())
+    module = build(Settings(module_class=MakesTensors))
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy(**options), max_steps=2)
+    trainer.fit(module, datamodule=Data())
+    assert len(MakesTensors.seen) > 6
+    assert all(places == {HOST} for places in MakesTensors.seen)
+
+
+def few(size, sampler=None):
+    samples = Samples(size)
+    sampler = sampler and sampler(samples)
+    return DataLoader(samples, 8, sampler=sampler, drop_last=True)
+
+
+def test_a_batch_that_is_never_full_ends_the_set_up():
+    """History: a plan was made, nothing was trained, and the run ended as if all were well."""
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy())
+    with pytest.raises(ConfigurationError, match="6 training samples make no batch of 8"):
+        trainer.fit(build(Settings()), few(6))
+
+
+def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
+    """The number of pipelines, which share the data out, is known once there is a plan."""
+    strategy, state = quick_strategy(), SimpleNamespace(stage=RunningStage.TRAINING)
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
+    strategy.pipeline = SimpleNamespace()
+    loader = few(14, lambda samples: DistributedSampler(samples, num_replicas=2, rank=1))
+    with pytest.raises(ConfigurationError, match="7 training samples for each pipeline make no"):
+        strategy.process_dataloader(loader)
+
+
+class Pairs(Samples):
+    """Images, each with a short and a long caption."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)["image"], ("a" * index, "b" * 2 * index)
+
+
+def as_pairs(samples):
+    images, captions = zip(*samples, strict=True)
+    return {"image": torch.stack(images), "captions": list(captions)}
+
+
+class ReadsPairs(L.LightningModule):
+    """Encodes both captions of each image with a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(2, 8).requires_grad_(False)
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 15)
+        self.rows = {}
+
+    def training_step(self, batch, batch_idx):
+        images = batch["image"]
+        lengths = [[len(short), len(long)] for short, long in batch["captions"]]
+        coded = self.encoder(torch.tensor(lengths, dtype=images.dtype) / 10)
+        return (self.head(self.body(coded).tanh()) - images.flatten(1)).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        for name, made in pipeline.engine.layout.steps._made.items() if pipeline else ():
+            self.rows[name] = made.graph.layers[0].argument_rows
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_two_pairs_of_captions_are_those_of_two_samples():
+    """History: probes on two samples, and last batches of two, took them for two parts of the batch.
+
+    Such a batch was cut across the pairs; frozen layers ran on whole microbatches, as if they mixed samples.
+    """
+    weights = []
+    for options in ({}, {"strategy": quick_strategy(num_stages=1, num_microbatches=2)}):
+        module = build(Settings(module_class=ReadsPairs))
+        loader = DataLoader(Pairs(10), 4, collate_fn=as_pairs)  # 4, 4, 2
+        quiet_trainer(devices=1, **options).fit(module, loader)
+        weights.append(dict(module.state_dict()))
+    torch.testing.assert_close(*weights)
+    assert len(module.rows) == 2, "microbatches of two samples and of one"
+    assert set(module.rows.values()) == {(1,)}
+
+
+class Lit(L.LightningModule):
+    """Has a metric, whose states are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+
+def test_metrics_are_where_a_step_is_timed_and_forget_it():
+    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted."""
+    module, there = Lit(), torch.device("meta")  # the only other device a CPU has
+    module.mean.update(3.0)
+    with placed(module, there):
+        assert module.mean.mean_value.device == module.mean.device == there
+    with undisturbed(module):
+        module.mean.update(5.0)
+        assert module.mean.compute() == 4.0
+    assert module.mean.compute() == 3.0
+    assert module.mean.mean_value.device == module.mean.device == HOST
