@@ -21,6 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.planning.instruction import Send, Wait
+from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
@@ -30,7 +32,7 @@ from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
+from lightning_diffpipe.runtime.transport import Exchange, MessageKey, P2PTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Engine:
         self._ahead: BatchesAhead | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
         stash = Stash()
-        self._transport = transport or P2PTransport(mesh, placement.num_stages)
+        self._transport = transport or P2PTransport(
+            mesh, placement.num_stages, _delivered(layout.schedule, mesh.local_rank)
+        )
         self.executor = Executor(
             mesh.local_rank,
             StageRunner(stash, mesh.device, check_finite),
@@ -185,3 +189,13 @@ class Engine:
         if not reduction.works:
             return None
         return self._transport.awaited(reduction.works, "summed gradients", reduction.finish)
+
+
+def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
+    """What a rank's messages tell of those it sent; alike for batches of all sizes, and with frozen work."""
+    told = delivered(lower(schedule))[rank]
+    return {_key(wait): list(map(_key, sends)) for wait, sends in told.items()}
+
+
+def _key(message: Send | Wait) -> MessageKey:
+    return MessageKey(message.kind, message.stage, message.microbatch)
