@@ -219,12 +219,15 @@ class P2PTransport:
         ]
         self.num_bytes_sent += sum(buffer.numel() for buffer in outgoing)
         works = dist.batch_isend_irecv(operations) if operations else []
+        arriving = list(zip(receives, staging, strict=True))
+        del staging
 
         def unstage() -> None:
             outgoing.clear()  # kept alive until sent
-            for parcel, buffer in zip(receives, staging, strict=True):
+            for parcel, buffer in arriving:
                 if buffer is not parcel.buffer:
                     parcel.buffer.copy_(buffer)
+            arriving.clear()  # whoever asked may hold this exchange longer than what it brought
 
         return self.awaited(works, "frozen results", unstage)
 
@@ -293,6 +296,7 @@ class _P2PExchange:
             self.pending.result()
         else:
             self.transport.await_works(self.works, self.what)
+        self.works.clear()  # gloo's hold what they sent
         self.then()
 
 

@@ -17,7 +17,7 @@ from lightning_diffpipe.planning.instruction import Backward, BackwardInput, For
 from lightning_diffpipe.runtime import transport
 from lightning_diffpipe.runtime.engine import _delivered
 from lightning_diffpipe.runtime.transport import P2PTransport
-from tests.graph.steps import Skips, rows, step
+from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
 from tests.runtime.loopback import Loopback
 
 NUM_MICROBATCHES = 8
@@ -89,7 +89,7 @@ class PolledTransport(P2PTransport):
 
     def exchange(self, sends, receives):
         exchange = super().exchange(sends, receives)
-        exchange.is_ready = lambda: all(work.polled() for work in exchange.works)
+        exchange.is_ready = lambda: not [w for w in exchange.works if not w.polled()]
         return exchange
 
     def finish(self):
@@ -168,3 +168,22 @@ def test_what_was_sent_is_not_kept_longer_than_what_waits_for_a_backward(
         gradients = sum(alive[peer] for peer in stage_ranks[stage - 1]) if stage else 0
         assert 0 < count <= activations + gradients
         assert count < NUM_MICROBATCHES or schedule == "gpipe"
+
+
+def test_encodings_that_were_joined_are_not_kept_as_they_were_sent_as_well(wire, monkeypatch):
+    """History: to the end of the step every rank held the encodings it had received a second time, and those it
+    had sent.
+    """
+    batch = image_batch(4)
+    pipeline = pipeline_on_a_wire(wire, StableDiffusion(small_unet()), step, batch, 2, 2)
+    held = []
+
+    def look(rank, instruction):
+        if isinstance(instruction, Forward):
+            held.append(sum(not exchanged.expired() for exchanged in wire.exchanged[rank]))
+
+    watched(monkeypatch, pipeline, look)
+    pipeline.run_step(batch, batch_index=0)
+    pipeline.close()
+    assert all(len(exchanged) for exchanged in wire.exchanged.values())
+    assert held == [0] * 4
