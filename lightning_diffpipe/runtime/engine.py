@@ -185,10 +185,7 @@ class Engine:
     def _start_reduction(self) -> Exchange | None:
         if not self._reduces:
             return None
-        reduction = self.reducer.start()
-        if not reduction.works:
-            return None
-        return self._transport.awaited(reduction.works, "summed gradients", reduction.finish)
+        return self.reducer.start(self._transport.awaited)
 
 
 def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
