@@ -117,6 +117,15 @@ class Engine:
         if self._ahead:
             self._ahead.drop()
 
+    def refuse_other_batch(self) -> None:
+        """At the end of training: looks whether the last batch was the one that was given as `upcoming`.
+
+        Raises:
+            ConfigurationError: It was another.
+        """
+        if self._ahead:
+            self._ahead.refuse_other_batch()
+
     def run_step(
         self,
         batch: Any,
@@ -140,7 +149,7 @@ class Engine:
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches, or is another
-                than was given as `upcoming` before.
+                than was given as `upcoming` before; on a GPU the one before it may be.
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
