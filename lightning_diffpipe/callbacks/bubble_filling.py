@@ -132,10 +132,11 @@ class BubbleFilling(L.Callback):
             return strategy.batch_to_device(batch, dataloader_idx=0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Frees what was encoded for a batch that does not come."""
+        """Frees what was encoded for a batch that does not come, and looks at the last one that did."""
         pipeline = _strategy(trainer).pipeline
         if pipeline is not None:
             pipeline.engine.drop_prepared()
+            pipeline.engine.refuse_other_batch()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

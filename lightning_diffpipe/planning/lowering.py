@@ -15,6 +15,7 @@ Each rank keeps its order of work. What is added:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,8 +28,10 @@ from lightning_diffpipe.planning.instruction import (
     Instruction,
     Program,
     ReduceGradients,
+    Send,
     Staged,
     UpdateWeights,
+    Wait,
 )
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Message, Schedule
@@ -50,6 +53,34 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
         programs.append(tuple(_lower_program(schedule, program, incoming)))
     return replace(schedule, programs=tuple(programs))
+
+
+def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
+    """By rank: the sends of which the end of a wait tells that they have arrived, and their memory is free.
+
+    Whoever sends a message has read before what its program waits for before. So an activation has arrived when
+    its gradient is there, if no earlier message told so; a gradient when a later activation is there.
+
+    Args:
+        schedule: With communication.
+
+    Example:
+        >>> from lightning_diffpipe.planning.schedules import SCHEDULES
+        >>> from lightning_diffpipe.planning.schedule import Placement
+        >>> of_rank = delivered(lower(SCHEDULES["1f1b"](Placement.of_replicas([1, 1]), 3)))
+        >>> {str(wait): [str(send) for send in sends] for wait, sends in of_rank[1].items()}
+        {'1a0?0': [], '1a1?0': [], '1a2?0': ['0g0>0']}
+    """
+    told: list[dict[Wait, tuple[Send, ...]]] = [{} for _ in schedule.programs]
+    for rank, program in enumerate(schedule.programs):
+        read: dict[int, list[Send]] = defaultdict(list)
+        for i in program:
+            match i:
+                case Wait(kind, stage, microbatch, peer):
+                    read[peer].append(Send(kind, stage, microbatch, rank))
+                case Send(kind, stage, microbatch, peer):
+                    told[peer][Wait(kind, stage, microbatch, rank)] = tuple(read.pop(peer, ()))
+    return tuple(told)
 
 
 def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:

@@ -11,6 +11,9 @@ from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 
+_EXPECTED, _UNDER_WAY = 2, 3
+"""Messages behind a stage beside the activations it sent, and messages in front of it."""
+
 
 def peak_alive(program: Program) -> int:
     """The most microbatches that a rank keeps at a time between forwards and their backwards."""
@@ -89,13 +92,17 @@ class FrozenLoad:
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
         """Bytes beside the activations, and those at another time, when there are none.
 
-        Without activations are: encoding in front of the pipeline; and the end of an exchange, when what
-        a stage reads has arrived and is joined, but not yet freed.
+        Without activations are: encoding in front of the pipeline; an exchange, for which what others read is
+        packed, while what is read here arrives; and its end, when that is joined, but not yet freed.
         """
+        others = sum(
+            model.read_bytes_per_sample(r) for s, r in enumerate(runs) if s not in self.read
+        )
         read = sum(n * model.read_bytes_per_sample(runs[stage]) for stage, n in self.read.items())
         made = self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
         working = self.working * model.working_bytes_per_sample
-        return read + (made + working if self.beside else 0), made + max(working, 2 * read)
+        exchanged = read + max(read, self.made * others)
+        return read + (made + working if self.beside else 0), made + max(working, exchanged)
 
 
 def frozen_loads(
@@ -159,10 +166,31 @@ def rank_bytes(
     """Bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward, beside the encodings there are. A rank that holds several stages is taken to
-    be at its fullest with all of them at once.
+    wait for their backward, beside the encodings there are, and messages. A rank that holds several stages is
+    taken to be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
+    kept += message_bytes(model, peak, runs)
     beside, alone = (0, 0) if load is None else load.num_bytes(model, runs)
     return round(model.frozen_bytes + resident + max(kept + beside, alone))
+
+
+def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:
+    """Bytes of the messages between one rank's stages and other ranks.
+
+    An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
+    the latest, so one for each microbatch that waits. Behind the stage there are besides a gradient that has
+    arrived and one that is expected; in front of it an activation that is expected, and two gradients of which no
+    message has told yet that they have arrived. Replicas of a neighbour may be further apart, which is not
+    counted.
+    """
+    num_bytes = 0.0
+    for stage, (samples, microbatches) in peak.items():
+        run, each = runs[stage], samples / max(microbatches, 1)
+        if stage + 1 not in peak:
+            num_bytes += model.boundary_bytes(run, samples + _EXPECTED * each)
+        if stage - 1 not in peak and run.first:
+            before = LayerRun(run.backbone, 0, run.first)
+            num_bytes += model.boundary_bytes(before, _UNDER_WAY * each)
+    return num_bytes

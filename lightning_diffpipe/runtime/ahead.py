@@ -4,7 +4,8 @@
     step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
 
 A batch is laid out when it becomes known, with the groups of samples that this rank encodes of it, and is compared
-with what was encoded when it is due. How the groups are shared over ranks follows what steps have measured.
+with what was encoded when it is due; what a GPU has to compare is looked at a step later, so that no host waits for
+it. How the groups are shared over ranks follows what steps have measured.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, SHARES_PERIOD
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.filling import Filler, FillingMode, FillingTimes
-from lightning_diffpipe.runtime.microbatch import Fingerprint
+from lightning_diffpipe.runtime.microbatch import Comparison, Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
 
@@ -91,6 +92,7 @@ class BatchesAhead:
         self._clock = clock
         self._prepared: deque[_Prepared] = deque()
         self._last: _Past | None = None
+        self._compared: tuple[int, Comparison] | None = None
         period = 1 if filling.batches_ahead == 1 else SHARES_PERIOD
         self._shares = GroupShares(
             mesh.layout.ranks_per_pipeline,
@@ -108,22 +110,36 @@ class BatchesAhead:
         """What earlier steps prepared for this batch, if they did.
 
         Raises:
-            ConfigurationError: They prepared another batch under the same number.
+            ConfigurationError: They prepared another batch under the same number. Of values on a GPU the next
+                call tells, when they are there: the host waits for no device.
         """
+        self.refuse_other_batch()
         if not self._prepared:
             return None
         if self._prepared[0].batch_index != batch_index:
             self.drop()
             return None
         prepared = self._prepared.popleft()
-        difference = prepared.fingerprint.difference(Fingerprint.of(batch))
-        if difference:
+        self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
+        if self._compared[1].is_known:
+            self.refuse_other_batch()
+        return prepared.step
+
+    def refuse_other_batch(self) -> None:
+        """Looks whether the latest batch that was taken is the one that was prepared.
+
+        Raises:
+            ConfigurationError: It is another.
+        """
+        if self._compared is None:
+            return
+        (number, comparison), self._compared = self._compared, None
+        if difference := comparison.difference():
             raise ConfigurationError(
-                f"batch {batch_index} is not the one whose frozen layers ran in the bubbles of batches "
+                f"batch {number} is not the one whose frozen layers ran in the bubbles of batches "
                 f"before: {difference}. Do not change batches in callbacks; change them in the data set "
                 "or in on_after_batch_transfer, or train with filling=none"
             )
-        return prepared.step
 
     def prepare(self, upcoming: Upcoming, batch_index: int, accumulate: int) -> None:
         """Lays out batches behind those it knows, so that their frozen layers can run in bubbles.

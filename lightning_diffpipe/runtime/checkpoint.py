@@ -41,7 +41,7 @@ def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -
     for name, tensor in tensors.items():
         owner = owners.get(name, 0)
         if mesh.local_rank == owner and owner != 0:
-            dist.send(_as_bytes(_on_host(tensor)), dst=mesh.world_rank(0), group=mesh.control)
+            dist.send(_as_bytes(_on_host(tensor)), dst=mesh.world_rank(0), group=mesh.transfers)
         elif mesh.local_rank == 0:
             gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
     return gathered
@@ -113,7 +113,7 @@ def spread(
         tensor = tensors[name]
         own = mesh.local_rank == owner
         value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.broadcast(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.control)
+        dist.broadcast(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.transfers)
         whole[name] = value
     return whole
 
@@ -202,14 +202,14 @@ def collect_optimizer_state(
         },
         outlines or None,
         dst=mesh.world_rank(0),
-        group=mesh.control,
+        group=mesh.transfers,
     )
     if mesh.local_rank != 0:
         for values in own.values():
             for value in values.values():
                 if isinstance(value, Tensor):
                     dist.send(
-                        _as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.control
+                        _as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.transfers
                     )
         return {}
     whole = {
@@ -232,7 +232,7 @@ def _outline(value: Any) -> Any:
 
 def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
-    dist.recv(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.control)
+    dist.recv(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.transfers)
     return value
 
 

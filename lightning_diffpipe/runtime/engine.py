@@ -21,6 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.planning.instruction import Send, Wait
+from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
@@ -30,7 +32,7 @@ from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import Exchange, P2PTransport, Transport
+from lightning_diffpipe.runtime.transport import Exchange, MessageKey, P2PTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Engine:
         self._ahead: BatchesAhead | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
         stash = Stash()
-        self._transport = transport or P2PTransport(mesh, placement.num_stages)
+        self._transport = transport or P2PTransport(
+            mesh, placement.num_stages, _delivered(layout.schedule, mesh.local_rank)
+        )
         self.executor = Executor(
             mesh.local_rank,
             StageRunner(stash, mesh.device, check_finite),
@@ -113,6 +117,15 @@ class Engine:
         if self._ahead:
             self._ahead.drop()
 
+    def refuse_other_batch(self) -> None:
+        """At the end of training: looks whether the last batch was the one that was given as `upcoming`.
+
+        Raises:
+            ConfigurationError: It was another.
+        """
+        if self._ahead:
+            self._ahead.refuse_other_batch()
+
     def run_step(
         self,
         batch: Any,
@@ -136,7 +149,7 @@ class Engine:
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches, or is another
-                than was given as `upcoming` before.
+                than was given as `upcoming` before; on a GPU the one before it may be.
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
@@ -181,7 +194,14 @@ class Engine:
     def _start_reduction(self) -> Exchange | None:
         if not self._reduces:
             return None
-        reduction = self.reducer.start()
-        if not reduction.works:
-            return None
-        return self._transport.awaited(reduction.works, "summed gradients", reduction.finish)
+        return self.reducer.start(self._transport.awaited)
+
+
+def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
+    """What a rank's messages tell of those it sent; alike for batches of all sizes, and with frozen work."""
+    told = delivered(lower(schedule))[rank]
+    return {_key(wait): list(map(_key, sends)) for wait, sends in told.items()}
+
+
+def _key(message: Send | Wait) -> MessageKey:
+    return MessageKey(message.kind, message.stage, message.microbatch)

@@ -140,6 +140,7 @@ class FrozenWork:
             work.frozen[stage] = self._join(work, pieces)
         self._arriving.clear()
         self._results.clear()
+        self._exchange = None
 
     def _readers(self, part: EncodePart) -> list[tuple[int, int]]:
         """(stage, position) of every stage that reads results of this part."""

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
 
+_PATIENCE_S = 1800.0
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -92,7 +94,13 @@ class Mesh:
         rank: World rank of this process.
         device: Where this rank computes.
         backend: `"gloo"` or `"nccl"`.
-        timeout_s: How long any wait may last.
+        timeout_s: How long any wait of a step may last.
+        control: This pipeline's ranks on the host.
+        transfers: ... for all their weights: a rank waits there until those of others have passed, for half an
+            hour. One that is gone is missed at once.
+        pipeline_group: This pipeline's ranks on their devices.
+        data_parallel: The ranks at this position in all pipelines, on the host.
+        messages: By edge.
     """
 
     layout: Layout
@@ -101,6 +109,7 @@ class Mesh:
     backend: str
     timeout_s: float
     control: dist.ProcessGroup | None = None
+    transfers: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
@@ -131,9 +140,11 @@ class Mesh:
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
             control = self._new_group(ranks, "gloo")
+            transfers = self._patient_group(ranks)
             device_group = control if self.backend == "gloo" else self._summing_group(ranks)
             if self.rank in ranks:
                 self.control, self.pipeline_group = control, device_group
+                self.transfers = transfers
             for edge in sorted(set(edges)):
                 source, target = (ranks[local] for local in edge)
                 group = self._message_group(source, target, device_group)
@@ -186,9 +197,9 @@ class Mesh:
         """
         for pipeline in range(self.layout.num_pipelines):
             ranks = self.layout.pipeline_ranks(pipeline)
-            group = self._new_group(ranks, "gloo")
+            group = self._patient_group(ranks)
             if self.rank in ranks:
-                self.control = group
+                self.control = self.transfers = group
         try:
             yield
         finally:
@@ -208,7 +219,7 @@ class Mesh:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
-        self.control = self.pipeline_group = self.data_parallel = None
+        self.control = self.transfers = self.pipeline_group = self.data_parallel = None
 
     def _message_group(
         self, source: int, target: int, pipeline_group: dist.ProcessGroup
@@ -230,12 +241,17 @@ class Mesh:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
 
-    def _new_group(self, ranks: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
+    def _patient_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        return self._new_group(ranks, "gloo", max(self.timeout_s, _PATIENCE_S))
+
+    def _new_group(
+        self, ranks: Iterable[int], backend: str | None = None, timeout_s: float | None = None
+    ) -> dist.ProcessGroup:
         ranks = list(ranks)
         group = dist.new_group(
             ranks,
             backend=backend or self.backend,
-            timeout=datetime.timedelta(seconds=self.timeout_s),
+            timeout=datetime.timedelta(seconds=timeout_s or self.timeout_s),
         )
         if self.rank in ranks:
             self._owned.append(group)

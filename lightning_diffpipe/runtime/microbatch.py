@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -97,31 +98,77 @@ class Fingerprint:
     """A few values of a batch, to recognise it by without reading all of it.
 
     Attributes:
-        values: Up to 16 elements of every tensor; on the batch's device.
-        plain: A checksum of all that is not a tensor, and of the shapes.
+        values: By device: up to 16 elements of every tensor there.
+        plain: A checksum of all that is not a tensor, and of shapes and devices.
     """
 
-    values: Tensor
+    values: Mapping[str, Tensor]
     plain: int
 
     @classmethod
     def of(cls, batch: Any) -> Fingerprint:
-        """Reads a batch."""
+        """Reads a batch; waits for no device."""
         leaves = pytree.tree_leaves(batch)
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = [leaf.shape if isinstance(leaf, Tensor) else plain_bytes(leaf) for leaf in leaves]
-        taken = [_spread_out(tensor).to(torch.float64) for tensor in tensors if tensor.numel()]
-        values = torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
+        plain = [
+            (leaf.shape, str(leaf.device)) if isinstance(leaf, Tensor) else plain_bytes(leaf)
+            for leaf in leaves
+        ]
+        taken: dict[str, list[Tensor]] = defaultdict(list)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.numel():
+                taken[str(leaf.device)].append(_spread_out(leaf.detach()).to(torch.float64))
+        values = {device: torch.cat(tensors) for device, tensors in taken.items()}
         return cls(values, zlib.crc32(repr(plain).encode()))
 
-    def difference(self, other: Fingerprint) -> str:
-        """What tells two batches apart, in words; empty if nothing does."""
+    def compare(self, other: Fingerprint) -> Comparison:
+        """Begins to look for what tells two batches apart; waits for no device."""
         if self.plain != other.plain:
-            return "captions, other plain values or shapes differ"
-        differing = int((self.values.nan_to_num() != other.values.nan_to_num()).sum())
+            return Comparison("captions, other plain values, shapes or devices differ")
+        pairs = [(value, other.values[device]) for device, value in self.values.items()]
+        counts = [(a.nan_to_num() != b.nan_to_num()).sum() for a, b in pairs]
+        num_values = sum(value.numel() for value in self.values.values())
+        return Comparison("", num_values, tuple(map(_on_its_way, counts)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What tells two batches apart; values on a GPU are known when it has come by.
+
+    Attributes:
+        plain: What tells them apart beside values, in words.
+        num_values: Values that are compared.
+        counts: How many differ, by device: a tensor on the host, and what has to happen before it may be read.
+    """
+
+    plain: str
+    num_values: int = 0
+    counts: tuple[tuple[Tensor, torch.cuda.Event | None], ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `difference` waits for nothing."""
+        return all(event is None for _, event in self.counts)
+
+    def difference(self) -> str:
+        """What tells them apart, in words; empty if nothing does."""
+        for _, event in self.counts:
+            if event is not None:
+                event.synchronize()
+        differing = sum(int(count) for count, _ in self.counts)
         if differing:
-            return f"{differing} of {self.values.numel()} compared values differ"
-        return ""
+            return f"{differing} of {self.num_values} compared values differ"
+        return self.plain
+
+
+def _on_its_way(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A number on the host, or on its way there and when it will have arrived."""
+    if count.device.type != "cuda":
+        return count, None
+    copy = torch.empty(count.shape, dtype=count.dtype, pin_memory=True)
+    copy.copy_(count, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(count.device))
+    return copy, event
 
 
 def _spread_out(tensor: Tensor, num: int = 16) -> Tensor:

@@ -13,13 +13,18 @@ The global norm counts each parameter once: its first holder in the pipeline con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.transport import Exchange
+
+Awaited = Callable[[Sequence[dist.Work], str, Callable[[], None]], Exchange]
 
 _BUCKET_BYTES = 32 * 1024 * 1024
 _MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
@@ -49,13 +54,19 @@ class GradientReducer:
             name for name in parameters if min(pipeline.intersection(holders[name])) == mesh.rank
         )
 
-    def start(self) -> Reduction:
-        """Begins to sum gradients; `finish` puts the sums into `.grad`.
+    def start(self, awaited: Awaited) -> Exchange | None:
+        """Begins to sum gradients; waiting for it puts the sums into `.grad`.
 
         A holder without a gradient contributes zeros, and frozen parameters get no sum. Every holder must
         call it at the same point of its program.
+
+        Args:
+            awaited: Waits for operations; see `Transport.awaited`.
+
+        Returns:
+            `None` if this rank shares no parameter.
         """
-        return Reduction(self._mesh, self._buckets)
+        return Reduction(self._mesh, self._buckets, awaited) if self._buckets else None
 
     def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, each parameter counted once.
@@ -99,45 +110,43 @@ class GradientReducer:
 
 
 class Reduction:
-    """Gradients on their way to be summed.
+    """Gradients on their way to be summed; an `Exchange`.
+
+    A bucket is begun whenever one is over, so that all are waited for alike, however many there are.
 
     Args:
         mesh: The groups.
         buckets: Parameters that travel together, and who holds them.
+        awaited: As for `GradientReducer.start`.
     """
 
     def __init__(
-        self, mesh: Mesh, buckets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]]
+        self,
+        mesh: Mesh,
+        buckets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]],
+        awaited: Awaited,
     ) -> None:
-        self._mesh = mesh
-        self._later = list(buckets[_MOST_UNDER_WAY:])
-        self._under_way = [self._begin(*bucket) for bucket in buckets[:_MOST_UNDER_WAY]]
+        self._mesh, self._awaited = mesh, awaited
+        self._later = deque(buckets[_MOST_UNDER_WAY:])
+        self._under_way = deque(self._begin(*bucket) for bucket in buckets[:_MOST_UNDER_WAY])
 
-    @property
-    def works(self) -> list[dist.Work]:
-        """What is under way now."""
-        return [work for work, _, _ in self._under_way]
+    def is_ready(self) -> bool:
+        """Whether all sums are there; takes those that are, and begins others."""
+        while self._under_way and self._under_way[0].is_ready():
+            self._take()
+        return not self._under_way
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits for all sums and puts them into `.grad`."""
         while self._under_way:
-            work, flat, bucket = self._under_way.pop(0)
-            work.wait()
-            start = 0
-            for parameter in bucket:
-                summed = flat[start : start + parameter.numel()].view_as(parameter)
-                start += parameter.numel()
-                if not parameter.requires_grad:  # frozen during training: with zeros it would decay
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(summed)
-            if self._later:
-                self._under_way.append(self._begin(*self._later.pop(0)))
+            self._take()
 
-    def _begin(
-        self, ranks: tuple[int, ...], bucket: list[nn.Parameter]
-    ) -> tuple[dist.Work, Tensor, list[nn.Parameter]]:
+    def _take(self) -> None:
+        self._under_way.popleft().wait()
+        if self._later:
+            self._under_way.append(self._begin(*self._later.popleft()))
+
+    def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> Exchange:
         flat = torch.cat(
             [
                 (p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1)
@@ -146,7 +155,20 @@ class Reduction:
         )
         work = dist.all_reduce(flat, group=self._mesh.reduction_group(ranks), async_op=True)
         assert work is not None
-        return work, flat, bucket
+        return self._awaited([work], "summed gradients", partial(_put, flat, bucket))
+
+
+def _put(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
+    """Puts the sums of a bucket into `.grad`."""
+    start = 0
+    for parameter in bucket:
+        summed = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+        if not parameter.requires_grad:  # frozen during training: with zeros it would decay
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(summed)
 
 
 def _buckets(

@@ -2,7 +2,8 @@
 
 A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
 and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
-travels. Receives are posted early, sends keep their buffer alive until they are awaited.
+travels. Receives are posted early. Sends keep their buffer alive until a later message tells that it has arrived:
+nothing else does on gloo, and on NCCL the host is ahead of the device.
 
 * `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
   posting cannot deadlock; on NCCL each directed edge has a communicator of its own.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -109,13 +110,21 @@ class P2PTransport:
     Args:
         mesh: Positions and groups.
         num_stages: Stages of the plan; keeps tags apart.
+        delivered: By message: what this rank has sent that has arrived when the message has. What no
+            message tells is kept until `finish`.
     """
 
-    def __init__(self, mesh: Mesh, num_stages: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        num_stages: int,
+        delivered: Mapping[MessageKey, Sequence[MessageKey]] | None = None,
+    ) -> None:
         self._mesh = mesh
         self._num_stages = num_stages
+        self._delivered = delivered or {}
         self._posted: dict[MessageKey, _Posted] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
         # gloo moves host memory only; buffers of a GPU then travel by way of the host.
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
@@ -136,7 +145,7 @@ class P2PTransport:
             tag=key.tag(self._num_stages),
         )
         self.num_bytes_sent += buffer.numel()
-        self._sent.append((work, buffer))
+        self._sent[key] = work, buffer
 
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Posts a receive from the position `source` of this pipeline."""
@@ -172,6 +181,11 @@ class P2PTransport:
             self._await_posted(key, posted)
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
+        for sent in self._delivered.get(key, ()):
+            work, _ = self._sent.pop(sent)
+            self.await_work(
+                work, "a sent message", None
+            )  # it is over; on NCCL the stream learns it
         return posted.buffer
 
     def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
@@ -205,12 +219,15 @@ class P2PTransport:
         ]
         self.num_bytes_sent += sum(buffer.numel() for buffer in outgoing)
         works = dist.batch_isend_irecv(operations) if operations else []
+        arriving = list(zip(receives, staging, strict=True))
+        del staging
 
         def unstage() -> None:
             outgoing.clear()  # kept alive until sent
-            for parcel, buffer in zip(receives, staging, strict=True):
+            for parcel, buffer in arriving:
                 if buffer is not parcel.buffer:
                     parcel.buffer.copy_(buffer)
+            arriving.clear()  # whoever asked may hold this exchange longer than what it brought
 
         return self.awaited(works, "frozen results", unstage)
 
@@ -225,7 +242,7 @@ class P2PTransport:
 
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""
-        self.await_works([work for work, _ in self._sent], "a sent message")
+        self.await_works([work for work, _ in self._sent.values()], "a sent message")
         self._sent.clear()
 
     def close(self) -> None:
@@ -279,6 +296,7 @@ class _P2PExchange:
             self.pending.result()
         else:
             self.transport.await_works(self.works, self.what)
+        self.works.clear()  # gloo's hold what they sent
         self.then()
 
 

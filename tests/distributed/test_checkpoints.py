@@ -1,7 +1,10 @@
 """Checkpoints are ordinary Lightning checkpoints, whoever wrote them and whoever reads them."""
 
+import contextlib
 import functools
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +15,9 @@ from omegaconf import OmegaConf
 
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from tests.distributed.scenarios import (
     Settings,
     assert_close,
@@ -329,3 +335,41 @@ def test_a_checkpoint_with_a_hydra_config_is_read(tmp_path):
 def test_a_checkpoint_that_is_trusted_is_read_exactly(tmp_path):
     """History: `weights_only=False` was not passed on, so such checkpoints could not be read at all."""
     assert all(run_ranks(save_and_load_unsafe, 2, tmp_path / "unsafe.ckpt"))
+
+
+def collect_from_a_late_owner(rank, lateness_s, dies):
+    """Rank 2 waits for its turn to send; rank 1, before it, is late."""
+    placement = Placement.of_replicas([1, 1, 1])
+    mesh = Mesh(Layout(3, placement), rank, torch.device("cpu"), "gloo", timeout_s=1.5)
+    mesh.connect()
+    with contextlib.nullcontext() if not dies else pytest.raises(RuntimeError):
+        started_s = time.monotonic()
+        if rank == 1:
+            time.sleep(lateness_s)
+            if dies:
+                os._exit(1)
+        own = {f"weight{owner}": torch.full((50_000,), float(rank)) for owner in range(3)}
+        owners = {f"weight{owner}": owner for owner in range(3)}
+        whole = collect(own, owners, mesh)
+        state = {owner: {"step": 7, "average": own[f"weight{owner}"]} for owner in range(3)}
+        states = collect_optimizer_state(state, {owner: owner for owner in range(3)}, mesh)
+        everywhere = spread(own, owners, mesh)
+    if dies:
+        raise AssertionError(f"rank {rank} noticed" if time.monotonic() - started_s < 9 else "late")
+    mesh.disconnect()
+    with mesh.reconnected():
+        again = collect(own, owners, mesh)
+    found = [whole, {i: s["average"] for i, s in states.items()}, again, everywhere]
+    return [[value.mean().item() for value in values.values()] for values in found]
+
+
+def test_an_owner_waits_for_its_turn_longer_than_a_message_may_take():
+    """History: the last owner of a large model gave up after `timeout_s`, while others still sent."""
+    at_first, *others = run_ranks(collect_from_a_late_owner, 3, 3.5, False)
+    assert at_first == [[0.0, 1.0, 2.0]] * 4
+    assert others == [[[], [], [], [0.0, 1.0, 2.0]]] * 2
+
+
+def test_an_owner_that_is_gone_is_missed_at_once():
+    with pytest.raises(RankError, match="rank 0 noticed"):
+        run_ranks(collect_from_a_late_owner, 3, 0.1, True)

@@ -1,6 +1,7 @@
 """Memory of frozen work: encodings of this batch and of the next, and what a frozen layer works on."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,16 @@ from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import split_evenly
-from lightning_diffpipe.planning.memory import peak_samples
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardWeight,
+    Forward,
+    Receive,
+    Send,
+    Wait,
+)
+from lightning_diffpipe.planning.lowering import delivered, lower
+from lightning_diffpipe.planning.memory import FrozenLoad, peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import (
     EncoderLayerProfile,
@@ -58,6 +68,16 @@ def test_a_small_case_by_hand():
     )
 
 
+def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():
+    """A rank made all of 8 samples (15 bytes each); stage 0, elsewhere, reads all that, its own stage 5."""
+    model = CostModel(with_encoder(FOUR, READ), Cluster(2))
+    load = FrozenLoad(read={1: 8}, made=8, working=1, beside=False)
+    assert load.num_bytes(model, [LayerRun(0, 0, 1), LayerRun(0, 1, 4)]) == (
+        8 * 5,
+        8 * 15 + 8 * 15 + 8 * 5,
+    )
+
+
 def test_microbatches_that_differ_do_not_count_as_the_largest():
     """History: eight microbatches of nine samples counted as sixteen, and a plan that fits was refused.
 
@@ -89,6 +109,52 @@ def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
         least = bounds.alive_sizes(replicas[stage], later_ranks)
         assert sizes[0] <= sum(least) <= max(peaks[rank][stage].samples for rank in ranks)
         assert 1 <= len(least) <= max(peaks[rank][stage].microbatches for rank in ranks)
+
+
+def held_at_most(schedule, rank, sizes):
+    """Bytes of one rank where they are most: 3 a sample that waits for a backward, 1 a sample in a message.
+
+    A message that is sent is held until `delivered` says that it is there; one that is received from when its
+    receive is posted until it is used.
+    """
+    told, held, most = delivered(schedule)[rank], Counter(), 0
+    for i in schedule.programs[rank]:
+        match i:
+            case Forward(stage, m):
+                held["waits", stage, m] = 3 * sizes[m]
+                held["activation", stage, m] = 0  # a part of what waits
+            case Backward(stage, m) | BackwardWeight(stage, m):
+                held["waits", stage, m] = held["gradient", stage, m] = 0
+            case Send(kind, stage, m, _):
+                held["sent", kind, stage, m] = sizes[m]
+            case Receive(kind, stage, m, _):
+                held[kind, stage, m] = sizes[m]
+            case Wait():
+                for sent in told[i]:
+                    held["sent", sent.kind, sent.stage, sent.microbatch] = 0
+        most = max(most, held.total())
+    return most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble", INTERLEAVED])
+@pytest.mark.parametrize("num_microbatches", [4, 8, 24])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_plan_counts_all_messages_that_are_held(name, num_microbatches, ranks):
+    """History: what a step sent stayed to its end, and no plan counted it."""
+    num_microbatches *= ranks if name == INTERLEAVED else 1
+    stages = 2 * ranks if name == INTERLEAVED else ranks
+    placement = Placement.round_robin(stages, ranks)
+    sizes = split_evenly(3 * num_microbatches - 1, num_microbatches)
+    layers = equal_profile(stages, activation_bytes_per_sample=3, boundary_bytes_per_sample=1)
+    runs = [LayerRun(0, stage, stage + 1) for stage in range(stages)]
+    schedule = schedule_of(name, placement, num_microbatches)
+    planned = peak_memory_bytes(
+        CostModel(layers, Cluster(ranks)), peak_samples(schedule, sizes), runs
+    )
+    held = [held_at_most(lower(schedule), rank, sizes) for rank in range(ranks)]
+    assert all(h <= p for h, p in zip(held, planned, strict=True)), (held, planned)
+    least = 0.6 if name == INTERLEAVED else 0.75
+    assert all(h >= least * p - 12 for h, p in zip(held, planned, strict=True)), (held, planned)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -54,11 +54,8 @@ class SumBetweenCopies:
     def __init__(self) -> None:
         self.calls = 0
 
-    works = ()
-
-    def start(self) -> SumBetweenCopies:
+    def start(self, awaited: Any) -> None:
         self.calls += 1
-        return self
 
     def sum(self, ranks: Sequence[Rank], holders: dict[str, tuple[int, ...]]) -> None:
         """Gives every holder of a parameter the sum of the gradients of all of them."""

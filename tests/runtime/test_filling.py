@@ -1,12 +1,15 @@
 """Filling, piece by piece: how far a wait is filled, who takes which share, what is noted of a step."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_diffpipe.clock import HostClock
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -16,7 +19,11 @@ from lightning_diffpipe.planning.instruction import (
     ShareResults,
     Wait,
 )
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime import microbatch
+from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, _Prepared
 from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
+from lightning_diffpipe.runtime.mesh import Layout
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
@@ -355,8 +362,8 @@ def test_groups_do_not_depend_on_shares(sizes, num_ranks, group_size, data):
     bounds = [0, *cuts, total]
     groups = [stop - start for start, stop in itertools.pairwise(bounds)]
     parts = encode_parts(sizes, num_ranks, True, group_size, groups)
-    for microbatch, size in enumerate(sizes):
-        own = [part for part in parts if part.microbatch == microbatch]
+    for number, size in enumerate(sizes):
+        own = [part for part in parts if part.microbatch == number]
         assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])]
         assert own[-1].stop == size
         assert all(part.start % group_size == 0 for part in own)
@@ -370,12 +377,90 @@ def test_groups_do_not_depend_on_shares(sizes, num_ranks, group_size, data):
 def test_a_fingerprint_tells_batches_apart():
     batch = {"image": torch.rand(4, 3, 8, 8), "caption": ["a", "b", "c", "d"], "scale": 2.0}
     known = Fingerprint.of(batch)
-    assert known.difference(Fingerprint.of(dict(batch))) == ""
+
+    def difference(other):
+        comparison = known.compare(Fingerprint.of(other))
+        assert comparison.is_known
+        return comparison.difference()
+
+    assert difference(dict(batch)) == ""
     other = {**batch, "image": batch["image"] + 1}
-    assert known.difference(Fingerprint.of(other)) == "16 of 16 compared values differ"
-    assert "captions" in known.difference(Fingerprint.of({**batch, "caption": list("abce")}))
-    empty = {**batch, "image": torch.full((4, 3, 8, 8), float("nan"))}
-    assert Fingerprint.of(empty).difference(Fingerprint.of(empty)) == ""
+    assert difference(other) == "16 of 16 compared values differ"
+    assert "captions" in difference({**batch, "caption": list("abce")})
+    assert "devices differ" in difference({**batch, "image": batch["image"].to("meta")})
+    empty = Fingerprint.of({**batch, "image": torch.full((4, 3, 8, 8), float("nan"))})
+    assert empty.compare(empty).difference() == ""
+
+
+class ComingBy:
+    """An event of a GPU; counts how often the host waited for it."""
+
+    num_waits = 0
+
+    def synchronize(self):
+        ComingBy.num_waits += 1
+
+
+@pytest.fixture
+def late_values(monkeypatch):
+    """Tensors on "meta" stand for those on a GPU: reading a value fails there. Sets how many will differ."""
+    differing = {"count": 0}
+    real = microbatch._on_its_way
+
+    def on_its_way(count):
+        if count.device.type == "cpu":
+            return real(count)
+        return torch.tensor(differing["count"]), ComingBy()
+
+    monkeypatch.setattr(microbatch, "_on_its_way", on_its_way)
+    monkeypatch.setattr(ComingBy, "num_waits", 0)
+    return differing
+
+
+def test_a_fingerprint_of_a_batch_on_host_and_device_waits_for_neither(late_values):
+    """History: a batch whose ids stayed on the host ended training while filling, and the host waited for the
+    device before each step.
+    """
+    batch = {"ids": torch.arange(4), "image": torch.empty(4, 3, device="meta")}
+    late_values["count"] = 3
+    same = Fingerprint.of(batch).compare(Fingerprint.of(batch))
+    other = Fingerprint.of(batch).compare(Fingerprint.of({**batch, "ids": torch.ones(4)}))
+    assert (same.is_known, ComingBy.num_waits) == (False, 0)
+    assert same.difference() == "3 of 16 compared values differ"
+    assert other.difference() == "6 of 16 compared values differ"
+    assert ComingBy.num_waits == 2
+
+
+def ahead_of(batches):
+    """Three batches that were prepared; nothing is frozen in them."""
+    layout = Layout(2, Placement.of_replicas([1, 1]))
+    mesh = SimpleNamespace(backend="gloo", layout=layout, gathered=lambda numbers: [numbers] * 2)
+    ahead = BatchesAhead(Filling(), SimpleNamespace(mesh=mesh), HostClock())
+    for number, batch in enumerate(batches):
+        ahead._prepared.append(_Prepared(number, Fingerprint.of(batch), f"step {number}"))
+    return ahead
+
+
+def test_a_changed_batch_on_a_gpu_is_refused_with_the_next_one_or_at_the_end(late_values):
+    batches = [torch.empty(4, 3, device="meta") for _ in range(3)]
+    ahead = ahead_of(batches)
+    assert ahead.take(batches[0], 0) == "step 0"
+    assert ComingBy.num_waits == 0
+    late_values["count"] = 1
+    assert ahead.take(batches[1], 1) == "step 1"
+    late_values["count"] = 2
+    with pytest.raises(ConfigurationError, match=r"batch 1 is not the one .* 1 of 12 compared"):
+        ahead.take(batches[2], 2)
+    assert ahead.take(batches[2], 2) == "step 2"
+    with pytest.raises(ConfigurationError, match=r"batch 2 is not the one .* 2 of 12 compared"):
+        ahead.refuse_other_batch()
+    ahead.refuse_other_batch()
+
+
+def test_a_changed_batch_on_the_host_is_refused_at_once():
+    ahead = ahead_of([torch.ones(4, 3)])
+    with pytest.raises(ConfigurationError, match=r"batch 0 is not the one .* 12 of 12 compared"):
+        ahead.take(torch.zeros(4, 3), 0)
 
 
 def test_a_waiter_hands_over_errors():

@@ -1,0 +1,86 @@
+"""Gradients are summed in buckets, of which only some are under way at a time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime import reduction
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.transport import P2PTransport
+
+NUM_BUCKETS = 40
+RANKS = (0, 1)
+
+
+class Sums:
+    """Stands for `torch.distributed`: two ranks with the same gradients; the peer stops behind some sums."""
+
+    Work = object
+
+    def __init__(self, num_until_lost=NUM_BUCKETS):
+        self.num_begun, self.num_until_lost, self.most, self.num_over = 0, num_until_lost, 0, 0
+
+    def all_reduce(self, flat, group, async_op):
+        number, self.num_begun = self.num_begun, self.num_begun + 1
+        self.most = max(self.most, self.num_begun - self.num_over)
+
+        def wait(timeout):
+            if number >= self.num_until_lost:
+                raise RuntimeError("Connection closed by peer")
+            self.num_over += 1
+            flat.mul_(2)
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The parameters, and how to sum their gradients: each has a bucket of its own."""
+    parameters = {f"weight{i:02}": nn.Parameter(torch.zeros(3)) for i in range(NUM_BUCKETS)}
+    for number, parameter in enumerate(parameters.values()):
+        parameter.grad = torch.full((3,), float(number))
+    monkeypatch.setattr(reduction, "_BUCKET_BYTES", 1)
+    mesh = Mesh(
+        Layout(2, Placement.of_replicas([2])), 0, torch.device("cpu"), "gloo", timeout_s=9.0
+    )
+    mesh._reduction[RANKS] = "group"
+    reducer = GradientReducer(mesh, parameters, dict.fromkeys(parameters, RANKS))
+    transport = P2PTransport(mesh, 1)
+    yield parameters, lambda: reducer.start(transport.awaited)
+    transport.close()
+
+
+def poll(under_way):
+    while not under_way.is_ready():
+        pass
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled):
+    """History: what is filled into the wait ended with the first buckets, behind which the rest blocked."""
+    parameters, start = parts
+    sums = Sums()
+    monkeypatch.setattr(reduction, "dist", sums)
+    under_way = start()
+    if polled:
+        poll(under_way)
+    assert sums.num_over == (NUM_BUCKETS if polled else 0)
+    under_way.wait()
+    assert [p.grad.mean().item() for p in parameters.values()] == [2.0 * i for i in range(40)]
+    assert sums.most == 16
+
+
+@pytest.mark.parametrize("num_until_lost", [0, 15, 16, 39])
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_peer_lost_in_any_bucket_is_told_alike(parts, monkeypatch, num_until_lost, polled):
+    """History: behind the first 16 buckets a lost peer ended the run in gloo's own error, without a rank."""
+    _, start = parts
+    monkeypatch.setattr(reduction, "dist", Sums(num_until_lost))
+    under_way = start()
+    with pytest.raises(PipelineTimeoutError, match="rank 0 waited for summed gradients: lost a"):
+        poll(under_way) if polled else under_way.wait()
