@@ -43,6 +43,7 @@ class MakesTensors(TinyDiffusion):
         MakesTensors.seen = (*MakesTensors.seen, places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"profile": "flops"}, {"profile": "measure", "verify": True}])
 def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch, tmp_path):
     """History: on GPUs every step that used `self.device` failed while it was probed, the built-in one, too.

@@ -59,6 +59,7 @@ def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_c
     return hooks.losses, weights, statistics.found, statistics.made, cache.refused
 
 
+@pytest.mark.slow
 def test_one_process_reads_in_the_second_pass(tmp_path):
     plain = fit_cached(0, None, 1, 3)
     cached = fit_cached(0, tmp_path, 1, 3)
@@ -151,6 +152,7 @@ class Streamed(IterableDataset):
         return iter(self.samples)
 
 
+@pytest.mark.slow
 def test_passes_over_a_part_of_the_data_are_not_taken_for_augmentation(tmp_path):
     """History: with streams, or `limit_train_batches=0.05`, storing ended after the second pass."""
     assert passes_over_parts(tmp_path / "stream", whole=False) == 24

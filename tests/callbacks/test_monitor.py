@@ -203,6 +203,7 @@ class Dawdler(L.Callback):
         time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_later_callbacks_are_no_loading():
     """History: whatever came behind the monitor, checkpoints and averages, was blamed on the data loader."""
     monitor = PipelineMonitor(every_n_steps=2, progress_bar=False)

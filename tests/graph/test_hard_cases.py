@@ -318,6 +318,7 @@ def test_stages_of_the_finest_layers_add_up(name):
     check_case(name, share=1 / 40, splits=(1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_objects_in_sight")
 def test_no_fake_tensor_stays_in_a_cache():
     CachesATable.table = None

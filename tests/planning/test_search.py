@@ -339,6 +339,7 @@ def gap_of_filling(seed):
     return preference(find_plan(profile, cluster, options)) / best - 1
 
 
+@pytest.mark.slow
 def test_filled_plans_are_the_best_of_all_cuts_but_for_a_few():
     """Cuts are compared by an estimate in which frozen work fills bubbles without a loss.
 

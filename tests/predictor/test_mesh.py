@@ -357,6 +357,7 @@ def test_tokens_that_cannot_be_shared_are_not():
     assert all(method != "sequence" and share == 1 for method, share in methods)
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 30), st.integers(1, 5))
 def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)

@@ -300,6 +300,7 @@ def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
     assert equal(before, everything(module))
 
 
+@pytest.mark.slow
 def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     """Short measurements of both kinds take turns, as a busy machine slows both alike."""
     module, step, batch, graph = toy(num_samples=64, width=256)

@@ -170,6 +170,7 @@ def test_what_was_sent_is_not_kept_longer_than_what_waits_for_a_backward(
         assert count < NUM_MICROBATCHES or schedule == "gpipe"
 
 
+@pytest.mark.slow
 def test_encodings_that_were_joined_are_not_kept_as_they_were_sent_as_well(wire, monkeypatch):
     """History: to the end of the step every rank held the encodings it had received a second time, and those it
     had sent.

@@ -40,6 +40,7 @@ def test_a_scheduler_that_cannot_be_tried_keeps_patches_out_of_the_choice():
     assert "in 2 patches this model fails" in profile_request(request, 2 * B, 1).refusal
 
 
+@pytest.mark.slow
 def test_weights_that_are_yet_to_be_loaded_are_counted():
     request = request_for("flux", num_steps=MIN_STEPS)
     held = profile_request(request, B, 1)

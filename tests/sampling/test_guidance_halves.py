@@ -54,6 +54,7 @@ def pipefusion(model, links, inside):
     return PipeFusion(model, links, num_patches=4, sequence_links=inside, verify=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "per_rank"),
     [
@@ -74,6 +75,7 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     assert messages == {"prediction": 2 * per_rank * (1 + (STEPS - 1) * 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     model, call = pixart_call()

@@ -108,6 +108,7 @@ def test_a_limited_link_takes_its_time():
     assert 0.14 < network.run(rank)[1] < 5.0
 
 
+@pytest.mark.slow
 def test_a_rank_has_one_adapter_for_all_its_messages():
     """Two messages to two peers, at once: the second leaves behind the first; those of the peers do not wait."""
 

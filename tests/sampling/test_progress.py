@@ -43,10 +43,12 @@ def test_a_rank_that_goes_on_no_more_is_missed(ranks):
     assert time.monotonic() - started_s < 30.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_slowly_or_has_not_begun_is_not_missed(ranks):
     assert wait(ranks[0], 3 * TIMEOUT_S, ranks[1].step) == 1
 
 
+@pytest.mark.slow
 def test_notes_of_an_earlier_turn_tell_nothing(ranks):
     ranks[1].step()
     ranks[2].note("refused")

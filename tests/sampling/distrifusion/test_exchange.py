@@ -67,6 +67,7 @@ def test_without_a_step_before_there_is_nothing_to_read():
     assert run(rank) == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "warmup_steps", "kept"),
     [

@@ -24,6 +24,8 @@ from tests.sampling.distrifusion.models import (
     request_for,
 )
 
+pytestmark = pytest.mark.slow
+
 FAST = ("unet2d", "sd", "pixart", "sd3", "flux")
 EVERY = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
@@ -103,7 +105,6 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     assert "forward" not in tiny.model.__dict__, "the model is still intercepted"
 
 
-@pytest.mark.slow
 def test_guidance_by_two_calls_has_buffers_for_each(tiny_models):
     """One set of buffers for both calls would let the prompt read what the empty prompt left."""
     in_batch, _ = emulate(request_for("sd", tiny_models("sd")), 2, warmup_steps=1)
@@ -236,7 +237,6 @@ def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchrono
     assert torch.equal(found, emulate(request, 2, warmup_steps=num_synchronous)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
     exact = tiny_models("sd")
