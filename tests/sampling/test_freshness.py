@@ -14,8 +14,6 @@ from tests.sampling.distrifusion import models as banded
 from tests.sampling.models import STEPS, build, knowing, request_for
 from tests.sampling.ranks_in_threads import sample_together
 
-pytestmark = pytest.mark.slow
-
 M = 4
 
 

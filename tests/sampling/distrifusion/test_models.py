@@ -24,9 +24,7 @@ from tests.sampling.distrifusion.models import (
     request_for,
 )
 
-pytestmark = pytest.mark.slow
-
-FAST = ("unet2d", "sd", "pixart", "sd3", "flux")
+FAST = ("sd", "sd3")
 EVERY = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in (*UNETS, *TRANSFORMERS)
@@ -105,6 +103,7 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     assert "forward" not in tiny.model.__dict__, "the model is still intercepted"
 
 
+@pytest.mark.slow
 def test_guidance_by_two_calls_has_buffers_for_each(tiny_models):
     """One set of buffers for both calls would let the prompt read what the empty prompt left."""
     in_batch, _ = emulate(request_for("sd", tiny_models("sd")), 2, warmup_steps=1)
@@ -136,6 +135,7 @@ def test_texts_may_change_in_the_middle(tiny_models):
     assert relative(found, OneProcess().sample(request)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd", "sd, two calls"])
 def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_models, monkeypatch):
     """History: the report of one or two steps said that a step takes as long as looking and comparing, too."""
@@ -187,6 +187,7 @@ def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(name, tiny_models
     assert not compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generators", [None, "one", "one for each sample"])
 def test_noise_on_the_way_is_that_of_one_process_on_all_bands(generators, tiny_models):
     """History: threads drew from one default generator, or from the generators of one list, each other noise."""
@@ -237,6 +238,7 @@ def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchrono
     assert torch.equal(found, emulate(request, 2, warmup_steps=num_synchronous)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
     exact = tiny_models("sd")
