@@ -306,6 +306,7 @@ def test_files_that_cannot_be_used_are_told_in_a_line(
     ]
 
 
+@pytest.mark.slow
 def test_folders_of_outputs_are_made(profile_path, capsys, monkeypatch):
     """History: after the whole search the plan was lost where its folder did not exist."""
     plan = profile_path.parent / "plans" / "plan.json"
@@ -389,6 +390,7 @@ def test_a_plan_tells_that_nobody_knows_whether_an_encoder_can_be_split(
     assert (told in printed) == said
 
 
+@pytest.mark.slow
 def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, monkeypatch):
     """History: a run's links were forgotten, and `show profile=` looked for advice as if they were free."""
     kept, output = profile_path.with_name("cluster.json"), profile_path.with_name("plan.json")
@@ -568,6 +570,7 @@ class Job:
         return self.returncode
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
     """History: every process of a job began the whole sweep anew, and one failed job was told of several."""
     monkeypatch.chdir(tmp_path)

@@ -59,6 +59,7 @@ def test_adapters_that_are_off_or_fused_are_saved_as_they_draw(adapted, tmp_path
     torch.testing.assert_close(drawn(loaded), drawn(adapted))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_rebuilds_a_model_with_adapters(adapted, batch, tmp_path):
     """History: ended in a list of missing keys, and `diffpipe sample` said that a download broke off."""
     trainer = fit(adapted, batch, tmp_path)

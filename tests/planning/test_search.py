@@ -183,6 +183,7 @@ def test_the_search_is_optimal_in_hundreds_of_cases(seed):
     test_the_search_is_optimal(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(30, 5))
 def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     """All schedules at once, against trying everything; and no bound is above what it bounds."""

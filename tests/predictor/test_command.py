@@ -145,6 +145,7 @@ def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, t
     assert json.loads((tmp_path / "out" / "report.json").read_text())["one_process_threads"] == 1
 
 
+@pytest.mark.slow
 def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     settings = ["sampler=pipefusion", "sampler.num_patches=2", "+sampler.record_freshness=true"]

@@ -62,6 +62,7 @@ def test_sharing_a_stage_does_not_change_the_result(name, mode):
         assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hide_unseen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_ring_without_a_synchronous_step(hide_unseen):
     """Nothing is known of other patches at first. Three ranks, which two heads would not do for."""

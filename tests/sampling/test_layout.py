@@ -71,6 +71,7 @@ def test_parameters_of_a_block_that_glue_reads():
     )
 
 
+@pytest.mark.slow
 def test_a_block_that_cannot_do_without_text_gets_a_ghost():
     assert layout_of("qwen").ghost
     assert not layout_of("flux").ghost
