@@ -6,14 +6,17 @@ in many averages of weights, do neither: so some elements of each tensor are com
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_WAITS = 3  # times that a GPU may be waited for
+
+_State = tuple[list[Tensor | None], list[int], list[int]]
+"""Tensors, how often each was written, and where it lies."""
 
 
 class Versions:
@@ -38,22 +41,24 @@ class Versions:
         ]
         self._num_notes = 0
         self._pieces: list[list[Tensor]] = []
-        self._noted: list[_State] = []
+        self._noted: _State = [], [], []
         self.note()
 
     def note(self) -> None:
         """From now on changes count."""
-        now = self._now()
-        if now != self._noted:  # pieces lie in the memory of the tensors, wherever that was
-            self._pieces = _pieces([state.tensor for state in now if state.tensor is not None])
+        before, self._noted = self._noted, self._now()
+        if not _same(
+            before, self._noted
+        ):  # pieces lie in the memory of the tensors, wherever that was
+            self._pieces = _pieces([tensor for tensor in self._noted[0] if tensor is not None])
         self._num_notes += 1
         if self._num_notes > _NUM_WAITS:
             self._pieces = [pieces for pieces in self._pieces if pieces[0].device.type == "cpu"]
-        self._noted, self._elements = now, self._compared()
+        self._elements = self._compared()
 
     def changed(self) -> bool:
-        """Whether anything was written or replaced since; takes microseconds for each hundred tensors."""
-        if self._now() != self._noted:
+        """Whether anything was written or replaced since; takes about a millisecond for a thousand tensors."""
+        if not _same(self._noted, self._now()):
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
 
@@ -66,10 +71,11 @@ class Versions:
             if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all()
         ]
 
-    def _now(self) -> list[_State]:
+    def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.
-        tensors = (tensors.get(key) for _, tensors, key in self._places)
-        return [_State(tensor, version_of(tensor), _address(tensor)) for tensor in tensors]
+        tensors = [tensors.get(key) for _, tensors, key in self._places]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return tensors, list(map(version_of, tensors)), addresses
 
     def _compared(self) -> list[Tensor]:
         return [
@@ -77,16 +83,8 @@ class Versions:
         ]  # NaN equals nothing
 
 
-class _State(NamedTuple):
-    tensor: Tensor | None
-    version: int
-    address: int
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, _State)
-        return self.tensor is other.tensor and self[1:] == other[1:]
-
-    __hash__ = None  # type: ignore[assignment]
+def _same(before: _State, now: _State) -> bool:
+    return before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
 
 
 def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
@@ -105,10 +103,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
