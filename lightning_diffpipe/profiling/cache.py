@@ -31,6 +31,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import DiffPipeError, ProfileError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.graph.float32 import float32_precisions
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
@@ -41,6 +42,8 @@ CACHE_VARIABLE = "DIFFPIPE_CACHE"
 
 TOLERANCE = 0.15
 """A kept profile holds if the step takes as long as it says, give or take this share."""
+
+_BYTES_TOLERANCE = 0.01  # bytes are counted, not timed
 
 _LOOKS, _QUICK_S = 3, 0.2
 _CONTENT = 9  # raised when profiles say more, or something else; older files are not used
@@ -96,7 +99,8 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     """Runs the step a few times and compares; says so in a line if the profile does not hold.
 
     Times change without anything that names the file: another process on the cores, now or then, a
-    warmer chip, other libraries.
+    warmer chip, other libraries. Bytes kept for the backward change with the code of a layer, which does not name
+    it either.
     """
     if not subject.bench.fits:
         return True  # Layer by layer, a look would take as long as a profile.
@@ -110,10 +114,17 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
         looks_at_results=False,
     )
     try:
-        now_s = _step_s(measure_profile(look), quick[-1])
-    except DiffPipeError:
+        found = measure_profile(look)
+    except (DiffPipeError, torch.OutOfMemoryError):
         return False
-    then_s = _step_s(known, quick[-1])
+    now_bytes, then_bytes = _activation_bytes(found, quick[-1]), _activation_bytes(known, quick[-1])
+    if abs(now_bytes - then_bytes) > _BYTES_TOLERANCE * then_bytes:
+        _log.warning(
+            "the kept profile %s has %.4g MB of activations for %d samples, and now they are %.4g MB; "
+            "measuring anew", source, then_bytes / 1e6, quick[-1], now_bytes / 1e6,
+        )  # fmt: skip
+        return False
+    now_s, then_s = _step_s(found, quick[-1]), _step_s(known, quick[-1])
     holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
     if not holds:
         _log.warning(
@@ -127,6 +138,15 @@ def _step_s(profile: ModelProfile, samples: int) -> float:
     """Seconds of a step on one rank, frozen layers included."""
     frozen = (layer for encoder in profile.encoders for layer in encoder.layers)
     return profile.trained_s(samples) + sum(layer.forward_s.at(samples) for layer in frozen)
+
+
+def _activation_bytes(profile: ModelProfile, samples: int) -> float:
+    """What the trained layers keep of a microbatch for their backwards."""
+    layers = [layer for backbone in profile.backbones for layer in backbone.layers]
+    return sum(
+        layer.activation_bytes_per_sample * samples + layer.activation_bytes_per_microbatch
+        for layer in layers
+    )
 
 
 def profile_path(
@@ -162,12 +182,6 @@ def profile_path(
 def _kernels(module: nn.Module) -> list[object]:
     """What decides which kernels run and is seen in no tensor: precision, attention, checkpoints."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    precision: list[object]
-    try:
-        legacy = cuda.matmul.allow_tf32, cudnn.allow_tf32
-        precision = [torch.get_float32_matmul_precision(), *legacy]
-    except RuntimeError:  # set by the newer names, for which the older ones have no answer
-        precision = [cuda.matmul.fp32_precision, cudnn.conv.fp32_precision]
     attention = (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
@@ -178,7 +192,7 @@ def _kernels(module: nn.Module) -> list[object]:
     checkpointing = [
         name for name, m in module.named_modules() if getattr(m, "gradient_checkpointing", False)
     ]
-    return [*precision, cudnn.benchmark, *attention, sorted(processors), checkpointing]
+    return [*float32_precisions(), cudnn.benchmark, *attention, sorted(processors), checkpointing]
 
 
 def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def modelled_profile(
         )
     facts = [
         FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts], max_share,
-        torch.__version__,
+        torch.__version__, *map(version, ("diffusers", "transformers")),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     path = cache_folder() / f"modelled-{name}-{digest}.json"

@@ -79,7 +79,7 @@ class OneByOneRun(StepRun):
                 parameter.grad = torch.zeros_like(parameter)
             known = [*site.module.parameters(), *site.module.buffers()]
             with SavedBytes(self, known, len(self._graph.layers)) as saved:
-                out = self._seeded(site, *_leaves(arguments))
+                out = self._seeded(site, *_written(_leaves(arguments)))
                 self.num_saved_bytes[self.position] += sum(saved.num_bytes)
             for turn in range(self._repeats + 1):
                 timed = (
@@ -100,8 +100,9 @@ class OneByOneRun(StepRun):
     def _timed(self, site: Site, arguments: Any, backward: str) -> tuple[float, float]:
         """Seconds of one forward and one backward."""
         clock = self._clock
-        args, kwargs = _leaves(arguments)
-        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if _wants_gradient(t)]
+        own = _leaves(arguments)
+        leaves = [t for t in pytree.tree_leaves(own) if _wants_gradient(t)]
+        args, kwargs = _written(own)
         clock.settle()
         start = clock.stamp()
         out = self._seeded(site, args, kwargs)
@@ -129,9 +130,24 @@ def _wants_gradient(leaf: Any) -> bool:
 
 def _leaves(arguments: Any) -> Any:
     """The arguments as leaves of a graph of their own."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), arguments
-    )
+    return _each(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
+
+
+def _written(arguments: Any) -> Any:
+    """The same, fit to be written into: a layer may begin with an operation in place, which leaves refuse."""
+    return _each(arguments, lambda t: t.clone() if t.requires_grad else t)
+
+
+def _each(arguments: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes all tensors; one that is given twice stays one."""
+    changed: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, once, arguments)
 
 
 def _cut_off(tensor: Tensor, home: torch.device) -> Tensor:

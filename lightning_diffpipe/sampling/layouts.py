@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.sampling.glue import find_glue
 from lightning_diffpipe.sampling.layout import Layout, shapes_of
 from lightning_diffpipe.sampling.probe import probe
@@ -34,7 +35,7 @@ class LayoutStore:
 
     def __init__(self, axis: int | None = None) -> None:
         self._axis = axis
-        self._known: list[tuple[tuple[torch.Size, torch.dtype], Layout]] = []
+        self._known: list[tuple[_Key, Layout]] = []
 
     def layout_for(self, request: Request) -> Layout:
         """A layout that fits the request: a known one, or one found by probing.
@@ -42,7 +43,7 @@ class LayoutStore:
         Raises:
             LayoutError: The model cannot be sampled in parts, or fails while it is probed.
         """
-        key = (request.latents.shape, request.latents.dtype)
+        key = _key(request)
         for known, layout in self._known:
             if known == key and fits(layout, request):
                 return layout
@@ -53,8 +54,15 @@ class LayoutStore:
 
     def add(self, request: Request, layout: Layout) -> None:
         """Makes the layout of a request known."""
-        key = (request.latents.shape, request.latents.dtype)
-        self._known = [(key, layout), *self._known][:MAX_LAYOUTS]
+        self._known = [(_key(request), layout), *self._known][:MAX_LAYOUTS]
+
+
+_Key = tuple[torch.Size, torch.dtype, str]
+
+
+def _key(request: Request) -> _Key:
+    # A model whose attention processors were exchanged since is looked at anew.
+    return request.latents.shape, request.latents.dtype, settings_digest(request.model)
 
 
 def fits(layout: Layout, request: Request) -> bool:

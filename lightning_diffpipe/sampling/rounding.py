@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.graph.float32 import float32_precisions
+
 
 def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = False) -> float:
     """The relative error that rounding may cause in a prediction, which guidance enlarges.
@@ -24,8 +26,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
     """
     given = (latents, *model.parameters())
     eps = max(torch.finfo(x.dtype).eps for x in given if x.is_floating_point())
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    tf32 |= convolves_parts and torch.backends.cudnn.allow_tf32
+    products, convolutions, _ = float32_precisions()
+    tf32 = "tf32" in (products, convolutions if convolves_parts else "")
     if latents.is_cuda and latents.dtype == torch.float32 and tf32:
         eps = max(eps, 2.0**-11)
     return min(max(1e-6, 1e4 * eps), 0.1)

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -73,7 +75,7 @@ def test_precision_and_kernels_have_files_of_their_own(monkeypatch):
     cuda = torch.backends.cuda
     for place, name, value in (
         (cuda, "flash_sdp_enabled", lambda: False),
-        (torch, "get_float32_matmul_precision", lambda: "high"),
+        (cache, "float32_precisions", lambda: ("tf32", "none", "none")),
         (module, "gradient_checkpointing", True),
         (module, "processor", object()),
     ):
@@ -94,17 +96,65 @@ def test_precision_and_kernels_have_files_of_their_own(monkeypatch):
     assert len(set(paths)) == len(paths)
 
 
-def test_precision_set_by_its_newer_names_is_known(monkeypatch):
-    """Its older names refuse to answer then."""
-    module, _, _, graph = toy()
+NAMES_OF_TF32 = [
+    ("torch.backends", "fp32_precision", "tf32"),
+    ("torch.backends.cuda.matmul", "fp32_precision", "tf32"),
+    ("torch.backends.cuda.matmul", "allow_tf32", True),
+]
 
-    def refuse():
-        raise RuntimeError("mix of the legacy and new APIs")
 
-    path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
-    before = path()
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
-    assert path() != before
+@pytest.mark.parametrize(("place", "name", "value"), NAMES_OF_TF32)
+def test_precision_is_known_by_whatever_name_it_was_set(place, name, value):
+    """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings
+    asked them."""
+    program = f"""
+import torch
+from lightning_diffpipe.graph.memo import module_digest
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.profiling.cache import profile_path
+from lightning_diffpipe.sampling.rounding import tolerance_of
+from tests.profiling.toys import toy
+module, _, _, graph = toy()
+path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
+before = path()
+{place}.{name} = {value!r}
+assert path() != before
+tolerance_of(module, torch.zeros(1), convolves_parts=True)
+from lightning_diffpipe.graph import memo
+memo._circumstances()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_bytes_that_a_layer_keeps_are_looked_at(folder, monkeypatch, factor):
+    """History: fused attention in place of one by hand kept the file, and the memory planned."""
+    module, step, batch, graph = toy()
+    subject = Subject(module, step, batch, graph, **OPTIONS)
+    document = json.loads(cached_profile(subject).to_json())
+    monkeypatch.setattr(cache, "TOLERANCE", 1e6)
+    layer = document["backbones"][0]["layers"][1]
+    assert layer["activation_bytes_per_sample"] > 0
+    for each in document["backbones"][0]["layers"]:
+        each["activation_bytes_per_sample"] = int(factor * each["activation_bytes_per_sample"])
+    kept = ModelProfile.from_json(json.dumps(document))
+    assert cache.still_holds(kept, subject, "kept") == (factor == 1.0)
+
+
+def test_a_look_that_runs_out_of_memory_measures_anew(folder, measured, monkeypatch):
+    """Something else may hold the memory that was there when the profile was taken."""
+    module, step, batch, graph = toy()
+    subject = Subject(module, step, batch, graph, **OPTIONS)
+    kept = cached_profile(subject)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(cache, "measure_profile", full)
+    assert not cache.still_holds(kept, subject, "kept")
 
 
 @pytest.mark.parametrize(

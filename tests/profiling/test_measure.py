@@ -300,6 +300,34 @@ def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
     assert equal(before, everything(module))
 
 
+class InPlace(nn.Module):
+    """Layers that write into what they are given, and one that is given a tensor twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act = nn.Linear(8, 8), nn.ReLU(inplace=True)
+        self.twice, self.last = nn.Bilinear(8, 8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.act(self.first(x))
+        return self.last(self.twice(h, h))
+
+
+def test_layer_by_layer_runs_layers_that_begin_in_place(monkeypatch):
+    """History: such a layer was given a leaf, which torch lets nobody write into, and training did not start."""
+    module = InPlace()
+    step = lambda module, batch: module(batch).square().mean()
+    batch = torch.randn(4, 8)
+    graph = probe(module, step, batch)
+    kept = {}
+    for whole in (True, False):
+        monkeypatch.setattr(bench.Bench, "fits", whole)
+        found = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
+        layers = found.backbones[0].layers
+        kept[whole] = {x.name: x.activation_bytes_per_sample for x in layers}
+    assert kept[False]["twice"] <= 2 * kept[True]["last"]
+
+
 @pytest.mark.slow
 def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     """Short measurements of both kinds take turns, as a busy machine slows both alike."""

@@ -24,7 +24,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys
-from lightning_diffpipe.sampling.distrifusion.geometry import refuse
+from lightning_diffpipe.sampling.distrifusion.geometry import input_first, refuse
 from lightning_diffpipe.sampling.distrifusion.moments import (
     GroupNormRule,
     Moments,
@@ -140,6 +140,7 @@ class BandCall(TorchFunctionMode):
         refuse(func)
         rule = RULES.get(func)
         if rule is not None:
+            args, kwargs = input_first(args, kwargs)
             return rule(self, *args, **kwargs)
         out = func(*args, **kwargs)
         self._track.constants.follow(func, args, kwargs, out)

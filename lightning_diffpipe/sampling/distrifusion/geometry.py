@@ -8,6 +8,7 @@ Output j of a window reads inputs  j s - p  ...  j s - p + r,  with stride s, pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,21 @@ def refuse(func: Any) -> None:
     """
     if func in _WITHOUT_RULE:
         raise unsupported(func.__name__)
+
+
+def input_first(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments of a function with its first one by position, by whatever name torch gives it.
+
+    Example:
+        >>> input_first((), {"input": 1, "weight": 2})
+        ((1,), {'weight': 2})
+    """
+    name = next((name for name in ("input", "query") if name in kwargs), None)
+    if args or name is None:
+        return args, kwargs
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
 def unsupported(what: str) -> GraphError:

@@ -24,7 +24,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.sampling.distrifusion.geometry import Window, refuse, windows_of
+from lightning_diffpipe.sampling.distrifusion.geometry import (
+    Window,
+    input_first,
+    refuse,
+    windows_of,
+)
 
 _VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
 
@@ -75,7 +80,10 @@ class Ink(TorchFunctionMode):
         """Calls the stand-in, or the function as it is."""
         kwargs = kwargs or {}
         refuse(func)
-        out = self._rules.get(func, func)(*args, **kwargs)
+        rule = self._rules.get(func)
+        if rule is not None:
+            args, kwargs = input_first(args, kwargs)
+        out = (rule or func)(*args, **kwargs)
         if self._name and self.marks.spreader is None and func not in self._rules:
             self._watch(func, (args, kwargs), out)
         return out

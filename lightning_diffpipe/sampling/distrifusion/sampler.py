@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
@@ -100,7 +101,8 @@ class DistriFusion:
         freshness = Freshness() if self.record_freshness else None
         self.statistics = SamplingStatistics(freshness=freshness)
         stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
-        self._tracks.start_request(stopwatch, freshness)
+        settings = self.links.broadcast_object(lambda: settings_digest(self.model))
+        self._tracks.start_request(stopwatch, freshness, settings)
         before = self.links.traffic.copy()
         with (
             drawing_alike(self.links, request.latents.device),

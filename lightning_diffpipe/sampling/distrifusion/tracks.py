@@ -59,9 +59,12 @@ class Tracks:
         self._facts: dict[Any, Facts] = {}
         self._tracks: list[tuple[Any, Track]] = []
 
-    def start_request(self, stopwatch: Stopwatch, freshness: Freshness | None) -> None:
-        """Begins with nothing of an earlier request."""
+    def start_request(
+        self, stopwatch: Stopwatch, freshness: Freshness | None, settings: str
+    ) -> None:
+        """Begins with nothing of an earlier request; a model of other settings is looked at anew."""
         self._tracks, self._stopwatch, self._freshness = [], stopwatch, freshness
+        self._settings = settings
 
     def stop_request(self) -> int:
         """Forgets everything of the request; returns how many negative variances there were."""
@@ -84,7 +87,7 @@ class Tracks:
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
         """
-        kind = (signature(args, kwargs), tuple(latents.shape))
+        kind = (signature(args, kwargs), tuple(latents.shape), self._settings)
         if index < len(self._tracks):
             before, track = self._tracks[index]
             if before != kind:

@@ -13,6 +13,7 @@ from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys, find_facts
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
+from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from tests.sampling.distrifusion.models import (
     Inside,
@@ -151,6 +152,30 @@ def test_operators_without_a_rule_are_refused_by_name(name):
     make, message = REFUSALS[name]
     with pytest.raises(GraphError, match=message):
         last_prediction(Inside(make().double()), [normal(1, 3, 16, 8)], 2)
+
+
+class ByName(nn.Module):
+    """A model that gives all arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = F.conv2d(input=x, weight=self.conv.weight, bias=self.conv.bias, padding=1)
+        h = F.group_norm(input=h, num_groups=2, weight=self.norm.weight, bias=self.norm.bias)
+        q = h.flatten(2).mT[:, None]
+        h = F.scaled_dot_product_attention(query=q, key=q, value=q)[:, 0].mT.view(h.shape)
+        h = F.interpolate(input=F.avg_pool2d(input=h, kernel_size=2), scale_factor=2)
+        return F.linear(input=h.movedim(1, -1), weight=self.out.weight).movedim(-1, 1)
+
+
+def test_arguments_may_be_given_by_name():
+    """History: a TypeError about a method of this package."""
+    model, x = Inside(ByName().double()), normal(1, 3, 16, 8)
+    found = last_prediction(model, [x], 2)
+    assert relative_error(found, model(x)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["lumina2", "qwen"])

@@ -8,8 +8,9 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate, tracks
 from lightning_diffpipe.sampling.distrifusion.verification import relative_error
 from lightning_diffpipe.sampling.links import Alone
@@ -101,6 +102,22 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     assert torch.equal(two, emulate(other, 2, warmup_steps=1)[0])
     assert not network._mail, "the last step sent something that nobody reads"
     assert "forward" not in tiny.model.__dict__, "the model is still intercepted"
+
+
+def test_a_model_that_was_changed_between_requests_is_looked_at_anew():
+    """History: with other attention processors, or FreeU, bands of the second request had seams."""
+    tiny = build("sd")
+    request = request_for("sd", tiny)
+
+    def sample(links):
+        sampler = DistriFusion(tiny.model, links, mode="synchronous")
+        first = sampler.sample(request)
+        links.broadcast_object(lambda: tiny.model.set_attn_processor(AttnProcessor()))
+        with pytest.raises(GraphError, match="softmax\\(\\) mixes rows"):
+            sampler.sample(request)
+        return first
+
+    LoopbackNetwork(2, timeout_s=20).run(sample)
 
 
 @pytest.mark.slow

@@ -1,0 +1,27 @@
+"""How float32 is rounded inside products and convolutions, whichever of torch's names it was set by.
+
+torch has two sets of names for this. Once the newer ones are used, the older ones (`allow_tf32`,
+`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def float32_precisions() -> tuple[str, str, str]:
+    """Of products on GPUs, convolutions on GPUs, and products on CPUs.
+
+    Returns:
+        Each "tf32" or "bf16" where inputs are rounded to that; "ieee" or "none" where they are not.
+
+    Example:
+        >>> float32_precisions()
+        ('none', 'tf32', 'none')
+    """
+    backends = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+    )
