@@ -42,7 +42,7 @@ from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.refusals import warn_of_whole_compiled
-from lightning_diffpipe.runtime.links import measure_cluster, memory_bytes
+from lightning_diffpipe.runtime.links import gloo_of_all_hosts, least_memory_bytes, measure_cluster
 from lightning_diffpipe.runtime.microbatch import num_samples, split
 from lightning_diffpipe.runtime.partitioned import Step
 
@@ -200,7 +200,7 @@ def _plan_of_rank_0(
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
-    cluster, profile = _cluster(options, process), None
+    cluster, profile = _cluster(options, process, world), None
     answer: str | DiffPipeError = ""
     try:
         profile = None if options.plan is not None else _profile(subject, options.profile, world)
@@ -258,22 +258,28 @@ def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfil
     return profile
 
 
-def _cluster(options: PipelineOptions, process: Process) -> Cluster:
+def _cluster(
+    options: PipelineOptions, process: Process, world: dist.ProcessGroup | None
+) -> Cluster:
     """The links between the ranks: given, or measured. A collective call.
 
-    Without measured layers there is nothing to weigh them against, and they count as free. A device's memory
-    is a limit all the same, on one rank as well.
+    Without measured layers there is nothing to weigh them against, and they count as free. The memory of the
+    smallest device is a limit all the same, on one rank as well, unless another one is given.
     """
     if isinstance(options.cluster, Cluster):
         return options.cluster
     if isinstance(options.cluster, Mapping):
-        return Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
+        given = Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
+        if given.memory_bytes is not None:
+            return given
+        return replace(given, memory_bytes=least_memory_bytes(world, process.device))
     if options.cluster != "measure":
         raise ConfigurationError(
             f"cluster must be 'measure', a Cluster or a mapping; got {options.cluster!r}"
         )
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
-        return Cluster(process.world_size, memory_bytes=memory_bytes(process.device))
+        memory_bytes = least_memory_bytes(world, process.device)
+        return Cluster(process.world_size, memory_bytes=memory_bytes)
     group = dist.new_group(backend=process.backend)
     cluster = measure_cluster(group, process.device)
     _close(group)
@@ -446,7 +452,8 @@ def _world_group(process: Process) -> dist.ProcessGroup | None:
     if process.world_size == 1:
         return None
     patience_s = max(process.timeout_s, _PLANNING_TIMEOUT_S)
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+    with gloo_of_all_hosts():
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
 
 def _close(group: dist.ProcessGroup | None) -> None:

@@ -297,7 +297,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         self.pipeline.watch.after_step(result, batch, arguments, number)
         self.last_step = result
-        self.pipeline.read_ahead.note()  # what layers wrote themselves does not count
+        # What layers wrote themselves does not count.
+        self.pipeline.read_ahead.note(before_update=not self._accumulating)
         self._gradients.set_aside()
         for logged in result.logged:
             self.lightning_module.log(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _NUM_ELEMENTS = 16  # of each tensor that are compared
-_NUM_WAITS = 3  # times that a GPU may be waited for
+_NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
 
 _State = tuple[list[Tensor | None], list[int], list[int]]
 """Tensors, how often each was written, and where it lies."""
@@ -22,8 +22,9 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 class Versions:
     """Tells whether tensors of a module were written in place, or replaced, since they were noted.
 
-    A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count the first
-    three times only, as comparing waits for the device: averages of trained weights change with the first step.
+    A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until
+    the optimizer has made three steps, as comparing waits for the device: averages of trained weights change with
+    the first.
 
     Args:
         root: The module.
@@ -39,21 +40,25 @@ class Versions:
             for name, module, key in _places(root)
             if name in parameters or name in buffers
         ]
-        self._num_notes = 0
+        self._num_updates = 0
         self._pieces: list[list[Tensor]] = []
         self._noted: _State = [], [], []
         self.note()
 
-    def note(self) -> None:
-        """From now on changes count."""
+    def note(self, before_update: bool = False) -> None:
+        """From now on changes count.
+
+        Args:
+            before_update: The optimizer's step comes next, and with it whatever follows trained weights.
+        """
         before, self._noted = self._noted, self._now()
         if not _same(
             before, self._noted
         ):  # pieces lie in the memory of the tensors, wherever that was
             self._pieces = _pieces([tensor for tensor in self._noted[0] if tensor is not None])
-        self._num_notes += 1
-        if self._num_notes > _NUM_WAITS:
-            self._pieces = [pieces for pieces in self._pieces if pieces[0].device.type == "cpu"]
+        self._num_updates += before_update
+        if self._num_updates >= _NUM_UPDATES:
+            self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]
         self._elements = self._compared()
 
     def changed(self) -> bool:
@@ -62,13 +67,13 @@ class Versions:
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
 
-    def not_finite(self) -> list[str]:
-        """Names of the tensors that hold NaN or infinity; looks at every element."""
+    def not_a_number(self) -> list[str]:
+        """Names of the tensors that hold NaN; looks at every element."""
         tensors = ((name, tensors.get(key)) for name, tensors, key in self._places)
         return [
             name
             for name, tensor in tensors
-            if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all()
+            if tensor is not None and tensor.is_floating_point() and tensor.isnan().any()
         ]
 
     def _now(self) -> _State:
@@ -81,6 +86,11 @@ class Versions:
         return [
             torch.cat(pieces).view(torch.uint8) for pieces in self._pieces
         ]  # NaN equals nothing
+
+
+def _waits_for(tensor: Tensor) -> bool:
+    """Whether the host waits for the device if it compares this."""
+    return tensor.device.type != "cpu"
 
 
 def _same(before: _State, now: _State) -> bool:

@@ -96,7 +96,8 @@ def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
                 raise ConfigurationError(
                     f"the buffer {min(both)!r} is changed by a layer on stage {stage.index} and used {where}. "
                     "Every rank has its own copy, so these would disagree from the first step on. Let "
-                    "training_step call the module that owns it once, or train with num_stages=1"
+                    "training_step call the module that owns it once, or train on one rank "
+                    "(num_stages=1, num_replicas=1)"
                 )
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster, Link
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
@@ -47,7 +48,7 @@ def measure_cluster(
         budget_s: Seconds to spend, about.
 
     Returns:
-        The same cluster on all ranks, with `memory_bytes` of the device as its limit.
+        The same cluster on all ranks, with the smallest `memory_bytes` of their devices as its limit.
     """
     if group is None or dist.get_world_size(group) == 1:
         return Cluster(1, memory_bytes=memory_bytes(device))
@@ -69,7 +70,7 @@ def measure_cluster(
     cluster = Cluster(
         num_ranks,
         ranks_per_host=per_host,
-        memory_bytes=memory_bytes(device),
+        memory_bytes=least_memory_bytes(group, device),
         p2p=replace(p2p, holds_sender=bench.copies_itself),
         p2p_between_hosts=between,
         all_reduce=all_reduce,
@@ -229,3 +230,53 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
     total = int(torch.cuda.get_device_properties(device).total_memory)
     return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)
+
+
+def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) -> int | None:
+    """What a plan may use on every rank of a group: the smallest `memory_bytes`. A collective call.
+
+    Args:
+        group: The ranks; None means one rank.
+        device: Of this rank.
+    """
+    own = memory_bytes(device)
+    if group is None:
+        return own
+    found: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    limits = {rank: limit for rank, limit in enumerate(found) if limit is not None}
+    if not limits:
+        return None
+    least = min(limits, key=lambda rank: limits[rank])
+    if max(limits.values()) > limits[least] and dist.get_rank(group) == 0:
+        _log.warning(
+            "GPUs have unequal memory: plans use %.1f GB on each, as rank %d has no more (others up to %.1f GB)",
+            limits[least] / 1e9, least, max(limits.values()) / 1e9,
+        )  # fmt: skip
+    return limits[least]
+
+
+@contextlib.contextmanager
+def gloo_of_all_hosts() -> Iterator[None]:
+    """Makes the first gloo group inside.
+
+    Raises:
+        ConfigurationError: This host gives an address that the others cannot reach, as Debian and Ubuntu do for
+            their own name; plain data parallelism over NCCL does not notice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        host = socket.gethostname()
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "no address"
+        raise ConfigurationError(
+            f"processes cannot reach each other over gloo, which carries losses and errors beside NCCL: this host "
+            f"({host}) gives its address as {address}. Set GLOO_SOCKET_IFNAME on every host to the network "
+            f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
+            f"torch said: {error}"
+        ) from error

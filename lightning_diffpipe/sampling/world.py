@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.runtime.links import gloo_of_all_hosts, measure_cluster
 from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
 from lightning_diffpipe.sampling.progress import Progress
 
@@ -201,7 +201,9 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     Collective.
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
+        with gloo_of_all_hosts():
+            patience = datetime.timedelta(seconds=max(timeout_s, 60.0))
+            dist.init_process_group("gloo", timeout=patience)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World.alone(device)
     ranks = list(range(dist.get_world_size()))

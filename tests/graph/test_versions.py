@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.graph import versions as versions_module
 from lightning_diffpipe.graph.versions import Versions
 
 
@@ -47,12 +48,31 @@ def test_changes_are_noticed_until_they_are_noted(change):
     assert not versions.changed()
 
 
-def test_what_is_not_finite_is_named():
+def test_what_is_not_a_number_is_named():
+    """History: a causal mask of minus infinity, as open_clip registers, was taken for weights of other ranks."""
     root = nn.BatchNorm1d(3)
-    versions = Versions(root, {"weight", "bias"}, {"num_batches_tracked"})
-    assert versions.not_finite() == []
+    root.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    versions = Versions(root, {"weight", "bias"}, {"num_batches_tracked", "mask"})
+    assert versions.not_a_number() == []
     root.bias.data[1] = float("nan")
-    assert versions.not_finite() == ["bias"]
+    assert versions.not_a_number() == ["bias"]
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 4])
+def test_a_gpu_is_looked_at_until_the_optimizer_has_made_three_steps(num_accumulated, monkeypatch):
+    """History: batches counted, so that under accumulation nobody looked when the first average was written."""
+    root = nn.BatchNorm1d(3)
+    monkeypatch.setattr(versions_module, "_waits_for", lambda tensor: True)
+    versions = Versions(root, {"weight"}, set())
+    noticed = []
+    for _ in range(4):
+        for batch in range(num_accumulated):
+            assert not versions.changed()
+            versions.note(before_update=batch == num_accumulated - 1)
+        averaged(root)
+        noticed.append(versions.changed())
+        versions.note()
+    assert noticed == [True, True, False, False]
 
 
 def test_tensors_of_any_form_are_watched():

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.runtime import links
 from lightning_diffpipe.runtime.links import (
     _ranks_per_host,
     fit_link,
@@ -115,3 +117,27 @@ def test_links_inside_and_between_hosts_are_told_apart():
     assert (cluster.ranks_per_host, cluster.p2p_between_hosts) == (None, None)
     assert [sums for _, sums, _ in irregular] == [{4}] * 4
     assert irregular[0][2] == {3}
+
+
+def _measure_on_unequal_gpus(rank):
+    with mock.patch.object(links, "memory_bytes", return_value=(80 << 30, 40 << 30)[rank]):
+        return _measure(rank).memory_bytes
+
+
+@pytest.mark.distributed
+def test_the_smallest_gpu_limits_a_plan():
+    """History: the memory of rank 0 counted for all, and stages on smaller cards ran out of it."""
+    assert run_ranks(_measure_on_unequal_gpus, 2) == [40 << 30] * 2
+
+
+def test_a_host_that_is_its_own_loopback_is_told_what_to_set(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    reason = "Gloo connectFullMesh failed with [pair.cc:144] no error"
+    with (
+        pytest.raises(ConfigurationError, match=r"\(gpu7\).*127\.0\.1\.1.*GLOO_SOCKET_IFNAME"),
+        links.gloo_of_all_hosts(),
+    ):
+        raise RuntimeError(reason)
+    with pytest.raises(RuntimeError, match="another"), links.gloo_of_all_hosts():
+        raise RuntimeError("another")
