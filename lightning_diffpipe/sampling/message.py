@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,18 +20,39 @@ def packed_shape(shapes: Sequence[TensorShape]) -> TensorShape:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One message of several tensors."""
+    """One message of several tensors; each is copied once, whatever its strides."""
     if len(tensors) == 1:
         return tensors[0]
-    return torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in tensors])
+    shapes = [TensorShape.of(x) for x in tensors]
+    message = tensors[0].new_empty(packed_shape(shapes).shape, dtype=torch.uint8)
+    places = message.split([shape.nbytes for shape in shapes])
+    for place, x in zip(places, tensors, strict=True):
+        if place.storage_offset() % x.element_size():
+            place.copy_(x.contiguous().view(-1).view(torch.uint8))
+        else:
+            place.view(x.dtype).view(x.shape).copy_(x)
+    return message
 
 
 def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
     """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
     if len(shapes) == 1:
         return [message]
-    pieces = message.split([shape.nbytes for shape in shapes])
-    return [p.clone().view(s.dtype).view(s.shape) for p, s in zip(pieces, shapes, strict=True)]
+    return [p.clone().view(s.dtype).view(s.shape) for p, s in _pieces(message, shapes)]
+
+
+def look_into(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
+    """The tensors of a message where they lie, for those who only copy them elsewhere."""
+    if len(shapes) == 1:
+        return [message]
+    return [
+        (p.clone() if p.storage_offset() % s.dtype.itemsize else p).view(s.dtype).view(s.shape)
+        for p, s in _pieces(message, shapes)
+    ]
+
+
+def _pieces(message: Tensor, shapes: Sequence[TensorShape]) -> Iterable[tuple[Tensor, TensorShape]]:
+    return zip(message.split([shape.nbytes for shape in shapes]), shapes, strict=True)
 
 
 def as_received(x: Tensor) -> Tensor:

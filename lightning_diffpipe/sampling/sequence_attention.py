@@ -33,7 +33,7 @@ from lightning_diffpipe.planning.sampling_sequence import share
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, KvCache
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
-from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+from lightning_diffpipe.sampling.message import look_into, pack, packed_shape, unpack
 from lightning_diffpipe.sampling.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tokens import Part, Selection
 from lightning_diffpipe.sampling.tracing import Attend
@@ -232,17 +232,22 @@ class Ulysses(_OverRanks):
 
     def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
         """Heads of all tokens for tokens with all heads."""
-        me, axis = self._links.rank, out.ndim - 2
-        lead, width, own = out.shape[0], out.shape[-1], len(owned[self._links.rank])
+        # The heads of a token side by side, as attention gives them and models want them.
+        out, axis = out.transpose(1, 2), out.ndim - 3
+        me, total, width = self._links.rank, sum(map(len, heads)), out.shape[-1]
+        own = owned[me].take(out, axis)
+        lead = own.shape[:-2]
         pieces = self._trade(
-            {peer: [owned[peer].take(out, axis)] for peer in self._peers},
+            {peer: [owned[peer].take(out, axis).contiguous()] for peer in self._peers},
             {
-                peer: [TensorShape((lead, len(heads[peer]), own, width), out.dtype)]
+                peer: [TensorShape((*lead, len(heads[peer]), width), out.dtype)]
                 for peer in self._peers
             },
         )
-        pieces[me] = [owned[me].take(out, axis)]
-        return torch.cat([pieces[rank][0] for rank in range(self._links.num_ranks)], 1)
+        whole = out.new_empty(*lead, total, width)
+        for rank, (piece,) in (pieces | {me: [own]}).items():
+            whole.narrow(axis + 1, heads[rank].start, len(heads[rank])).copy_(piece)
+        return whole.transpose(1, 2)
 
     def _trade(
         self, outgoing: dict[int, list[Tensor]], shapes: dict[int, list[TensorShape]]
@@ -254,7 +259,7 @@ class Ulysses(_OverRanks):
             {peer: packed_shape(parts) for peer, parts in shapes.items()},
             "sequence",
         )
-        return {peer: unpack(message, shapes[peer]) for peer, message in messages.items()}
+        return {peer: look_into(message, shapes[peer]) for peer, message in messages.items()}
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks

@@ -11,7 +11,7 @@ from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.links import TensorShape, exchange, start_all_gather
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
-from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
+from lightning_diffpipe.sampling.message import look_into, pack, packed_shape, unpack
 
 
 def test_messages_of_a_kind_keep_their_order():
@@ -132,5 +132,6 @@ def test_messages_of_several_types_have_no_padding():
     shapes = [TensorShape.of(x) for x in tensors]
     message = pack(tensors)
     assert packed_shape(shapes) == TensorShape((3 + 48,), torch.uint8) == TensorShape.of(message)
-    for x, y in zip(tensors, unpack(message, shapes), strict=True):
-        assert torch.equal(x, y)
+    for found in (unpack(message, shapes), look_into(message, shapes)):
+        for x, y in zip(tensors, found, strict=True):
+            assert torch.equal(x, y)
