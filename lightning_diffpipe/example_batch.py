@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.loader import unaligned
 from lightning_diffpipe.runtime.seeding import isolated_random_numbers
 
 _ANY_ORDER = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -85,6 +86,7 @@ def why_empty(loader: Any) -> str:
 
 
 def _first_batches(loader: Any) -> Iterator[Any]:
+    loader = unaligned(loader)
     if isinstance(loader, DataLoader):
         return _from_data_set(loader)
     if isinstance(loader, CombinedLoader):

@@ -15,11 +15,13 @@ For filling, the next batches are read before this one is trained on, and can be
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -192,6 +195,32 @@ def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
     """Wraps a loader; Lightning asks the type of the result whether it can be resumed."""
     made = StatefulAlignedLoader if _is_stateful(loader) else AlignedLoader
     return made(loader, *arguments, **options)
+
+
+def unaligned(loader: Any) -> Any:
+    """The loader itself, where an earlier run has wrapped it: `trainer.train_dataloader` of that run."""
+    return loader._loader if isinstance(loader, AlignedLoader) else loader
+
+
+def keep_combined_loaders(trainer: Any) -> None:
+    """Gives a trainer copies of the user's `CombinedLoader`s, since it writes its own loaders into them.
+
+    They would be there in the next run, with the samplers and ranks of this one.
+    """
+    loops = (
+        trainer.fit_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    )
+    for source in (loop._data_source for loop in loops):
+        source.dataloader = partial(_not_the_users, type(source).dataloader, source)
+
+
+def _not_the_users(ask: Callable[[Any], Any], source: Any) -> Any:
+    loader = ask(source)
+    return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
 
 
 def _is_stateful(loader: Any) -> bool:

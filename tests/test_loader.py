@@ -17,6 +17,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.example_batch import _first_batches
 from lightning_diffpipe.loader import AlignedLoader, checksum
 from lightning_diffpipe.loader import aligned as wrapped
 
@@ -174,6 +176,16 @@ def test_only_a_stateful_loader_looks_stateful():
 
 def test_any_iterable_can_be_a_loader():
     assert list(aligned([1, 2, 3])) == [1, 2, 3]
+
+
+def test_a_loader_of_an_earlier_run_is_taken_apart():
+    """History: `trainer.val_dataloaders` of one run, given to another, compared batches over ranks of the first."""
+    compared = []
+    inner = DataLoader(Augmented(), 4)
+    earlier = aligned(inner, compare=lambda *found: compared.append(found))
+    assert DiffPipeStrategy().process_dataloader(earlier) is inner
+    assert next(_first_batches({"a": earlier}))["a"][:, 0].tolist() == [0, 1, 2, 3]
+    assert not compared
 
 
 def test_a_worker_init_function_of_the_user_is_kept():
