@@ -73,10 +73,7 @@ class AlignedLoader:
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
         self._pass_index = pass_index
-        if isinstance(loader, DataLoader) and loader.num_workers and not loader.worker_init_fn:
-            # Workers seed torch from the iterator's base seed but leave numpy to us; set before
-            # Lightning would seed them by the global rank, which differs inside a pipeline.
-            loader.worker_init_fn = _seed_worker
+        seed_workers(loader)
         for sampler in _shared_out(loader):
             sampler.dataset._sampler = _SharedOrder(sampler.dataset._sampler, self._seed_of_order)
 
@@ -237,6 +234,14 @@ def checksum(batch: Any) -> int:
             value = plain_bytes(leaf)
         total = zlib.crc32(value, total)
     return total
+
+
+def seed_workers(loader: Any) -> None:
+    """Lets workers be seeded alike on all ranks of a pipeline, unless the user seeds them."""
+    if isinstance(loader, DataLoader) and loader.num_workers and not loader.worker_init_fn:
+        # Workers seed torch from the iterator's base seed but leave numpy to us; set before
+        # Lightning would seed them by the global rank, which differs inside a pipeline.
+        loader.worker_init_fn = _seed_worker
 
 
 def _seed_worker(worker: int) -> None:
