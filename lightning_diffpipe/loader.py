@@ -22,7 +22,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class AlignedLoader:
         data_parallel_rank: Which share of the data this rank's pipeline sees.
         pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
-        looks_ahead: Batches to read ahead, for `take`.
+        looks_ahead: Batches to read ahead.
 
     Attributes:
         loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
@@ -66,8 +66,7 @@ class AlignedLoader:
         self._loader = loader
         self.loading_s = 0.0
         self._looks_ahead = looks_ahead
-        self._ahead: dict[int, Any] = {}
-        self._num_taken = 0
+        self._read: deque[tuple[Any, Any]] = deque()
         self._state_before: Any = None
         self._seed = seed
         self._data_parallel_rank = data_parallel_rank
@@ -87,37 +86,27 @@ class AlignedLoader:
         return getattr(self.__dict__["_loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._ahead, self._num_taken = {}, 0
-        batches = enumerate(self._aligned_batches())
-        read: deque[tuple[Any, Any]] = deque()
-        for num_yielded in count():
-            for number, batch in islice(batches, self._looks_ahead + 1 - len(read)):
+        batches = self._aligned_batches()
+        read = self._read = deque()
+        while True:
+            for batch in islice(batches, self._looks_ahead + 1 - len(read)):
                 # A loop that reads no batch ahead would save this state behind this batch.
                 read.append((batch, self._state()))
-                if self._looks_ahead:
-                    self._ahead[number] = batch
             if not read:
                 break
             batch, self._state_before = read.popleft()
-            self._ahead.pop(num_yielded - 1, None)  # also if nobody calls `take`
             yield batch
         self._state_before = None
+
+    @property
+    def ahead(self) -> list[Any]:
+        """The batches that the pass gives next, as the loader made them; `looks_ahead`, fewer at its end."""
+        return [batch for batch, _ in self._read]
 
     def _state(self) -> Any:
         return (
             self._loader.state_dict() if self._looks_ahead and _is_stateful(self._loader) else None
         )
-
-    def take(self) -> list[Any]:
-        """Says that the next batch of the pass is trained on now.
-
-        Returns:
-            The batches behind it, in order and as the loader gave them, at most `looks_ahead`; fewer at the
-            end of the pass.
-        """
-        self._num_taken += 1
-        self._ahead = {n: batch for n, batch in self._ahead.items() if n >= self._num_taken}
-        return [self._ahead[number] for number in sorted(self._ahead)[: self._looks_ahead]]
 
     def _aligned_batches(self) -> Iterator[Any]:
         index = self._pass_index()

@@ -230,33 +230,20 @@ class Resumable:
         self.given = state["given"]
 
 
-def test_looking_ahead_shows_the_next_batch_once_one_is_taken():
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
-    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
-    assert seen == [(0, [1]), (1, [2]), (2, [3]), (3, [])]
-
-
-def test_looking_two_batches_ahead():
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=2)
-    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
-    assert seen == [(0, [1, 2]), (1, [2, 3]), (2, [3]), (3, [])]
-
-
-def test_a_loop_that_never_takes_a_batch_keeps_only_those_ahead():
-    """History: a search for the learning rate kept all its batches in memory."""
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
-    kept = [(int(batch), list(loader._ahead)) for batch in loader]
-    assert kept == [(0, [0, 1]), (1, [1, 2]), (2, [2, 3]), (3, [3])]
-
-
-def test_looking_ahead_is_right_where_lightning_reads_ahead_itself():
-    """For loaders without a length Lightning holds one batch back, so the loader is two ahead."""
-    loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=1)
-    batches = iter(loader)
-    first, second = next(batches), next(batches)
-    (ahead,) = loader.take()
-    assert torch.equal(ahead, second)
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize(
+    ("looks_ahead", "expected"),
+    [
+        (0, [[], [], [], []]),
+        (1, [[1], [2], [3], []]),
+        (2, [[1, 2], [2, 3], [3], []]),
+    ],
+)
+def test_looking_ahead_shows_the_batches_that_come_next(looks_ahead, expected):
+    """History: a search for the learning rate, which asks for none of them, kept all its batches in memory."""
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
+    assert loader.ahead == []
+    seen = [(int(batch), list(map(int, loader.ahead))) for batch in loader]
+    assert seen == list(enumerate(expected))
 
 
 def test_the_state_of_a_loader_is_that_without_looking_ahead():
