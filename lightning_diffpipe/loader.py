@@ -3,9 +3,10 @@
 All ranks of a pipeline load the same samples, but what a sample looks like may be random: crops, flips,
 caption dropout. Those draws come from the main process or from loader workers, and Lightning seeds both
 so that ranks differ, or lets them drift apart as soon as one rank draws one number more. Here every
-fetch is seeded by the run's seed, the data-parallel rank, the pass over the data and the batch, inside
-isolated random states, and workers are seeded alike. The order in which a sampler of the user's own wants the
-samples is the exception: pipelines side by side share it out, so all of them must draw the same one.
+fetch is seeded by the run's seed, the data-parallel rank, the pass over the data (the epoch, and how often
+a loader that is shorter than another one has begun anew in it) and the batch, inside isolated random states,
+and workers are seeded alike. The order in which a sampler of the user's own wants the samples is the
+exception: pipelines side by side share it out, so all of them must draw the same one.
 
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
@@ -46,7 +47,8 @@ class AlignedLoader:
         loader: The user's loader, with its sampler already in place.
         seed: Seed of the run.
         data_parallel_rank: Which share of the data this rank's pipeline sees.
-        pass_index: Tells which pass over the data begins, e.g. the epoch; survives a resume.
+        pass_index: Tells the epoch, and so which pass over the data begins; survives a resume. None if every
+            pass shall draw the same numbers, as validation does.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
         looks_ahead: Batches to read ahead.
 
@@ -59,7 +61,7 @@ class AlignedLoader:
         loader: Any,
         seed: int,
         data_parallel_rank: int,
-        pass_index: Callable[[], int],
+        pass_index: Callable[[], int] | None,
         compare: Callable[[int, int], None],
         looks_ahead: int = 0,
     ) -> None:
@@ -72,6 +74,7 @@ class AlignedLoader:
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
         self._pass_index = pass_index
+        self._ended = 0, 0
         seed_workers(loader)
         for sampler in _shared_out(loader):
             sampler.dataset._sampler = _SharedOrder(sampler.dataset._sampler, self._seed_of_order)
@@ -97,6 +100,10 @@ class AlignedLoader:
             batch, self._state_before = read.popleft()
             yield batch
         self._state_before = None
+        if self._pass_index is not None:
+            # Counted where passes end: Lightning may begin one twice before it takes a batch.
+            epoch = self._pass_index()
+            self._ended = epoch, self._times_ended(epoch) + 1
 
     @property
     def ahead(self) -> list[Any]:
@@ -109,12 +116,12 @@ class AlignedLoader:
         )
 
     def _aligned_batches(self) -> Iterator[Any]:
-        index = self._pass_index()
-        with isolated_random_numbers(self._seed_of(index, -1)):
+        name = self._name_of_pass()
+        with isolated_random_numbers(self._seed_of(name, -1)):
             batches = iter(self._loader)
         number = 0
         while True:
-            with isolated_random_numbers(self._seed_of(index, number)):
+            with isolated_random_numbers(self._seed_of(name, number)):
                 asked_s = time.perf_counter()
                 batch = next(batches, _END)
                 self.loading_s += time.perf_counter() - asked_s
@@ -125,11 +132,22 @@ class AlignedLoader:
             yield batch
             number += 1
 
-    def _seed_of(self, index: int, number: int) -> int:
-        return derived_seed(self._seed, "data", self._data_parallel_rank, index, number)
+    def _name_of_pass(self) -> str:
+        """The epoch and, where a short loader begins anew beside a longer one, how often it has ended in it."""
+        if self._pass_index is None:
+            return "0"
+        epoch = self._pass_index()
+        times = self._times_ended(epoch)
+        return f"{epoch}.{times}" if times else f"{epoch}"
+
+    def _times_ended(self, epoch: int) -> int:
+        return self._ended[1] if epoch == self._ended[0] else 0
+
+    def _seed_of(self, name: str, number: int) -> int:
+        return derived_seed(self._seed, "data", self._data_parallel_rank, name, number)
 
     def _seed_of_order(self) -> int:
-        return derived_seed(self._seed, "order", self._pass_index())
+        return derived_seed(self._seed, "order", self._name_of_pass())
 
 
 _END = object()

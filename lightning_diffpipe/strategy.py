@@ -268,7 +268,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
-            pass_index=(lambda: trainer.current_epoch) if training else (lambda: 0),
+            pass_index=(lambda: trainer.current_epoch) if training else None,
             compare=pipeline.compare_over_pipeline,
             looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
         )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
 from torch.utils.data import (
     BatchSampler,
@@ -107,6 +108,45 @@ def test_the_sampler_is_reached_through_the_wrapper():
     assert len(loader) == 2
 
 
+def epoch_of_two(epoch, data_parallel_rank=0):
+    """What a loader of two batches gives beside one of five, in one epoch: index and three random numbers."""
+    clock = Clock()
+    short = aligned(DataLoader(Augmented(), 4), data_parallel_rank, clock)
+    long = aligned(list(range(5)), data_parallel_rank, clock)
+    combined = CombinedLoader({"short": short, "long": long}, "max_size_cycle")
+    iter(combined)  # Lightning begins a pass before it knows the epoch
+    for clock.epoch in range(epoch + 1):
+        batches = torch.stack([batch["short"] for batch, _, _ in combined])
+    return batches
+
+
+def test_a_short_loader_that_begins_anew_draws_other_random_numbers():
+    """History: in every round of an epoch a few pictures beside many had the same crops and flips."""
+    first, second = epoch_of_two(0), epoch_of_two(1)
+    assert first.shape == (5, 4, 4)
+    for column in (1, 2, 3):  # torch, random, numpy
+        drawn = torch.cat([first, second])[..., column].flatten().tolist()
+        assert len(set(drawn)) == 40
+    assert torch.equal(first, epoch_of_two(0)), "ranks of a pipeline differ"
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 9])
+def test_an_epoch_that_is_begun_twice_is_the_same_one(looks_ahead):
+    clock = Clock()
+    loader = wrapped(DataLoader(Augmented(), 2), 7, 0, clock, ignore, looks_ahead)
+    next(iter(loader))
+    first = torch.stack(list(loader))
+    clock.epoch = 1
+    list(loader)
+    clock.epoch = 0
+    assert torch.equal(first, torch.stack(list(loader)))
+
+
+def test_validation_draws_the_same_numbers_in_every_pass():
+    loader = AlignedLoader(DataLoader(Augmented(), 4), 7, 0, None, ignore)
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
+
+
 class Rotating(SubsetRandomSampler):
     """A sampler of the user's own that is told the epoch."""
 
@@ -128,6 +168,19 @@ def one_pass_of_a_pipeline(pipeline, epoch, by_batches):
     share.set_epoch(epoch)
     assert sampler.epoch == epoch
     return torch.cat(list(loader))
+
+
+def test_pipelines_share_one_order_when_a_short_loader_begins_anew():
+    def rounds(pipeline):
+        share = DistributedSamplerWrapper(Rotating(range(8)), num_replicas=2, rank=pipeline)
+        loader = aligned(DataLoader(Augmented(), 2, sampler=share), pipeline)
+        return [torch.cat(list(loader))[:, 0] for _ in range(2)]
+
+    orders = []
+    for first, second in zip(rounds(0), rounds(1), strict=True):
+        orders.append(torch.stack([first, second], 1).flatten().tolist())
+        assert sorted(orders[-1]) == list(range(8))
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("by_batches", [False, True])
