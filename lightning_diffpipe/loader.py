@@ -88,6 +88,15 @@ class AlignedLoader:
         # look stateful.
         return getattr(self.__dict__["_loader"], name)
 
+    @property
+    def _iterator(self) -> Any:
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        # Lightning ends workers that stay, and then sets this: the loader must know that they are gone.
+        self._loader._iterator = value
+
     def __iter__(self) -> Iterator[Any]:
         batches = self._aligned_batches()
         read = self._read = deque()

@@ -227,6 +227,17 @@ def test_only_a_stateful_loader_looks_stateful():
     assert aligned(Stateful(Augmented())).state_dict() == {"position": 3}
 
 
+def test_workers_that_stay_can_be_ended_through_the_wrapper():
+    """History: Lightning ends them after a run; the loader kept them, and its next pass failed: Queue is closed."""
+    loader = DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
+    combined = CombinedLoader(aligned(loader))
+    first = [batch for batch, _, _ in combined]
+    combined.reset()
+    assert loader._iterator is None
+    assert all(map(torch.equal, first, aligned(loader)))
+    assert not hasattr(aligned([1]), "_iterator")
+
+
 def test_any_iterable_can_be_a_loader():
     assert list(aligned([1, 2, 3])) == [1, 2, 3]
 
