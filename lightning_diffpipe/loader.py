@@ -236,6 +236,18 @@ def _not_the_users(ask: Callable[[Any], Any], source: Any) -> Any:
     return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
 
 
+def epoch_of(trainer: Any) -> int:
+    """The epoch whose passes begin now, also where Lightning does not know yet that the run goes on in it.
+
+    The first batch of a loader without a length is read while the run is set up: by `estimated_stepping_batches`
+    before the loops are restored, and always before a processed epoch counts as completed.
+    """
+    loops = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops")
+    if loops:
+        return loops["fit_loop"]["epoch_progress"]["current"]["processed"]
+    return trainer.fit_loop.epoch_progress.current.processed
+
+
 def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch, why_empty
-from lightning_diffpipe.loader import aligned, keep_combined_loaders, unaligned
+from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -268,7 +269,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
-            pass_index=(lambda: trainer.current_epoch) if training else None,
+            pass_index=partial(epoch_of, trainer) if training else None,
             compare=pipeline.compare_over_pipeline,
             looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
         )

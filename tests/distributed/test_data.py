@@ -269,6 +269,48 @@ def test_the_number_of_steps_may_be_asked_for_once_there_is_a_pipeline(tmp_path)
         assert steps == 12
 
 
+class Unsized(IterableDataset):
+    """The numbered samples, without telling how many there are."""
+
+    def __iter__(self):
+        samples = Numbered()
+        return (samples[index] for index in range(12))
+
+
+class SavesEpochs(L.Callback):
+    """Saves where Lightning counts the epoch as processed but not as completed."""
+
+    def __init__(self, path, every):
+        self.path, self.every = path, every
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == self.every:
+            trainer.save_checkpoint(self.path)
+
+
+def go_on_with_a_stream(rank, module_class, path):
+    """Trains three epochs in one go, then the last one again from a checkpoint."""
+    epochs = []
+    for options in ({}, {"ckpt_path": path}):
+        seen = Seen()
+        strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
+        callbacks = [seen, SavesEpochs(path, 1)]
+        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks, max_epochs=3)
+        trainer.fit(build(Settings(module_class=module_class)), DataLoader(Unsized(), 3), **options)
+        epochs.append(seen.epochs)
+    return epochs
+
+
+@pytest.mark.parametrize("module_class", [AsksInTime, Pairs])
+def test_an_epoch_of_a_stream_that_is_resumed_draws_its_own_numbers(module_class, tmp_path):
+    """History: the first batch of a loader without a length is read before Lightning knows where the run goes on,
+    so all random numbers of the resumed epoch were those of epoch 0, or of the one before."""
+    for whole, resumed in run_ranks(go_on_with_a_stream, 2, module_class, tmp_path / "a.ckpt"):
+        assert sorted(whole) == [0, 1, 2]
+        assert resumed == {2: whole[2]}
+        assert whole[2][0] != whole[1][0] != whole[0][0]
+
+
 class Captioned(Numbered):
     """Images with captions, sizes and arrays, as a pair, without random numbers."""
 
