@@ -3,7 +3,7 @@
 The plan must exist before Lightning makes samplers and optimizers, and a plan needs a batch. Asking the
 data loader for its first batch would start its workers and move its samplers, so for ordinary data
 sets the samples are taken from the data set itself: the first ones, or those that a copy of the user's own sampler
-names. Rank 0's batch is given to all ranks, so that all of them look at the same one.
+names. All ranks take one, so that what data count or draw by themselves stays alike, and look at rank 0's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import (
     BatchSampler,
@@ -29,6 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.loader import seed_workers, unaligned
 from lightning_diffpipe.runtime.seeding import isolated_random_numbers
 
 _ANY_ORDER = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -54,7 +56,7 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
     with isolated_random_numbers(0):
         loader = source.dataloader()
-        batch = next(_first_batches(loader), None) if strategy.is_global_zero else None
+        batch = next(_first_batches(loader), None)
     batch = strategy.broadcast(batch)
     if batch is None:
         raise ConfigurationError(why_empty(loader))
@@ -85,6 +87,7 @@ def why_empty(loader: Any) -> str:
 
 
 def _first_batches(loader: Any) -> Iterator[Any]:
+    loader = unaligned(loader)
     if isinstance(loader, DataLoader):
         return _from_data_set(loader)
     if isinstance(loader, CombinedLoader):
@@ -98,10 +101,13 @@ def _first_batches(loader: Any) -> Iterator[Any]:
 
 
 def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The first batch as the loader would make it, without its workers and without moving its samplers."""
+    """The first batch as the loader would make it, without moving its samplers; a stream's takes its workers."""
     data_set = loader.dataset
     if isinstance(data_set, IterableDataset):
-        yield from itertools.islice(loader, 1)
+        seed_workers(loader)
+        first = list(itertools.islice(loader, 1))
+        _shutdown_workers_and_reset_iterator(loader)  # the pass that comes seeds its own
+        yield from first
         return
     for wanted in _first_wanted(loader):
         many = loader.batch_sampler is not None

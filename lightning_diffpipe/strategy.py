@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch, why_empty
-from lightning_diffpipe.loader import aligned
+from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -167,6 +168,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.model is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
+        keep_combined_loaders(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -255,6 +257,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         Raises:
             ConfigurationError: A pipeline's share of the training data makes no batch.
         """
+        dataloader = unaligned(dataloader)
         if self.pipeline is None:
             return dataloader
         assert self.lightning_module is not None
@@ -266,7 +269,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
-            pass_index=(lambda: trainer.current_epoch) if training else (lambda: 0),
+            pass_index=partial(epoch_of, trainer) if training else None,
             compare=pipeline.compare_over_pipeline,
             looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
         )

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import _first_batches, example_batch, why_empty
+from lightning_diffpipe.loader import AlignedLoader
 
 
 class Counted:
@@ -223,25 +224,87 @@ class Noisy(L.LightningModule):
         return batch + torch.rand(2)
 
 
+def example_on_rank(rank, loader, sent):
+    """The example batch of one rank; rank 0's is sent to all."""
+    module, source = Noisy(), _DataLoaderSource(loader, "")
+    strategy = SimpleNamespace(
+        lightning_module=module,
+        is_global_zero=rank == 0,
+        broadcast=lambda batch: sent.append(batch) or sent[0],
+        precision_plugin=Precision(),
+        batch_to_device=module._apply_batch_transfer_handler,
+    )
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(_data_source=source))
+    torch.manual_seed(rank)
+    made, arguments = example_batch(trainer, strategy)
+    assert arguments == (0,)
+    return made
+
+
 def test_random_batch_hooks_give_all_ranks_the_same_batch():
     """History: each rank drew with its own seed, so that steps that read values were planned differently."""
-
-    def on_rank(rank, sent):
-        module, source = Noisy(), _DataLoaderSource(DataLoader(Counted(), 2), "")
-        strategy = SimpleNamespace(
-            lightning_module=module,
-            is_global_zero=rank == 0,
-            broadcast=lambda batch: sent.append(batch) or sent[0],
-            precision_plugin=Precision(),
-            batch_to_device=module._apply_batch_transfer_handler,
-        )
-        trainer = SimpleNamespace(fit_loop=SimpleNamespace(_data_source=source))
-        torch.manual_seed(rank)
-        made, arguments = example_batch(trainer, strategy)
-        assert arguments == (0,)
-        return made
-
     sent = []
-    first, second = on_rank(0, sent), on_rank(1, sent)
-    assert sent[1] is None
+    first, second = (example_on_rank(rank, DataLoader(Counted(), 2), sent) for rank in (0, 1))
     assert torch.equal(first, second)
+
+
+class OwnGenerator(Counted):
+    """Samples with noise from a generator of the set's own."""
+
+    def __init__(self, size=7):
+        super().__init__(size)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index):
+        return index + torch.rand(2, generator=self.generator)
+
+
+class CountsPasses(IterableDataset):
+    """Gives other samples in each pass."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.arange(5.0) + 10 * self.passes)
+
+
+class OwnLoader:
+    """A loader that is no DataLoader, and shuffles with numbers of its own."""
+
+    def __init__(self):
+        self.random = random.Random(3)
+
+    def __iter__(self):
+        return iter(torch.tensor(self.random.sample(range(100), 2)) for _ in range(3))
+
+
+class Drawn(IterableDataset):
+    """Random samples."""
+
+    def __iter__(self):
+        return (torch.rand(2) for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    "make_loader",
+    [
+        lambda: DataLoader(OwnGenerator(), 2),
+        lambda: DataLoader(CountsPasses(), 2),
+        OwnLoader,
+        lambda: DataLoader(Stream(), 2, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(Drawn(), 2, num_workers=2, persistent_workers=True),
+    ],
+)
+def test_looking_at_a_batch_leaves_all_ranks_at_the_same_place(make_loader):
+    """History: only rank 0 looked, so what data count or draw by themselves was one batch further there, and
+    workers that stay were seeded on all ranks but this; the first step was refused."""
+    sent, passes = [], []
+    for rank in (0, 1):
+        loader = make_loader()
+        example_on_rank(rank, loader, sent)
+        passes.append(list(AlignedLoader(loader, 7, 0, lambda: 0, lambda number, value: None)))
+        if isinstance(loader, DataLoader) and loader.generator:
+            passes[-1].append(loader.generator.get_state())
+    for one, other in zip(*passes, strict=True):
+        assert torch.equal(one, other)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
 from torch.utils.data import (
     BatchSampler,
@@ -17,6 +18,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.example_batch import _first_batches
 from lightning_diffpipe.loader import AlignedLoader, checksum
 from lightning_diffpipe.loader import aligned as wrapped
 
@@ -105,6 +108,45 @@ def test_the_sampler_is_reached_through_the_wrapper():
     assert len(loader) == 2
 
 
+def epoch_of_two(epoch, data_parallel_rank=0):
+    """What a loader of two batches gives beside one of five, in one epoch: index and three random numbers."""
+    clock = Clock()
+    short = aligned(DataLoader(Augmented(), 4), data_parallel_rank, clock)
+    long = aligned(list(range(5)), data_parallel_rank, clock)
+    combined = CombinedLoader({"short": short, "long": long}, "max_size_cycle")
+    iter(combined)  # Lightning begins a pass before it knows the epoch
+    for clock.epoch in range(epoch + 1):
+        batches = torch.stack([batch["short"] for batch, _, _ in combined])
+    return batches
+
+
+def test_a_short_loader_that_begins_anew_draws_other_random_numbers():
+    """History: in every round of an epoch a few pictures beside many had the same crops and flips."""
+    first, second = epoch_of_two(0), epoch_of_two(1)
+    assert first.shape == (5, 4, 4)
+    for column in (1, 2, 3):  # torch, random, numpy
+        drawn = torch.cat([first, second])[..., column].flatten().tolist()
+        assert len(set(drawn)) == 40
+    assert torch.equal(first, epoch_of_two(0)), "ranks of a pipeline differ"
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 9])
+def test_an_epoch_that_is_begun_twice_is_the_same_one(looks_ahead):
+    clock = Clock()
+    loader = wrapped(DataLoader(Augmented(), 2), 7, 0, clock, ignore, looks_ahead)
+    next(iter(loader))
+    first = torch.stack(list(loader))
+    clock.epoch = 1
+    list(loader)
+    clock.epoch = 0
+    assert torch.equal(first, torch.stack(list(loader)))
+
+
+def test_validation_draws_the_same_numbers_in_every_pass():
+    loader = AlignedLoader(DataLoader(Augmented(), 4), 7, 0, None, ignore)
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
+
+
 class Rotating(SubsetRandomSampler):
     """A sampler of the user's own that is told the epoch."""
 
@@ -126,6 +168,19 @@ def one_pass_of_a_pipeline(pipeline, epoch, by_batches):
     share.set_epoch(epoch)
     assert sampler.epoch == epoch
     return torch.cat(list(loader))
+
+
+def test_pipelines_share_one_order_when_a_short_loader_begins_anew():
+    def rounds(pipeline):
+        share = DistributedSamplerWrapper(Rotating(range(8)), num_replicas=2, rank=pipeline)
+        loader = aligned(DataLoader(Augmented(), 2, sampler=share), pipeline)
+        return [torch.cat(list(loader))[:, 0] for _ in range(2)]
+
+    orders = []
+    for first, second in zip(rounds(0), rounds(1), strict=True):
+        orders.append(torch.stack([first, second], 1).flatten().tolist())
+        assert sorted(orders[-1]) == list(range(8))
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("by_batches", [False, True])
@@ -172,8 +227,29 @@ def test_only_a_stateful_loader_looks_stateful():
     assert aligned(Stateful(Augmented())).state_dict() == {"position": 3}
 
 
+def test_workers_that_stay_can_be_ended_through_the_wrapper():
+    """History: Lightning ends them after a run; the loader kept them, and its next pass failed: Queue is closed."""
+    loader = DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
+    combined = CombinedLoader(aligned(loader))
+    first = [batch for batch, _, _ in combined]
+    combined.reset()
+    assert loader._iterator is None
+    assert all(map(torch.equal, first, aligned(loader)))
+    assert not hasattr(aligned([1]), "_iterator")
+
+
 def test_any_iterable_can_be_a_loader():
     assert list(aligned([1, 2, 3])) == [1, 2, 3]
+
+
+def test_a_loader_of_an_earlier_run_is_taken_apart():
+    """History: `trainer.val_dataloaders` of one run, given to another, compared batches over ranks of the first."""
+    compared = []
+    inner = DataLoader(Augmented(), 4)
+    earlier = aligned(inner, compare=lambda *found: compared.append(found))
+    assert DiffPipeStrategy().process_dataloader(earlier) is inner
+    assert next(_first_batches({"a": earlier}))["a"][:, 0].tolist() == [0, 1, 2, 3]
+    assert not compared
 
 
 def test_a_worker_init_function_of_the_user_is_kept():
@@ -218,33 +294,20 @@ class Resumable:
         self.given = state["given"]
 
 
-def test_looking_ahead_shows_the_next_batch_once_one_is_taken():
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
-    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
-    assert seen == [(0, [1]), (1, [2]), (2, [3]), (3, [])]
-
-
-def test_looking_two_batches_ahead():
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=2)
-    seen = [(int(batch), list(map(int, loader.take()))) for batch in loader]
-    assert seen == [(0, [1, 2]), (1, [2, 3]), (2, [3]), (3, [])]
-
-
-def test_a_loop_that_never_takes_a_batch_keeps_only_those_ahead():
-    """History: a search for the learning rate kept all its batches in memory."""
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=1)
-    kept = [(int(batch), list(loader._ahead)) for batch in loader]
-    assert kept == [(0, [0, 1]), (1, [1, 2]), (2, [2, 3]), (3, [3])]
-
-
-def test_looking_ahead_is_right_where_lightning_reads_ahead_itself():
-    """For loaders without a length Lightning holds one batch back, so the loader is two ahead."""
-    loader = wrapped(Stream(), 7, 0, Clock(), ignore, looks_ahead=1)
-    batches = iter(loader)
-    first, second = next(batches), next(batches)
-    (ahead,) = loader.take()
-    assert torch.equal(ahead, second)
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize(
+    ("looks_ahead", "expected"),
+    [
+        (0, [[], [], [], []]),
+        (1, [[1], [2], [3], []]),
+        (2, [[1, 2], [2, 3], [3], []]),
+    ],
+)
+def test_looking_ahead_shows_the_batches_that_come_next(looks_ahead, expected):
+    """History: a search for the learning rate, which asks for none of them, kept all its batches in memory."""
+    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
+    assert loader.ahead == []
+    seen = [(int(batch), list(map(int, loader.ahead))) for batch in loader]
+    assert seen == list(enumerate(expected))
 
 
 def test_the_state_of_a_loader_is_that_without_looking_ahead():

@@ -152,16 +152,18 @@ def _strategy(trainer: L.Trainer) -> DiffPipeStrategy:
 
 
 def _next_batches(trainer: L.Trainer) -> list[Any]:
-    """The batches behind the one that is trained on now, of all loaders together, as far as known."""
+    """At most `batches_ahead` batches behind the one that is trained on now, of all loaders, as far as known."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
-    if not all(isinstance(loader, AlignedLoader) for loader in combined.flattened):
-        return []
-    coming = [loader.take() for loader in combined.flattened]
-    if combined._mode == "sequential":
+    aligned = all(isinstance(loader, AlignedLoader) for loader in combined.flattened)
+    if not aligned or combined._mode == "sequential":
         return []
     _, structure = pytree.tree_flatten(combined.iterables)
-    return [pytree.tree_unflatten(batches, structure) for batches in zip(*coming, strict=False)]
+    ahead = zip(*(loader.ahead for loader in combined.flattened), strict=False)
+    # Of loaders without a length Lightning holds a batch back, maybe the first since one of them began anew.
+    held = [batch for batch, _, _ in trainer.fit_loop._data_fetcher.batches]
+    coming = [*held, *(pytree.tree_unflatten(batches, structure) for batches in ahead)]
+    return coming[: _strategy(trainer).batches_ahead]
 
 
 def _num_left(trainer: L.Trainer) -> int:

@@ -1,11 +1,17 @@
 """Options of BubbleFilling; what it does is in tests/distributed/test_filling.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import bubble_filling
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.loader import aligned
 
 
 @pytest.mark.parametrize(
@@ -43,3 +49,45 @@ def test_copies_of_batches_stay_in_pinned_memory(monkeypatch):
         assert copied.tolist() == [0, 1, 2]
         assert copied.data_ptr() != batch.data_ptr()
     assert asked == [True]
+
+
+class Numbers:
+    """A loader that gives numbers and does not tell how many."""
+
+    def __init__(self, first, count):
+        self.first, self.count = first, count
+
+    def __iter__(self):
+        return iter(range(self.first, self.first + self.count))
+
+
+def told_and_came(iterables, mode, looks_ahead):
+    """At each batch of a pass under Lightning's own fetcher: those that were told to come, and that did."""
+    loaders = {
+        name: aligned(iterable, 7, 0, lambda: 0, lambda number, value: None, looks_ahead)
+        for name, iterable in iterables.items()
+    }
+    combined, fetcher = CombinedLoader(loaders, mode), _PrefetchDataFetcher()
+    fetcher.setup(combined)
+    iter(fetcher)
+    loop = SimpleNamespace(_combined_loader=combined, _data_fetcher=fetcher)
+    trainer = SimpleNamespace(fit_loop=loop, strategy=DiffPipeStrategy())
+    trainer.strategy.batches_ahead = looks_ahead
+    told, came = [], []
+    for batch, _, _ in fetcher:
+        came.append(batch)
+        told.append(bubble_filling._next_batches(trainer))
+    return [(now, came[n + 1 :][: len(now)]) for n, now in enumerate(told)]
+
+
+@pytest.mark.parametrize("looks_ahead", [1, 2])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+@pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
+def test_batches_that_are_told_to_come_come(long, mode, looks_ahead):
+    """History: where a short loader began anew beside one without a length, the batches behind the next one were
+    called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
+    steps = told_and_came({"long": long, "short": [100, 101, 102]}, mode, looks_ahead)
+    assert len(steps) == (8 if mode == "max_size_cycle" else 3)
+    for told, came in steps:
+        assert told == came
+    assert [len(told) for told, _ in (steps[0], steps[-1])] == [looks_ahead, 0]

@@ -6,6 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_diffpipe.data import WebDatasetDataModule
@@ -52,6 +53,9 @@ class Pairs(TinyDiffusion):
                 for key in batch["left"]
             }
         return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
 
 
 class Seen(L.Callback):
@@ -138,6 +142,41 @@ def test_several_loaders_at_once():
     (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
     assert steps == 8
     assert first == second
+
+
+def use_again(rank):
+    """Validates and trains with one `CombinedLoader`, with an epoch that asks for its loaders again."""
+    combined = CombinedLoader({"left": shuffled(), "right": [shuffled()]}, "min_size")
+    found, seen, inner = list(combined.flattened), [], []
+    module = build(Settings(module_class=Pairs))
+    options = {"use_distributed_sampler": True, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2), **options).validate(
+        module, combined, verbose=False
+    )
+    for num_stages in (1, 2):
+        epochs = Seen()
+        strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
+        trainer = quiet_trainer(
+            devices=2, strategy=strategy, callbacks=[epochs], max_epochs=2, **options
+        )
+        trainer.fit(module, combined)
+        seen.append(epochs.epochs)
+        inner += [type(loader._loader) for loader in trainer.fit_loop._combined_loader.flattened]
+    kept = [one is other for one, other in zip(combined.flattened, found, strict=True)]
+    return seen, set(inner), kept
+
+
+def test_combined_loaders_can_be_used_again():
+    """History: Lightning leaves its own loaders in the user's CombinedLoader. A second run hung in the comparison
+    of batches of the first, or kept its shares of the samples, and each epoch wrapped them once more."""
+    (first, inner, kept), (second, _, _) = run_ranks(use_again, 2)
+    assert all(kept), "the user's loaders were exchanged"
+    assert inner == {DataLoader}
+    for epoch in (0, 1):
+        shares = indices(first[0][epoch]) + indices(second[0][epoch])
+        assert sorted(shares) == list(range(12)), "two pipelines, side by side"
+        assert first[1][epoch] == second[1][epoch], "two stages of one pipeline"
+        assert sorted(indices(first[1][epoch])) == list(range(12))
 
 
 class Reds(L.LightningModule):
@@ -228,6 +267,48 @@ def test_the_number_of_steps_may_be_asked_for_once_there_is_a_pipeline(tmp_path)
     for answers, steps in run_ranks(fit_in_a_row, 2, AsksInTime, tmp_path / "a.ckpt"):
         assert answers == (8, 8, 12, 12)
         assert steps == 12
+
+
+class Unsized(IterableDataset):
+    """The numbered samples, without telling how many there are."""
+
+    def __iter__(self):
+        samples = Numbered()
+        return (samples[index] for index in range(12))
+
+
+class SavesEpochs(L.Callback):
+    """Saves where Lightning counts the epoch as processed but not as completed."""
+
+    def __init__(self, path, every):
+        self.path, self.every = path, every
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == self.every:
+            trainer.save_checkpoint(self.path)
+
+
+def go_on_with_a_stream(rank, module_class, path):
+    """Trains three epochs in one go, then the last one again from a checkpoint."""
+    epochs = []
+    for options in ({}, {"ckpt_path": path}):
+        seen = Seen()
+        strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
+        callbacks = [seen, SavesEpochs(path, 1)]
+        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks, max_epochs=3)
+        trainer.fit(build(Settings(module_class=module_class)), DataLoader(Unsized(), 3), **options)
+        epochs.append(seen.epochs)
+    return epochs
+
+
+@pytest.mark.parametrize("module_class", [AsksInTime, Pairs])
+def test_an_epoch_of_a_stream_that_is_resumed_draws_its_own_numbers(module_class, tmp_path):
+    """History: the first batch of a loader without a length is read before Lightning knows where the run goes on,
+    so all random numbers of the resumed epoch were those of epoch 0, or of the one before."""
+    for whole, resumed in run_ranks(go_on_with_a_stream, 2, module_class, tmp_path / "a.ckpt"):
+        assert sorted(whole) == [0, 1, 2]
+        assert resumed == {2: whole[2]}
+        assert whole[2][0] != whole[1][0] != whole[0][0]
 
 
 class Captioned(Numbered):
