@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.bubble_filling.peers import FILLED, OURS, SYSTEMS, filled, gradients
-from benchmarks.bubble_filling.workloads import BATCH, make
+from benchmarks.bubble_filling.peers import FILLED, OURS, SYSTEMS, filled, gradients, half_of
+from benchmarks.bubble_filling.workloads import make
 from benchmarks.harness import interleaved, medians, on_ranks, table
 from benchmarks.two_ranks.main import worst_error
 from lightning_diffpipe import profile
 
 STEPS_PER_TURN = 6  # if not told otherwise; caches and memory are another system's at first
 PROFILE_BUDGET_S = 40.0  # one profile for all plans of a case
-CASES = [(name, m) for name in ("stable_diffusion", "controlnet") for m in (2, 4)]
+WORKLOADS = ("stable_diffusion", "controlnet", "stable_diffusion_large", "controlnet_large")
+CASES = [(name, m) for name in WORKLOADS for m in (2, 4)]
 
 
 def compare(
@@ -91,7 +92,7 @@ def frozen_share(model: Any, batch: Any, microbatches: int) -> float:
 
     def frozen() -> None:
         with torch.no_grad():
-            model.encoder({k: v[: BATCH // 2] for k, v in batch.items()})
+            model.encoder(half_of(batch, 0))
 
     def trained() -> None:
         for part, target in parts[: microbatches // 2]:
@@ -152,7 +153,11 @@ def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[
     steps = {"limit": turns(SYSTEMS["limit"](own, batch, microbatches, rank), own)}
     own = copy.deepcopy(model)
     steps["unfilled"] = turns(SYSTEMS["unfilled"](own, batch, microbatches, rank, **options), own)
-    for name, size in (("whole shares", BATCH // 2), ("parts of 4", 4), ("parts of 1", 1)):
+    for name, size in (
+        ("whole shares", len(batch["ids"]) // 2),
+        ("parts of 4", 4),
+        ("parts of 1", 1),
+    ):
         own = copy.deepcopy(model)
         step = filled(own, batch, microbatches, rank, frozen_group_size=size, **options)
         steps[name] = turns(step, own)

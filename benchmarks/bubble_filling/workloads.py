@@ -4,11 +4,15 @@
   trained forward and backward, as in Stable Diffusion v2.1 at batch 32.
 * `controlnet`: the same, and a locked trunk that sees noise; about 0.89, as in ControlNet v1.0 at batch 64.
 * `long_layer`: one frozen layer as long as all the others together.
+* `..._large`: the first two with half as many samples, each of four times as many pixels and tokens, so that one
+  sample is as much work to a core as in models of real size.
 
 All random numbers come with the batch, so that gradients can be compared between systems.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import lightning as L
 import torch
@@ -19,20 +23,40 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.two_ranks.main import WIDTH, Block
 
-BATCH, LAYERS, TOKENS, TEXT = 32, 8, 64, 16
-IMAGE = (3, 64, 64)  # 32 x 32 latents of 4 channels, in patches of 4 x 4: 64 tokens
+LAYERS, TEXT = 8, 16
+LATENTS = 32  # rows and columns, of 4 channels
 Batch = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large one sample is, and how many there are."""
+
+    batch: int
+    pixels: int
+    channels: tuple[int, ...]  # of the VAE's levels
+    patch: int  # rows and columns of latents in a token
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a picture."""
+        return (LATENTS // self.patch) ** 2
+
+
+SMALL = Size(batch=32, pixels=64, channels=(32, 56), patch=4)
+LARGE = Size(batch=16, pixels=128, channels=(48, 48, 56), patch=2)
 
 
 class Encoders(nn.Module):
     """Everything frozen; gives the denoiser's input."""
 
-    def __init__(self, num_locked: int, locked: type[nn.Module] = Block) -> None:
+    def __init__(self, size: Size, num_locked: int, locked: type[nn.Module] = Block) -> None:
         super().__init__()
+        levels = len(size.channels)
         self.vae = AutoencoderKL(
-            block_out_channels=(32, 56),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=size.channels,
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
             norm_num_groups=8,
             layers_per_block=2,
         )
@@ -44,13 +68,14 @@ class Encoders(nn.Module):
                 bos_token_id=0, eos_token_id=1,
             )
         )  # fmt: skip
-        self.project = nn.Linear(64, WIDTH)
+        self.patch = size.patch
+        self.project = nn.Linear(4 * size.patch**2, WIDTH)
         self.locked = nn.Sequential(*[locked() for _ in range(num_locked)])
 
     def forward(self, batch: Batch) -> Tensor:
-        """Latent and text tokens, `(batch, TOKENS + TEXT, WIDTH)`."""
+        """Latent and text tokens, `(batch, tokens + TEXT, WIDTH)`."""
         latent = self.vae.encode(batch["image"]).latent_dist.mode()
-        patches = F.pixel_unshuffle(latent, 4).flatten(2).transpose(1, 2)
+        patches = F.pixel_unshuffle(latent, self.patch).flatten(2).transpose(1, 2)
         text = self.clip(input_ids=batch["ids"]).last_hidden_state
         tokens = torch.cat([self.project(patches) + batch["noise"], text], 1)
         return tokens + self.locked(tokens) if len(self.locked) else tokens
@@ -84,19 +109,20 @@ class LongBlock(nn.Module):
         return x
 
 
+NUM_LOCKED = {"stable_diffusion": 0, "controlnet": 12, "long_layer": 1}
+
+
 def make(name: str) -> tuple[Workload, Batch]:
     """A workload and a batch of it; equal in every process."""
     torch.manual_seed(0)
-    encoders = {
-        "stable_diffusion": lambda: Encoders(0),
-        "controlnet": lambda: Encoders(12),
-        "long_layer": lambda: Encoders(1, LongBlock),
-    }
-    model = Workload(encoders[name]())
+    kind, large, _ = name.partition("_large")
+    size = LARGE if large else SMALL
+    locked = LongBlock if kind == "long_layer" else Block
+    model = Workload(Encoders(size, NUM_LOCKED[kind], locked))
     batch = {
-        "image": torch.randn(BATCH, *IMAGE),
-        "ids": torch.randint(0, 1000, (BATCH, TEXT)),
-        "noise": torch.randn(BATCH, TOKENS, WIDTH),
-        "target": torch.randn(BATCH, TOKENS + TEXT, WIDTH),
+        "image": torch.randn(size.batch, 3, size.pixels, size.pixels),
+        "ids": torch.randint(0, 1000, (size.batch, TEXT)),
+        "noise": torch.randn(size.batch, size.tokens, WIDTH),
+        "target": torch.randn(size.batch, size.tokens + TEXT, WIDTH),
     }
     return model, batch
