@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import shutil
@@ -9,11 +10,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.cli import launch, training
+from lightning_diffpipe.errors import CheckpointError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
@@ -157,6 +160,81 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     assert message in told
     assert "Traceback" not in told
     assert "HYDRA_FULL_ERROR" not in told
+
+
+class Verb:
+    """A verb that does nothing but fail, in each of some processes of a launcher."""
+
+    def __init__(self, capsys, monkeypatch, error):
+        def fail(config):
+            raise error
+
+        summary, _ = cli.VERBS["show"]
+        monkeypatch.setitem(
+            cli.VERBS, "show", (summary, functools.wraps(cli.VERBS["show"][1])(fail))
+        )
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def told(self, **environment):
+        with self.monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            code, _, err = call(self.capsys, self.monkeypatch, "show", "plan.json")
+        assert code == 2
+        return err
+
+
+RANKS = [  # what torchrun, srun and Lightning tell the processes that they start
+    [{"RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(3)],
+    [{"SLURM_NTASKS": "3", "SLURM_PROCID": str(r), "LOCAL_RANK": "0"} for r in range(3)],
+    [
+        {},
+        {"LOCAL_RANK": "1"},
+        {"LOCAL_RANK": "2", "SLURM_PROCID": "0"},
+    ],  # in a batch job without srun
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_mistake_of_all_ranks_is_told_once(ranks, capsys, monkeypatch):
+    """History: under srun, and where Lightning starts the processes, each took itself for the first."""
+    error = PlanError("cannot cut 2 layers into 3 stages")
+    error.is_of_all_ranks = True
+    verb = Verb(capsys, monkeypatch, error)
+    told = [verb.told(**rank) for rank in ranks]
+    assert told == ["diffpipe show: cannot cut 2 layers into 3 stages\n", "", ""]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("built", [False, True])
+def test_an_error_of_one_rank_is_told_by_that_rank(built, ranks, capsys, monkeypatch):
+    """History: a host without the data or the checkpoint ended without a word, as rank 0 tells mistakes of all."""
+    error = CheckpointError("there is no checkpoint last.ckpt")
+    if built:  # by Hydra
+        cause, error = error, InstantiationException("Error in call to target 'Data'")
+        error.__cause__ = cause
+    verb = Verb(capsys, monkeypatch, error)
+    told = [verb.told(**rank) for rank in ranks[1:]]
+    assert told == [f"diffpipe show: rank {r}: there is no checkpoint last.ckpt\n" for r in (1, 2)]
+
+
+def test_a_misspelled_setting_is_told_once(capsys, monkeypatch):
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        told.append(call(capsys, monkeypatch, "train", "trainer.max_stepz=3")[2])
+    assert "trainer.max_steps" in told[0]
+    assert told[1] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_two_training_processes_refuse_is_told_once(tmp_path):
+    """History: Lightning's second process told it once more."""
+    callback = "+callbacks.swa={_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.01}"
+    done = run("train", *TINY, "logger=none", callback, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.stderr.count("copies the module before it is cut") == 1
 
 
 class Run:

@@ -17,13 +17,19 @@ from importlib.resources import files
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
 _CONF = "pkg://lightning_diffpipe.conf"
@@ -39,6 +45,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     return named
 
 
+@raised_by_all()
 def _refuse_null_options(arguments: Sequence[str]) -> None:
     """Says what to choose instead of `logger=null`, which Hydra would answer with a traceback.
 
@@ -129,6 +136,25 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     return f"there is no setting or group {unknown[1]!r}{suggestion}"
 
 
+def _rank() -> int:
+    """This process among those of a launcher: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
+    in_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    names = ("RANK", *(["SLURM_PROCID"] if in_slurm else []), "LOCAL_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+
+
+def _is_of_all_ranks(error: Exception) -> bool:
+    """Whether rank 0 finds this error as well: they all agreed on it, or it is in the arguments that all have."""
+    if isinstance(error.__cause__, DiffPipeError):  # raised while Hydra builds an object
+        error = error.__cause__
+    if isinstance(error, DiffPipeError):
+        return error.is_of_all_ranks
+    if isinstance(error, MissingConfigException):  # one host's folder may lack a file
+        return False
+    alike = (ConfigCompositionException, OverrideParseException, MissingMandatoryValue)
+    return isinstance(error, alike)
+
+
 def _usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in VERBS.items()]
@@ -159,8 +185,8 @@ def main() -> None:
     try:
         _run(name, arguments)
     except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
-        # Mistakes of the user are found by all ranks alike; rank 0 tells them for all.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, ValueError):
-            print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
+        rank = _rank()
+        if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 tells it for all
+            who = f"rank {rank}: " if rank else ""
+            print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)

@@ -9,7 +9,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 
 
 def _stay_offline() -> None:
@@ -67,6 +67,7 @@ def module_of(config: DictConfig) -> Any:
     return hydra.utils.instantiate(config.model)
 
 
+@raised_by_all()
 def prepare(config: DictConfig) -> None:
     """Sets what holds for a whole process: offline, threads, seed."""
     import lightning as L
