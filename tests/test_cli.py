@@ -1,10 +1,12 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -160,6 +162,39 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     assert message in told
     assert "Traceback" not in told
     assert "HYDRA_FULL_ERROR" not in told
+
+
+class Own:
+    """Somebody's own module, which cannot be made."""
+
+    def __init__(self, wrong):
+        if wrong == "assertion":
+            raise AssertionError
+        if wrong == "key":
+            {}["foo"]
+        if wrong == "library":
+            json.loads("{")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "code"),
+    [
+        ("assertion", "test_cli.Own': AssertionError (", "raise AssertionError"),
+        ("key", "test_cli.Own': KeyError: 'foo' (", '{}["foo"]'),
+        ("library", "test_cli.Own': JSONDecodeError: Expecting property name", 'json.loads("{")'),
+    ],
+)
+def test_what_goes_wrong_in_a_constructor_is_told_with_its_place(
+    wrong, message, code, capsys, monkeypatch, tmp_path
+):
+    """History: `assert False` was told as nothing at all, and a missing key as its name."""
+    monkeypatch.chdir(tmp_path)
+    own = ["~model", "+model._target_=tests.test_cli.Own", f"+model.wrong={wrong}"]
+    _, _, err = call(capsys, monkeypatch, "train", *own, "trainer.devices=1")
+    assert err.startswith("diffpipe train: Error in call to target 'tests.")
+    assert message in err
+    line = int(re.search(r"test_cli\.py:(\d+)\)", err)[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == code
 
 
 class Verb:

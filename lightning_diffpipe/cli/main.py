@@ -12,8 +12,11 @@ import functools
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -117,10 +120,32 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _is_of_library(path: str) -> bool:
+    """Whether code was installed, with Python or as a package."""
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
+    return path.startswith("<") or not folders.isdisjoint(Path(path).parents)
+
+
+def _explain_call(error: InstantiationException, cause: Exception) -> str:
+    """Says what went wrong when Hydra called something, and where, if that was in what it called."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    frames = [
+        frame for frame in frames if Path(hydra.__file__).parent not in Path(frame.filename).parents
+    ]
+    if not frames:  # the call itself: an argument that it does not know, a module that is not there
+        return str(cause)
+    place = ([frame for frame in frames if not _is_of_library(frame.filename)] or frames)[-1]
+    message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
+
+
 def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     """Says in one or a few lines what is wrong and what to do."""
-    if isinstance(error, InstantiationException):
-        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
+        if not isinstance(error.__cause__, DiffPipeError | HydraException | OmegaConfBaseException):
+            return _explain_call(error, error.__cause__)
+        error = error.__cause__
     if isinstance(error, DiffPipeError):
         return str(error)
     if isinstance(error, MissingMandatoryValue):
