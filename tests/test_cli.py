@@ -142,6 +142,20 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        # History: these drew or trained to the end, and had nowhere to write.
+        (
+            ["sample", "output=/dev/null"],
+            "diffpipe sample: cannot write output=/dev/null: Not a directory",
+        ),
+        (
+            ["train", "save_to=/dev/null/model"],
+            "diffpipe train: cannot write save_to=/dev/null/model: Not a directory",
+        ),
+        # History: Hydra showed a traceback.
+        (
+            ["sample", "hydra.run.dir=/dev/null/run"],
+            "diffpipe sample: cannot begin a run: Not a directory: /dev/null/run; its folder must be",
+        ),
         # History: every rank showed a traceback.
         (
             ["train", "ckpt_path=none.ckpt"],

@@ -32,6 +32,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
+from lightning_diffpipe.cli.session import own_rank
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
@@ -72,11 +73,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     _refuse_null_options(arguments)
     _, function = VERBS[name]
     whole = list(sys.argv)
-    failures: list[Exception] = []
+    begun, failures = False, list[Exception]()
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
-        sys.argv = whole
+        nonlocal begun
+        sys.argv, begun = whole, True
         try:
             return run_job(name) if is_job_of_sweep(config) else function(config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
@@ -86,6 +88,13 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     sys.argv = [whole[0], *_named(name, arguments)]
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+    except OSError as error:
+        if begun or error.filename is None or isinstance(error, HydraException):
+            raise
+        raise ConfigurationError(
+            f"cannot begin a run: {error.strerror}: {error.filename}; its folder must be one that can be "
+            "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
+        ) from error
     finally:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
@@ -161,13 +170,6 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     return f"there is no setting or group {unknown[1]!r}{suggestion}"
 
 
-def _rank() -> int:
-    """This process among those of a launcher: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
-    in_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    names = ("RANK", *(["SLURM_PROCID"] if in_slurm else []), "LOCAL_RANK")
-    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
-
-
 def _is_of_all_ranks(error: Exception) -> bool:
     """Whether rank 0 finds this error as well: they all agreed on it, or it is in the arguments that all have."""
     if isinstance(error.__cause__, DiffPipeError):  # raised while Hydra builds an object
@@ -210,7 +212,7 @@ def main() -> None:
     try:
         _run(name, arguments)
     except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
-        rank = _rank()
+        rank = own_rank()
         if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 tells it for all
             who = f"rank {rank}: " if rank else ""
             print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import plain, prepare
+from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _MAX_COLUMNS = 8
@@ -26,6 +26,7 @@ def sample(config: DictConfig) -> Any:
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
+    require_writable_folder("output", values["output"])
     _share_cores(values, num_ranks)
     prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))

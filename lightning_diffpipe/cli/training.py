@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import module_of, plain, prepare
+from lightning_diffpipe.cli.session import module_of, plain, prepare, require_writable_folder
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
@@ -109,6 +109,7 @@ def train(config: DictConfig) -> Any:
                 f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
                 f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
             )
+        require_writable_folder("save_to", config.save_to)
     _require_checkpoint(config.ckpt_path)
     prepare(config)
     module = module_of(config)
