@@ -17,8 +17,9 @@ from hydra.types import RunMode
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
+from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
-from lightning_diffpipe.errors import CheckpointError, PlanError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
@@ -284,6 +285,19 @@ def test_what_two_training_processes_refuse_is_told_once(tmp_path):
     done = run("train", *TINY, "logger=none", callback, cwd=tmp_path)
     assert done.returncode == 2, done.stderr[-3000:]
     assert done.stderr.count("copies the module before it is cut") == 1
+
+
+def test_weights_are_written_from_the_checkpoint_that_a_run_ended_with(capsys):
+    """History: one that had nothing left to train read an older run's final checkpoint, or none."""
+    final = FinalCheckpoint("out/final.ckpt")
+    trainer = SimpleNamespace(callbacks=[final], max_steps=5, max_epochs=-1, ckpt_path="given.ckpt")
+    assert training._last_checkpoint(trainer) == Path("given.ckpt")
+    assert "nothing was left to train (trainer.max_steps=5" in capsys.readouterr().out
+    final.on_train_end(SimpleNamespace(fast_dev_run=False, save_checkpoint=lambda path: None), None)
+    assert training._last_checkpoint(trainer) == final.path
+    final.is_written, trainer.ckpt_path = False, None
+    with pytest.raises(ConfigurationError, match="nothing for save_to; raise them"):
+        training._last_checkpoint(trainer)
 
 
 class Run:
@@ -598,6 +612,16 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path, capsys,
         capsys, monkeypatch, *sample, f"path={checkpoint}", "hydra.run.dir=from_checkpoint"
     )
     assert code == 0, err[-3000:]
+    # History: with a finished checkpoint, the final one of the new run was looked for, which was never written.
+    further = [f"ckpt_path={checkpoint}", f"save_to={tmp_path}/again", "output_dir=further"]
+    code, out, err = call(capsys, monkeypatch, "train", *settings, *further)
+    assert code == 0, err[-3000:]
+    assert f"nothing was left to train (trainer.max_steps=2, max_epochs=-1) in {checkpoint}" in out
+    weights = [
+        tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors"
+        for name in ("model", "again")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     for folder in ("from_folder", "from_checkpoint"):
         assert Image.open(tmp_path / folder / "grid.png").size == (128, 64)
 
