@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from PIL import Image
@@ -19,6 +20,7 @@ from PIL import Image
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
+from lightning_diffpipe.cli.main import _quoted
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -79,7 +81,21 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "model=flux", "trainer.devices=1"],
             "diffpipe train: model=flux is known on paper only, without weights: plan with it",
         ),
-        (["train", "a=["], "diffpipe train: no viable alternative at input '['"),
+        # History: Hydra's lexer told that it had found no viable alternative.
+        (
+            ["train", "a=["],
+            "diffpipe train: cannot read a=[: put texts in quotes, and all in those of",
+        ),
+        (["sample", "prompts=[it's a cat]"], """of the shell: 'prompts=["...", "..."]'"""),
+        (["train", "name=a=b"], """of the shell: 'name="a=b"'"""),
+        (
+            ["train", "ckpt_path=runs/epoch=0-step=10.ckpt"],
+            "diffpipe train: there is no checkpoint runs/epoch=0-step=10.ckpt to go on from (ckpt_path)",
+        ),
+        (
+            ["show", "plan (1).json"],
+            "diffpipe show: cannot read plan (1).json: No such file or directory",
+        ),
         (
             ["show", "plan.json"],
             "diffpipe show: cannot read plan.json: No such file or directory",
@@ -569,6 +585,25 @@ def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     output = path.with_suffix(".png" if form in ("picture", "plot") else ".trace.json")
     call(capsys, monkeypatch, "show", str(path), f"as={form}", f"output={output}")
     assert output.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("name", ["lr=0.1/plan.json", "a,b.json", "it's.json", "日本.json"])
+def test_a_plan_is_shown_whatever_it_is_called(name, profile_path, capsys, monkeypatch):
+    """History: Hydra read the names of files, and took `lr=0.1/plan.json` for a setting."""
+    monkeypatch.chdir(profile_path.parent)
+    path, _ = plan_for(2, profile_path, capsys, monkeypatch)
+    Path(name).parent.mkdir(exist_ok=True)
+    shutil.copy(path, name)
+    shown = [call(capsys, monkeypatch, "show", path) for path in (str(path), name)]
+    assert shown[0][:2] == (0, shown[1][1])
+
+
+@pytest.mark.parametrize(
+    "text", ["it's", "a=b", "日本", "a\\", "a\\'", "'", "\\", '"', "a,b", " a "]
+)
+def test_a_text_in_quotes_is_read_back(text):
+    [override] = OverridesParser.create().parse_overrides([f"path={_quoted(text)}"])
+    assert override.value() == text
 
 
 def test_two_plans_are_compared(profile_path, capsys, monkeypatch):

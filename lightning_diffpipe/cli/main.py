@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -36,17 +37,52 @@ from lightning_diffpipe.cli.session import own_rank
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
+# Settings by their last names, whose values are paths.
+_PATHS = {
+    *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
+    *("plan", "profile", "before", "after"),
+}
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`."""
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
+
+    Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes.
+    """
     names = list(POSITIONS.get(name, ()))
     named = []
     for argument in arguments:
-        by_position = names and "=" not in argument and not argument.startswith("-")
-        named.append(f"{names.pop(0)}={argument}" if by_position else argument)
+        by_position = names and not argument.startswith("-")
+        if by_position and Path(argument).is_file():
+            named.append(f"{names.pop(0)}={_quoted(argument)}")
+        elif by_position and "=" not in argument:
+            named.append(_legible(f"{names.pop(0)}={argument}"))
+        else:
+            named.append(_legible(argument))
     return named
+
+
+def _legible(argument: str) -> str:
+    """The argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows."""
+    setting, equals, value = argument.partition("=")
+    if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
+        return argument
+    try:
+        OverridesParser.create().parse_overrides([argument])
+    except OverrideParseException:
+        return f"{setting}={_quoted(value)}"
+    return argument
+
+
+def _quoted(text: str) -> str:
+    r"""A text as Hydra reads it back, whatever is in it; backslashes count in front of a quote only.
+
+    Example:
+        >>> _quoted("it's")
+        "'it\\'s'"
+    """
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), text) + "'"
 
 
 @raised_by_all()
@@ -149,6 +185,13 @@ def _explain_call(error: InstantiationException, cause: Exception) -> str:
     return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
 
 
+def _explain_illegible(argument: str) -> str:
+    """Says how to write an argument that Hydra cannot read; most often it is a text with special characters."""
+    setting, _, value = argument.partition("=")
+    text = '["...", "..."]' if value.startswith("[") else f'"{value}"'
+    return f"cannot read {argument}: put texts in quotes, and all in those of the shell: '{setting}={text}'"
+
+
 def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     """Says in one or a few lines what is wrong and what to do."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
@@ -157,6 +200,8 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
         error = error.__cause__
     if isinstance(error, DiffPipeError):
         return str(error)
+    if isinstance(error, OverrideParseException) and "=" in error.override:
+        return _explain_illegible(error.override)
     if isinstance(error, MissingMandatoryValue):
         summary, _ = VERBS[name]
         return f"{str(error).splitlines()[0].rpartition(' ')[2]} is not given ({summary})"
