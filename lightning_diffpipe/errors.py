@@ -16,11 +16,25 @@
 
 User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
 with the numbers, then the remedy. `assert` is kept for our own invariants.
+
+Where several ranks raise the same error, one may tell it for all; an error of one rank must be told by that rank,
+as no other knows it. `raised_by_all` marks the first kind.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 
 class DiffPipeError(Exception):
-    """Base class of every exception raised on purpose by this package."""
+    """Base class of every exception raised on purpose by this package.
+
+    Attributes:
+        is_of_all_ranks: Every rank raises this error, rank 0 among them.
+    """
+
+    is_of_all_ranks: bool = False
 
 
 class ConfigurationError(DiffPipeError, ValueError):
@@ -69,3 +83,27 @@ class BoundaryError(DiffPipeError):
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):
     """A message did not arrive within the strategy's `timeout_s`."""
+
+
+@contextlib.contextmanager
+def raised_by_all() -> Iterator[None]:
+    """Marks errors that are raised inside as those of all ranks, as a context or a decorator.
+
+    For what all ranks have agreed on, or can only find alike: in their arguments, options or layers, and not in
+    files and devices of a host. A wait that ended is each rank's own in any case.
+
+    Example:
+        >>> try:
+        ...     with raised_by_all():
+        ...         raise ConfigurationError("num_stages must be >= 1; got 0")
+        ... except ConfigurationError as error:
+        ...     error.is_of_all_ranks
+        True
+    """
+    try:
+        yield
+    except PipelineTimeoutError:
+        raise
+    except DiffPipeError as error:
+        error.is_of_all_ranks = True
+        raise

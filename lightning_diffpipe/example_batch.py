@@ -29,7 +29,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.loader import seed_workers, unaligned
 from lightning_diffpipe.runtime.seeding import isolated_random_numbers
 
@@ -53,13 +53,15 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     module = strategy.lightning_module
     source: _DataLoaderSource = trainer.fit_loop._data_source
     if not source.is_defined():
-        raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
+        with raised_by_all():
+            raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
     with isolated_random_numbers(0):
         loader = source.dataloader()
         batch = next(_first_batches(loader), None)
     batch = strategy.broadcast(batch)
     if batch is None:
-        raise ConfigurationError(why_empty(loader))
+        with raised_by_all():
+            raise ConfigurationError(why_empty(loader))
     with isolated_random_numbers(0):  # of hooks, which are to give the same on all ranks
         batch = strategy.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

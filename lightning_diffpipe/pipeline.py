@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
@@ -298,13 +298,14 @@ def assemble(
         ConfigurationError: The step keeps state outside of layers, or draws from generators of its own.
         GraphError: `verify` found a difference.
     """
-    graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
-    _require_stateless_glue(graph, plan)
-    _require_global_generators(graph, plan)
-    schedule = _without_frozen_parts(plan.schedule)
-    _require_runnable(schedule)
-    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
-    require_one_home(graph, pieces)
+    with raised_by_all():  # all have the same layers and plan
+        graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+        _require_stateless_glue(graph, plan)
+        _require_global_generators(graph, plan)
+        schedule = _without_frozen_parts(plan.schedule)
+        _require_runnable(schedule)
+        pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+        require_one_home(graph, pieces)
     if process.rank == 0:
         warn_of_statistics(graph, pieces, schedule.placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)

@@ -31,7 +31,13 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, SamplingError
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    GraphError,
+    SamplingError,
+    raised_by_all,
+)
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
@@ -132,16 +138,17 @@ class Predictor:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
-        options = MethodOptions(
-            method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
-        )
-        where = _device(device)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigurationError(
-                f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+        with raised_by_all():
+            options = MethodOptions(
+                method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
             )
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+            if not isinstance(dtype, torch.dtype):
+                raise ConfigurationError(
+                    f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+                )
+            if timeout_s <= 0:
+                raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+        where = _device(device)
         world = World.alone(where) if alone else join_world(where, timeout_s)
         source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
         return cls(source, options, world, where, timeout_s)
@@ -218,7 +225,9 @@ class Predictor:
             pictures = self._lead(settings)
         else:
             pictures = None
-            self._sample(self._world.requests.broadcast_object(_not_here))
+            with raised_by_all():
+                packed = self._world.requests.broadcast_object(_not_here)
+            self._sample(packed)
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return pictures
@@ -267,8 +276,9 @@ class Predictor:
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
-        except (ConfigurationError, GraphError):
-            raise  # by all ranks, which go on together
+        except (ConfigurationError, GraphError) as error:
+            error.is_of_all_ranks = True  # they go on together
+            raise
         except BaseException as error:
             self._break_off(error)
             raise
@@ -392,6 +402,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
+@raised_by_all()
 def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
     """Raises on all ranks what would be black pictures."""
     ranks = [str(rank) for rank, report in enumerate(reports) if not report.is_finite]

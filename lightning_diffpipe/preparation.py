@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, PlanError
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    GraphError,
+    PlanError,
+    raised_by_all,
+)
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.samples import Form
@@ -122,7 +128,8 @@ def prepare(
         PlanError: A given plan was made for another model or world.
         GraphError: The step cannot be cut at its layers.
     """
-    _require_trainable(module)
+    with raised_by_all():
+        _require_trainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
     world = _world_group(process)
@@ -132,8 +139,10 @@ def prepare(
     probed = min(_NUM_PROBED_SAMPLES, size)
     small = split(batch, [probed, size - probed])[0]
     planned = _agree(_planned_layers(options) if process.rank == 0 else (), world)
-    graph = _probed(module, step, small, Form.of(batch, size), seed, planned)
-    _require_equal(graph.digest, world)
+    form = Form.of(batch, size)
+    graph = _on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
+    with raised_by_all():
+        _require_equal(graph.digest, world)
     warn_of_whole_compiled(module, graph)
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
@@ -211,7 +220,8 @@ def _plan_of_rank_0(
         answer = error
     answer = _agree(answer, world)
     if isinstance(answer, DiffPipeError):
-        raise answer
+        with raised_by_all():
+            raise answer
     basis = None if profile is None else Basis(profile, cluster)
     return PipelinePlan.from_json(answer), basis
 
@@ -468,6 +478,26 @@ def _agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def _on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """What `make`, which talks to nobody, returns here; if it is refused on any rank, the same error on all."""
+    if group is None:
+        return make()
+    value, error = None, None
+    try:
+        value = make()
+    except DiffPipeError as raised:
+        error = raised
+    errors: list[DiffPipeError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    first = next((each for each in errors if each is not None), None)
+    if first is not None:
+        with (
+            raised_by_all()
+        ):  # this rank's own one, which knows where it was raised, if it says the same
+            raise error if error is not None and str(error) == str(first) else first
+    return value
 
 
 def pool_times(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:

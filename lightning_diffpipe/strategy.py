@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.pipeline import Pipeline
@@ -167,7 +167,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, self)
+        with raised_by_all():
+            refuse_unsupported(trainer, self)
         keep_combined_loaders(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -178,7 +179,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._reset_optimizers()
             self.setup_optimizers(trainer)
             if self.plan is not None and len(self.plan.stages) > 1:
-                refuse_optimizers(self.optimizers)
+                with raised_by_all():
+                    refuse_optimizers(self.optimizers)
         else:
             self.model_to_device()
         self.setup_precision_plugin()
@@ -201,7 +203,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         if len(self.pipeline.plan.stages) > 1:
-            refuse_averages(trainer, module)
+            with raised_by_all():
+                refuse_averages(trainer, module)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)

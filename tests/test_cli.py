@@ -1,19 +1,27 @@
+import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
+from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
+from lightning_diffpipe.cli.main import _quoted
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
@@ -73,7 +81,21 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "model=flux", "trainer.devices=1"],
             "diffpipe train: model=flux is known on paper only, without weights: plan with it",
         ),
-        (["train", "a=["], "diffpipe train: no viable alternative at input '['"),
+        # History: Hydra's lexer told that it had found no viable alternative.
+        (
+            ["train", "a=["],
+            "diffpipe train: cannot read a=[: put texts in quotes, and all in those of",
+        ),
+        (["sample", "prompts=[it's a cat]"], """of the shell: 'prompts=["...", "..."]'"""),
+        (["train", "name=a=b"], """of the shell: 'name="a=b"'"""),
+        (
+            ["train", "ckpt_path=runs/epoch=0-step=10.ckpt"],
+            "diffpipe train: there is no checkpoint runs/epoch=0-step=10.ckpt to go on from (ckpt_path)",
+        ),
+        (
+            ["show", "plan (1).json"],
+            "diffpipe show: cannot read plan (1).json: No such file or directory",
+        ),
         (
             ["show", "plan.json"],
             "diffpipe show: cannot read plan.json: No such file or directory",
@@ -137,6 +159,20 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        # History: these drew or trained to the end, and had nowhere to write.
+        (
+            ["sample", "output=/dev/null"],
+            "diffpipe sample: cannot write output=/dev/null: Not a directory",
+        ),
+        (
+            ["train", "save_to=/dev/null/model"],
+            "diffpipe train: cannot write save_to=/dev/null/model: Not a directory",
+        ),
+        # History: Hydra showed a traceback.
+        (
+            ["sample", "hydra.run.dir=/dev/null/run"],
+            "diffpipe sample: cannot begin a run: Not a directory: /dev/null/run; its folder must be",
+        ),
         # History: every rank showed a traceback.
         (
             ["train", "ckpt_path=none.ckpt"],
@@ -157,6 +193,127 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     assert message in told
     assert "Traceback" not in told
     assert "HYDRA_FULL_ERROR" not in told
+
+
+class Own:
+    """Somebody's own module, which cannot be made."""
+
+    def __init__(self, wrong):
+        if wrong == "assertion":
+            raise AssertionError
+        if wrong == "key":
+            {}["foo"]
+        if wrong == "library":
+            json.loads("{")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "code"),
+    [
+        ("assertion", "test_cli.Own': AssertionError (", "raise AssertionError"),
+        ("key", "test_cli.Own': KeyError: 'foo' (", '{}["foo"]'),
+        ("library", "test_cli.Own': JSONDecodeError: Expecting property name", 'json.loads("{")'),
+    ],
+)
+def test_what_goes_wrong_in_a_constructor_is_told_with_its_place(
+    wrong, message, code, capsys, monkeypatch, tmp_path
+):
+    """History: `assert False` was told as nothing at all, and a missing key as its name."""
+    monkeypatch.chdir(tmp_path)
+    own = ["~model", "+model._target_=tests.test_cli.Own", f"+model.wrong={wrong}"]
+    _, _, err = call(capsys, monkeypatch, "train", *own, "trainer.devices=1")
+    assert err.startswith("diffpipe train: Error in call to target 'tests.")
+    assert message in err
+    line = int(re.search(r"test_cli\.py:(\d+)\)", err)[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == code
+
+
+class Verb:
+    """A verb that does nothing but fail, in each of some processes of a launcher."""
+
+    def __init__(self, capsys, monkeypatch, error):
+        def fail(config):
+            raise error
+
+        summary, _ = cli.VERBS["show"]
+        monkeypatch.setitem(
+            cli.VERBS, "show", (summary, functools.wraps(cli.VERBS["show"][1])(fail))
+        )
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def told(self, **environment):
+        with self.monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            code, _, err = call(self.capsys, self.monkeypatch, "show", "plan.json")
+        assert code == 2
+        return err
+
+
+RANKS = [  # what torchrun, srun and Lightning tell the processes that they start
+    [{"RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(3)],
+    [{"SLURM_NTASKS": "3", "SLURM_PROCID": str(r), "LOCAL_RANK": "0"} for r in range(3)],
+    [
+        {},
+        {"LOCAL_RANK": "1"},
+        {"LOCAL_RANK": "2", "SLURM_PROCID": "0"},
+    ],  # in a batch job without srun
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_mistake_of_all_ranks_is_told_once(ranks, capsys, monkeypatch):
+    """History: under srun, and where Lightning starts the processes, each took itself for the first."""
+    error = PlanError("cannot cut 2 layers into 3 stages")
+    error.is_of_all_ranks = True
+    verb = Verb(capsys, monkeypatch, error)
+    told = [verb.told(**rank) for rank in ranks]
+    assert told == ["diffpipe show: cannot cut 2 layers into 3 stages\n", "", ""]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("built", [False, True])
+def test_an_error_of_one_rank_is_told_by_that_rank(built, ranks, capsys, monkeypatch):
+    """History: a host without the data or the checkpoint ended without a word, as rank 0 tells mistakes of all."""
+    error = CheckpointError("there is no checkpoint last.ckpt")
+    if built:  # by Hydra
+        cause, error = error, InstantiationException("Error in call to target 'Data'")
+        error.__cause__ = cause
+    verb = Verb(capsys, monkeypatch, error)
+    told = [verb.told(**rank) for rank in ranks[1:]]
+    assert told == [f"diffpipe show: rank {r}: there is no checkpoint last.ckpt\n" for r in (1, 2)]
+
+
+def test_a_misspelled_setting_is_told_once(capsys, monkeypatch):
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        told.append(call(capsys, monkeypatch, "train", "trainer.max_stepz=3")[2])
+    assert "trainer.max_steps" in told[0]
+    assert told[1] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_two_training_processes_refuse_is_told_once(tmp_path):
+    """History: Lightning's second process told it once more."""
+    callback = "+callbacks.swa={_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.01}"
+    done = run("train", *TINY, "logger=none", callback, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.stderr.count("copies the module before it is cut") == 1
+
+
+def test_weights_are_written_from_the_checkpoint_that_a_run_ended_with(capsys):
+    """History: one that had nothing left to train read an older run's final checkpoint, or none."""
+    final = FinalCheckpoint("out/final.ckpt")
+    trainer = SimpleNamespace(callbacks=[final], max_steps=5, max_epochs=-1, ckpt_path="given.ckpt")
+    assert training._last_checkpoint(trainer) == Path("given.ckpt")
+    assert "nothing was left to train (trainer.max_steps=5" in capsys.readouterr().out
+    final.on_train_end(SimpleNamespace(fast_dev_run=False, save_checkpoint=lambda path: None), None)
+    assert training._last_checkpoint(trainer) == final.path
+    final.is_written, trainer.ckpt_path = False, None
+    with pytest.raises(ConfigurationError, match="nothing for save_to; raise them"):
+        training._last_checkpoint(trainer)
 
 
 class Run:
@@ -430,6 +587,25 @@ def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     assert output.read_bytes().startswith(start)
 
 
+@pytest.mark.parametrize("name", ["lr=0.1/plan.json", "a,b.json", "it's.json", "日本.json"])
+def test_a_plan_is_shown_whatever_it_is_called(name, profile_path, capsys, monkeypatch):
+    """History: Hydra read the names of files, and took `lr=0.1/plan.json` for a setting."""
+    monkeypatch.chdir(profile_path.parent)
+    path, _ = plan_for(2, profile_path, capsys, monkeypatch)
+    Path(name).parent.mkdir(exist_ok=True)
+    shutil.copy(path, name)
+    shown = [call(capsys, monkeypatch, "show", path) for path in (str(path), name)]
+    assert shown[0][:2] == (0, shown[1][1])
+
+
+@pytest.mark.parametrize(
+    "text", ["it's", "a=b", "日本", "a\\", "a\\'", "'", "\\", '"', "a,b", " a "]
+)
+def test_a_text_in_quotes_is_read_back(text):
+    [override] = OverridesParser.create().parse_overrides([f"path={_quoted(text)}"])
+    assert override.value() == text
+
+
 def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
     three, _ = plan_for(3, profile_path, capsys, monkeypatch)
     one, _ = plan_for(1, profile_path, capsys, monkeypatch)
@@ -471,6 +647,16 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path, capsys,
         capsys, monkeypatch, *sample, f"path={checkpoint}", "hydra.run.dir=from_checkpoint"
     )
     assert code == 0, err[-3000:]
+    # History: with a finished checkpoint, the final one of the new run was looked for, which was never written.
+    further = [f"ckpt_path={checkpoint}", f"save_to={tmp_path}/again", "output_dir=further"]
+    code, out, err = call(capsys, monkeypatch, "train", *settings, *further)
+    assert code == 0, err[-3000:]
+    assert f"nothing was left to train (trainer.max_steps=2, max_epochs=-1) in {checkpoint}" in out
+    weights = [
+        tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors"
+        for name in ("model", "again")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     for folder in ("from_folder", "from_checkpoint"):
         assert Image.open(tmp_path / folder / "grid.png").size == (128, 64)
 

@@ -14,12 +14,17 @@ class FinalCheckpoint(L.Callback):
 
     Args:
         path: File to write.
+
+    Attributes:
+        is_written: This run has written it; not so if there was nothing left to train.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.is_written = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the file; every rank takes part. A trial run (`fast_dev_run`) leaves what is there alone."""
         if not trainer.fast_dev_run:
             trainer.save_checkpoint(self.path)
+            self.is_written = True

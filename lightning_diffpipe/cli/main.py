@@ -12,33 +12,80 @@ import functools
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException, InstantiationException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.cli.session import own_rank
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
+# Settings by their last names, whose values are paths.
+_PATHS = {
+    *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
+    *("plan", "profile", "before", "after"),
+}
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`."""
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
+
+    Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes.
+    """
     names = list(POSITIONS.get(name, ()))
     named = []
     for argument in arguments:
-        by_position = names and "=" not in argument and not argument.startswith("-")
-        named.append(f"{names.pop(0)}={argument}" if by_position else argument)
+        by_position = names and not argument.startswith("-")
+        if by_position and Path(argument).is_file():
+            named.append(f"{names.pop(0)}={_quoted(argument)}")
+        elif by_position and "=" not in argument:
+            named.append(_legible(f"{names.pop(0)}={argument}"))
+        else:
+            named.append(_legible(argument))
     return named
 
 
+def _legible(argument: str) -> str:
+    """The argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows."""
+    setting, equals, value = argument.partition("=")
+    if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
+        return argument
+    try:
+        OverridesParser.create().parse_overrides([argument])
+    except OverrideParseException:
+        return f"{setting}={_quoted(value)}"
+    return argument
+
+
+def _quoted(text: str) -> str:
+    r"""A text as Hydra reads it back, whatever is in it; backslashes count in front of a quote only.
+
+    Example:
+        >>> _quoted("it's")
+        "'it\\'s'"
+    """
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), text) + "'"
+
+
+@raised_by_all()
 def _refuse_null_options(arguments: Sequence[str]) -> None:
     """Says what to choose instead of `logger=null`, which Hydra would answer with a traceback.
 
@@ -62,11 +109,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     _refuse_null_options(arguments)
     _, function = VERBS[name]
     whole = list(sys.argv)
-    failures: list[Exception] = []
+    begun, failures = False, list[Exception]()
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
-        sys.argv = whole
+        nonlocal begun
+        sys.argv, begun = whole, True
         try:
             return run_job(name) if is_job_of_sweep(config) else function(config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
@@ -76,6 +124,13 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     sys.argv = [whole[0], *_named(name, arguments)]
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+    except OSError as error:
+        if begun or error.filename is None or isinstance(error, HydraException):
+            raise
+        raise ConfigurationError(
+            f"cannot begin a run: {error.strerror}: {error.filename}; its folder must be one that can be "
+            "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
+        ) from error
     finally:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
@@ -110,12 +165,43 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _is_of_library(path: str) -> bool:
+    """Whether code was installed, with Python or as a package."""
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
+    return path.startswith("<") or not folders.isdisjoint(Path(path).parents)
+
+
+def _explain_call(error: InstantiationException, cause: Exception) -> str:
+    """Says what went wrong when Hydra called something, and where, if that was in what it called."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    frames = [
+        frame for frame in frames if Path(hydra.__file__).parent not in Path(frame.filename).parents
+    ]
+    if not frames:  # the call itself: an argument that it does not know, a module that is not there
+        return str(cause)
+    place = ([frame for frame in frames if not _is_of_library(frame.filename)] or frames)[-1]
+    message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
+
+
+def _explain_illegible(argument: str) -> str:
+    """Says how to write an argument that Hydra cannot read; most often it is a text with special characters."""
+    setting, _, value = argument.partition("=")
+    text = '["...", "..."]' if value.startswith("[") else f'"{value}"'
+    return f"cannot read {argument}: put texts in quotes, and all in those of the shell: '{setting}={text}'"
+
+
 def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     """Says in one or a few lines what is wrong and what to do."""
-    if isinstance(error, InstantiationException):
-        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
+        if not isinstance(error.__cause__, DiffPipeError | HydraException | OmegaConfBaseException):
+            return _explain_call(error, error.__cause__)
+        error = error.__cause__
     if isinstance(error, DiffPipeError):
         return str(error)
+    if isinstance(error, OverrideParseException) and "=" in error.override:
+        return _explain_illegible(error.override)
     if isinstance(error, MissingMandatoryValue):
         summary, _ = VERBS[name]
         return f"{str(error).splitlines()[0].rpartition(' ')[2]} is not given ({summary})"
@@ -127,6 +213,18 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     with contextlib.suppress(HydraException, OmegaConfBaseException):
         suggestion = _suggestion(name, unknown[1], arguments)
     return f"there is no setting or group {unknown[1]!r}{suggestion}"
+
+
+def _is_of_all_ranks(error: Exception) -> bool:
+    """Whether rank 0 finds this error as well: they all agreed on it, or it is in the arguments that all have."""
+    if isinstance(error.__cause__, DiffPipeError):  # raised while Hydra builds an object
+        error = error.__cause__
+    if isinstance(error, DiffPipeError):
+        return error.is_of_all_ranks
+    if isinstance(error, MissingConfigException):  # one host's folder may lack a file
+        return False
+    alike = (ConfigCompositionException, OverrideParseException, MissingMandatoryValue)
+    return isinstance(error, alike)
 
 
 def _usage() -> str:
@@ -159,8 +257,8 @@ def main() -> None:
     try:
         _run(name, arguments)
     except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
-        # Mistakes of the user are found by all ranks alike; rank 0 tells them for all.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, ValueError):
-            print(f"diffpipe {name}: {_explain(error, name, arguments)}", file=sys.stderr)
+        rank = own_rank()
+        if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 tells it for all
+            who = f"rank {rank}: " if rank else ""
+            print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)

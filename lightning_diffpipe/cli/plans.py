@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +13,13 @@ from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import module_of, plain, prepare
+from lightning_diffpipe.cli.session import (
+    module_of,
+    plain,
+    prepare,
+    require_writable,
+    telling,
+)
 from lightning_diffpipe.errors import ConfigurationError
 
 _PATIENCE = timedelta(seconds=120)
@@ -28,7 +32,7 @@ def profile(config: DictConfig) -> Any:
     On several processes the links between them are timed before, and written to `cluster_output`.
     """
     for output in (config.output, config.cluster_output):
-        _require_writable(output)
+        require_writable(output)
     prepare(config)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
@@ -104,7 +108,7 @@ def plan(config: DictConfig) -> Any:
 
     values = plain(config)
     if values["output"] is not None:
-        _require_writable(values["output"])
+        require_writable(values["output"])
     data = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
     check_data(**data)
     profile = _profile_to_plan(config)
@@ -193,35 +197,15 @@ def _cluster(group: dict[str, Any]) -> Any:
 
 
 def _read(path: str) -> str:
-    with _telling("read", path):
+    with telling("read", path):
         return Path(path).read_text()
 
 
 def _write(path: str, content: str) -> None:
     from lightning_diffpipe.files import write_atomically
 
-    with _telling("write", path):
+    with telling("write", path):
         write_atomically(Path(path), content)
-
-
-def _require_writable(path: str) -> None:
-    from lightning_diffpipe.files import check_writable
-
-    with _telling("write", path):
-        check_writable(Path(path))
-
-
-@contextmanager
-def _telling(verb: str, path: str) -> Iterator[None]:
-    """Tells in a line why a file that the user named cannot be read or written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(f"cannot {verb} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"cannot {verb} {path}: it is not text; plans, profiles and clusters are JSON"
-        ) from error
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +243,7 @@ def show(config: DictConfig) -> None:
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
     if output is not None:
-        _require_writable(output)
+        require_writable(output)
     text = _read(values["plan"])
     if form == "report" and FORMAT in text[:100]:
         profile = ModelProfile.from_json(text, values["plan"])
@@ -277,7 +261,7 @@ def show(config: DictConfig) -> None:
         case "trace":
             _write(output, chrome_trace({"planned": found.timeline}))
         case "picture":
-            with _telling("write", output):
+            with telling("write", output):
                 Path(output).parent.mkdir(parents=True, exist_ok=True)
                 plot({"planned": found.timeline}, output, f"plan {found.digest}")
     if output is not None:

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import plain, prepare
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _MAX_COLUMNS = 8
 
@@ -25,9 +25,26 @@ def sample(config: DictConfig) -> Any:
     """Draws `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)
     num_ranks = num_ranks_of(values)
+    _refuse_values(values)
+    require_writable_folder("output", values["output"])
     _share_cores(values, num_ranks)
     prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))
+
+
+@raised_by_all()
+def _refuse_values(values: dict[str, Any]) -> None:
+    """Refuses what no process could work with, before there are several."""
+    import torch
+
+    if not isinstance(getattr(torch, str(values["dtype"]), None), torch.dtype):
+        raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
+    accelerator = values["trainer"]["accelerator"]
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
+    timeout_s = values["timeout_s"]
+    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
 
 
 def _share_cores(values: dict[str, Any], num_ranks: int) -> None:
@@ -84,14 +101,8 @@ def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
 
-    dtype = getattr(torch, str(values["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
-    accelerator = values["trainer"]["accelerator"]
-    if accelerator not in ("cpu", "gpu", "cuda"):
-        raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
     device = "cpu"
-    if accelerator != "cpu":
+    if values["trainer"]["accelerator"] != "cpu":
         present = torch.cuda.device_count()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         if local_rank >= present:
@@ -101,10 +112,8 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
             )
         device = f"cuda:{local_rank}"
         torch.cuda.set_device(local_rank)
-    timeout_s = values["timeout_s"]
-    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
-    return {"device": device, "dtype": dtype, "timeout_s": float(timeout_s)}
+    dtype = getattr(torch, str(values["dtype"]))
+    return {"device": device, "dtype": dtype, "timeout_s": float(values["timeout_s"])}
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 
 
 def _stay_offline() -> None:
@@ -67,6 +70,7 @@ def module_of(config: DictConfig) -> Any:
     return hydra.utils.instantiate(config.model)
 
 
+@raised_by_all()
 def prepare(config: DictConfig) -> None:
     """Sets what holds for a whole process: offline, threads, seed."""
     import lightning as L
@@ -85,6 +89,55 @@ def prepare(config: DictConfig) -> None:
     if not isinstance(config.seed, int | None):
         raise ConfigurationError(f"seed must be a whole number; got {config.seed!r}")
     L.seed_everything(config.seed, workers=True, verbose=False)
+
+
+def own_rank() -> int:
+    """This process among those of a launcher: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
+    in_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    names = ("RANK", *(["SLURM_PROCID"] if in_slurm else []), "LOCAL_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+
+
+@contextmanager
+def telling(verb: str, path: str) -> Iterator[None]:
+    """Tells in a line why a file that the user named cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"cannot {verb} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"cannot {verb} {path}: it is not text; plans, profiles and clusters are JSON"
+        ) from error
+
+
+def require_writable(path: str) -> None:
+    """Finds out before long work whether its result can be written.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    from lightning_diffpipe.files import check_writable
+
+    with telling("write", path):
+        check_writable(Path(path))
+
+
+def require_writable_folder(setting: str, path: str | None) -> None:
+    """The same for a folder, which need not be there; rank 0 is who writes.
+
+    Args:
+        setting: What it was given as.
+        path: None if nothing shall be written.
+
+    Raises:
+        ConfigurationError: It cannot be written.
+    """
+    from lightning_diffpipe.files import check_writable
+
+    if path is not None and own_rank() == 0:
+        with telling("write", f"{setting}={path}"):
+            check_writable(Path(path) / "any")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

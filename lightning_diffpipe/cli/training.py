@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import module_of, plain, prepare
+from lightning_diffpipe.cli.session import module_of, plain, prepare, require_writable_folder
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
@@ -109,6 +109,7 @@ def train(config: DictConfig) -> Any:
                 f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
                 f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
             )
+        require_writable_folder("save_to", config.save_to)
     _require_checkpoint(config.ckpt_path)
     prepare(config)
     module = module_of(config)
@@ -119,18 +120,36 @@ def train(config: DictConfig) -> Any:
             logger.log_hyperparams(plain(config))
         trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
     if config.save_to is not None and trainer.is_global_zero:
-        _export(config, type(module))
+        _export(config, type(module), _last_checkpoint(trainer))
     return trainer.callback_metrics
 
 
-def _export(config: DictConfig, module_class: type) -> None:
-    """Writes the trained parts as a diffusers folder, from the final checkpoint.
+def _last_checkpoint(trainer: Any) -> Path:
+    """What a run ended with: its final checkpoint, or the one it went on from if nothing was left to train.
+
+    Raises:
+        ConfigurationError: There was nothing to train, and nothing to go on from.
+    """
+    from lightning_diffpipe.callbacks import FinalCheckpoint
+
+    for callback in trainer.callbacks:
+        if isinstance(callback, FinalCheckpoint) and callback.is_written:
+            return callback.path
+    told = f"nothing was left to train (trainer.max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
+    if trainer.ckpt_path is None:
+        raise ConfigurationError(f"{told}, so there is nothing for save_to; raise them")
+    print(f"{told} in {trainer.ckpt_path}")
+    return Path(trainer.ckpt_path)
+
+
+def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
+    """Writes the trained parts as a diffusers folder, from a checkpoint.
 
     The checkpoint is whole under every strategy, and has the averaged weights.
     """
     import torch
 
-    module = module_class.from_checkpoint(config.callbacks.final_checkpoint.path)
+    module = module_class.from_checkpoint(checkpoint)
     module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
     print(f"wrote {config.save_to}")
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError
+from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.runtime.links import gloo_of_all_hosts, measure_cluster
 from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
@@ -98,7 +98,8 @@ class World:
         failed = [rank for rank, each in enumerate(errors) if each is not None]
         if failed:  # on all ranks the same, and what was lost because of another error only if there is none
             rank = min(failed, key=lambda rank: isinstance(errors[rank], PipelineTimeoutError))
-            raise error if error is not None and rank == self.rank else errors[rank]
+            with raised_by_all():
+                raise error if error is not None and rank == self.rank else errors[rank]
         return value
 
     def _errors(

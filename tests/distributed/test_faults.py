@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
 from lightning_diffpipe.callbacks import FinalCheckpoint
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.refusals import refuse_averages, refuse_unsupported
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
@@ -191,6 +191,47 @@ def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
         RankError, match=r"saves when training fails, but .* over 2 ranks.*every_n_train_steps"
     ):
         run(2, trainer=trainer)
+
+
+class RefusesOnRank1(TinyDiffusion):
+    """Its step cannot be run on rank 1."""
+
+    def training_step(self, batch, batch_idx):
+        if os.environ["LOCAL_RANK"] == "1":
+            raise ConfigurationError("rank 1 has no vocabulary")
+        return super().training_step(batch, batch_idx)
+
+
+def refusal_of(rank, module_class, strategy, callbacks):
+    """What this rank raises, and whether it knows that all do."""
+    module = build(Settings(module_class=module_class))
+    strategy = quick_strategy(**strategy)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks)
+    try:
+        trainer.fit(module, datamodule=Data())
+    except DiffPipeError as error:
+        return str(error), error.is_of_all_ranks
+
+
+@pytest.mark.parametrize(
+    ("module_class", "strategy", "callbacks", "message"),
+    [
+        (TinyDiffusion, {"num_stages": 2}, [WeightAveraging()], "copies the module before"),
+        (Frozen, {"num_stages": 2}, [], "no trainable parameters"),
+        (TinyDiffusion, {"num_stages": 3}, [], "3"),
+        (TinyDiffusion, {"plan": "nowhere.json"}, [], "there is no plan at nowhere.json"),
+        # History: the other rank waited for the next message, and told that it had lost a peer.
+        (RefusesOnRank1, {"num_stages": 2}, [], "rank 1 has no vocabulary"),
+    ],
+)
+def test_what_is_refused_in_set_up_is_an_error_of_all_ranks(
+    module_class, strategy, callbacks, message
+):
+    """One rank may tell it for all; the command line does."""
+    first, other = run_ranks(refusal_of, 2, module_class, strategy, callbacks)
+    assert message in first[0]
+    assert first == other
+    assert first[1], "each rank would tell it"
 
 
 class Normalizes(TinyDiffusion):

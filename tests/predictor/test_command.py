@@ -180,16 +180,34 @@ def test_two_processes_draw_and_report(tmp_path):
     assert len(list(tmp_path.rglob(".hydra"))) == 1  # the second process writes none
 
 
-def test_a_mistake_that_all_processes_find_is_told_by_the_first(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("dtype=fp8", "dtype='fp8'; choose"),
+        ("+sampler.warmup_steps=-1", "warmup_steps must be at least 0; got -1"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_told_by_the_first(
+    wrong, message, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     told = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        code, _, err = call(capsys, monkeypatch, "sample", "path=/nowhere", "progress=false")
+        code, _, err = call(capsys, monkeypatch, "sample", wrong, "progress=false")
         assert code == 2
         told.append(err)
-    assert told[0].startswith("diffpipe sample: '/nowhere' is neither")
+    assert message in told[0]
     assert told[1] == ""
+
+
+def test_a_model_that_one_host_lacks_is_told_there(capsys, monkeypatch, tmp_path):
+    """History: nothing was told, as the first process tells what all find."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    code, _, err = call(capsys, monkeypatch, "sample", "path=/nowhere", "progress=false")
+    assert code == 2
+    assert err.startswith("diffpipe sample: rank 1: '/nowhere' is neither")
 
 
 @pytest.mark.slow

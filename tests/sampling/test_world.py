@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.sampling import world
 from tests.ranks import run_ranks
 
@@ -53,6 +54,28 @@ def test_nccl_is_used_exactly_if_each_rank_has_a_gpu_of_its_own():
     for said, (_, _, expected) in zip(told, CASES, strict=True):
         assert expected in said
     assert not told_by_others
+
+
+def refuses(rank, who):
+    """What each rank raises if some of them refuse."""
+
+    def make():
+        if rank in who:
+            raise CheckpointError("weights are missing")
+
+    joined = world.join_world(CPU, timeout_s=20)
+    try:
+        joined.agree(make)
+    except CheckpointError as error:
+        return str(error), error.is_of_all_ranks
+    finally:
+        joined.disconnect()
+
+
+@pytest.mark.distributed
+def test_what_one_rank_refuses_is_an_error_of_all():
+    """Rank 0 may tell it for all."""
+    assert run_ranks(refuses, 2, [1]) == [("weights are missing", True)] * 2
 
 
 def test_torch_without_nccl_is_told():
