@@ -14,10 +14,9 @@ nothing else does on gloo, and on NCCL the host is ahead of the device.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.streams import SideStreams
 from lightning_diffpipe.runtime.waiter import Pending, Waiter
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen"]
@@ -107,7 +107,7 @@ class _Posted:
     buffer: Tensor
     source: int
     staging: Tensor | None
-    memory_free: torch.cuda.Event | None
+    memory: torch.cuda.Event | None
     work: dist.Work | None = None
     pending: Pending | None = None
 
@@ -135,7 +135,7 @@ class P2PTransport:
         self._num_stages = num_stages
         self._delivered = delivered or {}
         self._due = due or {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams = SideStreams()
         self._posted: dict[MessageKey, _Posted] = {}
         self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
@@ -163,10 +163,8 @@ class P2PTransport:
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Posts a receive from the position `source` of this pipeline."""
         staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
-        memory_free = None
-        if not self._blocks_host and buffer.is_cuda:
-            memory_free = torch.cuda.current_stream(buffer.device).record_event()
-        self._posted[key] = _Posted(buffer, source, staging, memory_free)
+        memory = None if self._blocks_host else self._streams.memory_of(buffer)
+        self._posted[key] = _Posted(buffer, source, staging, memory)
         if self._blocks_host:
             self._begin(key)
 
@@ -177,7 +175,7 @@ class P2PTransport:
 
     def _begin(self, key: MessageKey) -> dist.Work:
         mesh, posted = self._mesh, self._posted[key]
-        with self._beside(posted):
+        with self._streams.beside(posted.source, posted.buffer, posted.memory):
             work = dist.irecv(
                 posted.buffer if posted.staging is None else posted.staging,
                 src=mesh.world_rank(posted.source),
@@ -187,19 +185,6 @@ class P2PTransport:
         assert work is not None
         posted.work = work
         return work
-
-    @contextlib.contextmanager
-    def _beside(self, posted: _Posted) -> Iterator[None]:
-        """A stream that waits for the memory of a receive, and for nothing that was computed since."""
-        if posted.memory_free is None:
-            yield
-            return
-        if posted.source not in self._streams:
-            self._streams[posted.source] = torch.cuda.Stream(posted.buffer.device)
-        stream = self._streams[posted.source]
-        stream.wait_event(posted.memory_free)
-        with torch.cuda.stream(stream):
-            yield
 
     def is_ready(self, key: MessageKey) -> bool:
         """Whether `wait` would return at once; asking starts to wait, in a thread."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
-from lightning_diffpipe.runtime import transport
+from lightning_diffpipe.runtime import streams, transport
 from lightning_diffpipe.runtime.engine import _delivered
 from lightning_diffpipe.runtime.transport import MessageKey, P2PTransport
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
@@ -220,11 +220,10 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
         current_stream=lambda device: Stream(notes, "compute"),
         Stream=lambda device: Stream(notes, "side"),
         stream=lambda stream: stream,
-        Event=object,
     )
     work = SimpleNamespace(wait=lambda: notes.append("waited"))
     dist = SimpleNamespace(irecv=lambda *_, **__: notes.append("begins") or work)
-    monkeypatch.setattr(transport, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(transport, "dist", dist)
     mesh = SimpleNamespace(
         timeout_s=1.0, backend="nccl", device=SimpleNamespace(type="cuda"), local_rank=1,
