@@ -84,6 +84,8 @@ def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
 
+    from lightning_diffpipe.runtime.streams import ask_for_queues
+
     dtype = getattr(torch, str(values["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
@@ -100,6 +102,7 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
                 "take fewer, or trainer.accelerator=cpu"
             )
         device = f"cuda:{local_rank}"
+        ask_for_queues()
         torch.cuda.set_device(local_rank)
     timeout_s = values["timeout_s"]
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
