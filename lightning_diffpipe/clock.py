@@ -19,10 +19,13 @@ class Clock(Protocol):
         """Marks this point."""
 
     def settle(self) -> None:
-        """Waits until everything asked for so far has happened."""
+        """Waits until everything asked for so far, in whatever stream, has happened."""
+
+    def wait_for(self, stamp: Any) -> None:
+        """Waits until a stamp is past; for nothing behind it, nor in other streams, as messages are."""
 
     def is_past(self, stamp: Any) -> bool:
-        """Whether the seconds until a stamp are known without `settle`."""
+        """Whether the seconds until a stamp are known without waiting."""
 
     def seconds(self, start: Any, stop: Any) -> float:
         """Seconds between two stamps that are past."""
@@ -47,6 +50,9 @@ class HostClock(_Sleeping):
         return time.perf_counter()
 
     def settle(self) -> None:
+        """See `Clock`."""
+
+    def wait_for(self, stamp: float) -> None:
         """See `Clock`."""
 
     def is_past(self, stamp: float) -> bool:
@@ -77,6 +83,10 @@ class CudaClock(_Sleeping):
     def settle(self) -> None:
         """See `Clock`."""
         torch.cuda.synchronize(self._device)
+
+    def wait_for(self, stamp: torch.cuda.Event) -> None:
+        """See `Clock`."""
+        stamp.synchronize()
 
     def is_past(self, stamp: torch.cuda.Event) -> bool:
         """See `Clock`."""

@@ -40,6 +40,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
+from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
@@ -395,6 +396,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ConfigurationError(f"device={device!r}; choose cpu or cuda") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
+    if where.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        ask_for_queues()
     if where.type == "cuda" and where.index is None:
         own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or own)

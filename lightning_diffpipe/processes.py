@@ -32,6 +32,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.runtime.streams import ask_for_queues
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 5.0
@@ -100,6 +101,8 @@ class ProcessHooks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Sets the device and joins the default process group."""
+        if self.root_device.type == "cuda":
+            ask_for_queues()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()

@@ -4,9 +4,11 @@
   have made it: two ranks for a message, the whole group for a sum or a batch of messages.
 * Messages have no tags: the ends of a communicator see them in one order.
 * `wait` orders streams and does not block the host; with a timeout it would.
+* What has begun runs on the device, so whoever waits for the device waits for all of it.
 
-    pretend_nccl()      # in a process of its own: nothing is put back
+    device = pretend_nccl()     # in a process of its own: nothing is put back
     DiffPipeStrategy(process_group_backend="nccl")
+    device.synchronize()        # anywhere, in place of torch.cuda.synchronize()
 """
 
 from __future__ import annotations
@@ -35,13 +37,37 @@ class Work:
 
     def __init__(self, work: Any) -> None:
         self._work = work
+        self._is_over = False
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         assert timeout is None, "on NCCL a wait with a timeout blocks the host"
-        return self._work.wait()
+        if not self._is_over:  # a message of gloo can be waited for once
+            self._work.wait()
+            self._is_over = True
+        return True
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._is_over or self._work.is_completed()
+
+
+class Device:
+    """What has begun and may not be over."""
+
+    def __init__(self) -> None:
+        self._begun: list[Work] = []
+        self.num_waits = 0
+
+    def runs(self, work: Any) -> Work:
+        """Something begins."""
+        self._begun.append(Work(work))
+        return self._begun[-1]
+
+    def synchronize(self) -> None:
+        """Waits for all that has begun."""
+        for work in self._begun:
+            work.wait()
+        self.num_waits += bool(self._begun)
+        self._begun.clear()
 
 
 class _Communicators:
@@ -61,9 +87,10 @@ class _Communicators:
             self._store.wait([f"{key}/{rank}" for rank in ranks], _PATIENCE)
 
 
-def pretend_nccl() -> None:
+def pretend_nccl() -> Device:
     """From now on groups of the backend "nccl" are gloo's under NCCL's rules, in this process."""
     real, made = {name: getattr(dist, name) for name in dir(dist)}, _Communicators()
+    device = Device()
 
     def new_group(ranks: Any = None, *, backend: Any = None, **options: Any) -> Any:
         alike = backend == "nccl"
@@ -82,7 +109,7 @@ def pretend_nccl() -> None:
                 return real[name](tensor, peer, group, tag)
             made.meet(group, [dist.get_rank(), peer])
             work = real[name](tensor, peer, group)
-            return Work(work) if name in ("isend", "irecv") else work
+            return device.runs(work) if name in ("isend", "irecv") else work
 
         return call
 
@@ -92,7 +119,7 @@ def pretend_nccl() -> None:
                 return real[name](*args, group=group, **named)
             made.meet(group, made.members[group])
             work = real[name](*args, group=group, **named)
-            return Work(work) if named.get("async_op") else work
+            return device.runs(work) if named.get("async_op") else work
 
         return call
 
@@ -102,10 +129,11 @@ def pretend_nccl() -> None:
         sends = {dist.isend: real["isend"], dist.irecv: real["irecv"]}
         alike = group in made.members
         works = [sends[o.run](o.tensor, o.peer, group, 0 if alike else o.tag) for o in operations]
-        return [Work(work) if alike else work for work in works]
+        return [device.runs(work) if alike else work for work in works]
 
     for name, peer in (("isend", "dst"), ("irecv", "src"), ("send", "dst"), ("recv", "src")):
         setattr(dist, name, one_sided(name, peer))
     for name in ("all_reduce", "broadcast"):
         setattr(dist, name, collective(name))
     dist.new_group, dist.P2POp, dist.batch_isend_irecv = new_group, Operation, batch
+    return device

@@ -39,8 +39,8 @@ class BubbleFilling(L.Callback):
 
     Args:
         mode: `"opportunistic"` runs layers until the awaited message is there, right where a wait blocks
-            the host (gloo). `"planned"` puts as many layers in front of each wait as took its time
-            in earlier steps, right for CUDA streams (NCCL). `None` chooses by backend.
+            the host (gloo), refused over NCCL. `"planned"` puts as many layers in front of each wait as
+            took its time in earlier steps, right for CUDA streams (NCCL). `None` chooses by backend.
         deterministic: Keep the ranks' shares of the frozen work as planned rather than adapting them to
             measured times. Results are the same either way; only the course of a run is not. `None`
             follows `Trainer(deterministic=...)`.
@@ -49,7 +49,8 @@ class BubbleFilling(L.Callback):
             on average only, for the memory of one more batch and its encodings.
 
     Raises:
-        ConfigurationError: An argument is none of these, or the trainer's strategy is not `diffpipe`.
+        ConfigurationError: An argument is none of these, the trainer's strategy is not `diffpipe`, or ranks
+            talk over NCCL and `mode` is `"opportunistic"`.
 
     Example:
         >>> trainer = L.Trainer(

@@ -101,6 +101,8 @@ def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
 
+    from lightning_diffpipe.runtime.streams import ask_for_queues
+
     device = "cpu"
     if values["trainer"]["accelerator"] != "cpu":
         present = torch.cuda.device_count()
@@ -111,6 +113,7 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
                 "take fewer, or trainer.accelerator=cpu"
             )
         device = f"cuda:{local_rank}"
+        ask_for_queues()
         torch.cuda.set_device(local_rank)
     dtype = getattr(torch, str(values["dtype"]))
     return {"device": device, "dtype": dtype, "timeout_s": float(values["timeout_s"])}

@@ -3,7 +3,7 @@
 Read the files in the order in which a plan comes about:
 
     profile -> cluster -> cost -> partition -> instruction -> schedule (laws) -> schedules/
-    -> lowering -> timeline (grid) -> simulator -> pipeline_costs, memory -> proposals -> search
+    -> lowering -> receiving -> timeline (grid) -> simulator -> pipeline_costs, memory -> proposals -> search
     -> plan
 """
 

@@ -7,7 +7,7 @@ Each rank keeps its order of work. What is added:
 * a `Receive` as early as is useful: on every directed edge the next message is always already
   posted while the current one is worked on, so that a transfer overlaps the computation before
   it. Receives are posted in the order of the sends, whatever the order of use, since links
-  deliver in order;
+  deliver in order. Over NCCL one that is posted has its buffer, and begins later: see `receiving.py`;
 * `Encode`s of the frozen work of this batch and their exchange in front, if there is any;
 * `ReduceGradients` behind the last instruction of a stage, if there are gradients; frozen work that is
   left over comes behind it.
@@ -37,7 +37,9 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Message, Schedule
 
 
-def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
+def lower(
+    schedule: Schedule, frozen_parts: Sequence[EncodePart] = (), num_ahead: int = 1
+) -> Schedule:
     """The same schedule with communication.
 
     Args:
@@ -45,13 +47,14 @@ def lower(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedu
         frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it
             empty if there is none, or if the programs already contain their `Encode`
             instructions.
+        num_ahead: Messages of an edge that are posted already while one is worked on.
     """
     schedule = with_collectives(schedule, frozen_parts)
     edges = messages_of_edge(schedule)
     programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
-        programs.append(tuple(_lower_program(schedule, program, incoming)))
+        programs.append(tuple(_lower_program(schedule, program, incoming, num_ahead)))
     return replace(schedule, programs=tuple(programs))
 
 
@@ -124,7 +127,7 @@ def _reduce_behind_last_stage(program: Program) -> Program:
 
 
 def _lower_program(
-    schedule: Schedule, program: Program, incoming: dict[int, list[Message]]
+    schedule: Schedule, program: Program, incoming: dict[int, list[Message]], num_ahead: int
 ) -> list[Instruction]:
     posted = dict.fromkeys(incoming, 0)
     out: list[Instruction] = []
@@ -142,11 +145,11 @@ def _lower_program(
         if not started and not isinstance(instruction, (Encode, ExchangeFrozen)):
             started = True
             for peer in sorted(incoming):
-                post(peer, 0)
+                post(peer, num_ahead - 1)
         if needed is not None and not needed.is_local and needed in position:
             post(needed.from_rank, position[needed])
             out.append(needed.wait())
-            post(needed.from_rank, position[needed] + 1)
+            post(needed.from_rank, position[needed] + num_ahead)
         elif needed is not None and not needed.is_local:
             out += [needed.receive(), needed.wait()]  # Nobody makes it: the simulator will say so.
         out.append(instruction)

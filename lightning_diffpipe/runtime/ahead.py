@@ -80,12 +80,21 @@ class BatchesAhead:
         layout: Lays batches out.
         clock: The clock of this rank's device.
 
+    Raises:
+        ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
+
     Attributes:
         filler: Their frozen work, to be run in waits.
     """
 
     def __init__(self, filling: Filling, layout: BatchLayout, clock: Clock) -> None:
         mesh = layout.mesh
+        if filling.mode == "opportunistic" and mesh.backend == "nccl":
+            raise ConfigurationError(
+                "bubbles cannot be filled until a message arrives (mode='opportunistic') over NCCL, where the "
+                "host does not see messages arrive; use mode='planned' or None, or "
+                "process_group_backend='gloo'"
+            )
         mode = filling.mode or ("opportunistic" if mesh.backend == "gloo" else "planned")
         self.filler = Filler(FillingTimes(mode, clock))
         self._layout = layout
@@ -180,6 +189,6 @@ class BatchesAhead:
         )
 
     def _clock_s(self, stamps: Sequence[tuple[Any, Any]]) -> float:
-        if stamps and not self._clock.is_past(stamps[-1][1]):
-            self._clock.settle()
+        if stamps:
+            self._clock.wait_for(stamps[-1][1])
         return sum(self._clock.seconds(start, stop) for start, stop in stamps)

@@ -25,6 +25,7 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Program, ShareResults
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.receiving import num_posted_ahead
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.mesh import Mesh
@@ -71,6 +72,7 @@ class BatchLayout:
         schedule: As given.
         steps: As given.
         mesh: As given.
+        num_ahead: Receives of an edge that are posted ahead.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class BatchLayout:
         self.mesh = mesh
         self._seed = seed
         self._group_size = group_size
-        self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule))
+        on_device = mesh.backend == "nccl"
+        self.num_ahead = num_posted_ahead(schedule.placement) if on_device else 1
+        self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule, self.num_ahead))
 
     def lay_out(
         self,
@@ -162,6 +166,7 @@ class BatchLayout:
 
 def _lower(
     schedule: Schedule,
+    num_ahead: int,
     sizes: tuple[int, ...],
     splits_frozen: bool | None,
     group_size: int,
@@ -171,6 +176,7 @@ def _lower(
     parts: tuple[EncodePart, ...] = ()
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
-    lowered = lower(prefix_frozen(schedule, parts, encoded=groups is not None))
+    schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
+    lowered = lower(schedule, num_ahead=num_ahead)
     programs = tuple((*program, ShareResults()) for program in lowered.programs)
     return replace(lowered, programs=programs), parts

@@ -21,8 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.planning.instruction import Send, Wait
+from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.lowering import delivered, lower
+from lightning_diffpipe.planning.receiving import receives_due
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
@@ -85,7 +86,10 @@ class Engine:
         mesh, placement = layout.mesh, layout.schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(
-            mesh, placement.num_stages, _delivered(layout.schedule, mesh.local_rank)
+            mesh,
+            placement.num_stages,
+            _delivered(layout.schedule, mesh.local_rank),
+            _due(layout) if mesh.backend == "nccl" else None,
         )
         self.executor = Executor(
             mesh.local_rank,
@@ -203,5 +207,11 @@ def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKe
     return {_key(wait): list(map(_key, sends)) for wait, sends in told.items()}
 
 
-def _key(message: Send | Wait) -> MessageKey:
+def _due(layout: BatchLayout) -> dict[Instruction, list[MessageKey]]:
+    """In front of which instructions this rank's receives begin; alike likewise."""
+    due = receives_due(lower(layout.schedule, num_ahead=layout.num_ahead))[layout.mesh.local_rank]
+    return {at: list(map(_key, receives)) for at, receives in due.items()}
+
+
+def _key(message: Send | Receive | Wait) -> MessageKey:
     return MessageKey(message.kind, message.stage, message.microbatch)

@@ -114,6 +114,7 @@ class Executor:
         try:
             for self.position, instruction in enumerate(program):
                 start = recording.stamp()
+                self._transport.come_to(instruction)
                 yield from self._execute(instruction, works, frozen)
                 recording.add(instruction, start)
             self._transport.finish()

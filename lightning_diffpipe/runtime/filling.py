@@ -269,8 +269,7 @@ class _Limit:
     def _elapsed_s(self) -> float:
         clock = self._times.clock
         now = clock.stamp()
-        if not clock.is_past(now):  # a GPU is asked for no more than it can do until the message
-            clock.settle()
+        clock.wait_for(now)  # a GPU is asked for no more than it can do until the message
         return clock.seconds(self._start, now)
 
 

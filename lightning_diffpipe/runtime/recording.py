@@ -69,8 +69,7 @@ class Recording:
 
         A host is done with a step of a GPU long before the GPU is.
         """
-        if not self._clock.is_past(self._origin):
-            self._clock.settle()
+        self._clock.wait_for(self._origin)
         return self._clock.seconds(earlier._entries[-1].stop, self._origin)
 
     @cached_property
@@ -84,8 +83,8 @@ class Recording:
         return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
     def _spans_of(self, entries: Sequence[_Entry]) -> list[Span]:
-        if entries and not self._clock.is_past(entries[-1].stop):
-            self._clock.settle()
+        if entries:
+            self._clock.wait_for(entries[-1].stop)
         return [
             Span(self._rank, entry.instruction, self._at_s(entry.start), self._at_s(entry.stop))
             for entry in entries

@@ -6,7 +6,9 @@ travels. Receives are posted early. Sends keep their buffer alive until a later 
 nothing else does on gloo, and on NCCL the host is ahead of the device.
 
 * `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
-  posting cannot deadlock; on NCCL each directed edge has a communicator of its own.
+  posting cannot deadlock, and a posted receive begins at once. On NCCL each directed edge has a communicator of its
+  own, and a receive occupies the device: it begins where no host that waits for its device can wait for it in vain
+  (`planning/receiving.py`), in a stream of its own, since what was computed after it was posted has no say in it.
 * `LoopbackTransport`: all ranks in one process; a dict is the network.
 """
 
@@ -23,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.runtime.mesh import Mesh
+from lightning_diffpipe.runtime.streams import SideStreams
 from lightning_diffpipe.runtime.waiter import Pending, Waiter
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen"]
@@ -59,6 +63,9 @@ class Transport(Protocol):
 
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Posts a receive into `buffer`; returns at once."""
+
+    def come_to(self, instruction: Instruction) -> None:
+        """This rank's program has come to an instruction: begins posted receives that are due in front of it."""
 
     def is_ready(self, key: MessageKey) -> bool:
         """Whether `wait` would return at once; the rank waits for no other message until it does."""
@@ -97,10 +104,11 @@ class Exchange(Protocol):
 
 @dataclass
 class _Posted:
-    work: dist.Work
     buffer: Tensor
     source: int
-    staging: Tensor | None = None
+    staging: Tensor | None
+    memory: torch.cuda.Event | None
+    work: dist.Work | None = None
     pending: Pending | None = None
 
 
@@ -112,6 +120,8 @@ class P2PTransport:
         num_stages: Stages of the plan; keeps tags apart.
         delivered: By message: what this rank has sent that has arrived when the message has. What no
             message tells is kept until `finish`.
+        due: By instruction: the receives that begin in front of it, over NCCL. Others begin when they are
+            waited for.
     """
 
     def __init__(
@@ -119,10 +129,13 @@ class P2PTransport:
         mesh: Mesh,
         num_stages: int,
         delivered: Mapping[MessageKey, Sequence[MessageKey]] | None = None,
+        due: Mapping[Instruction, Sequence[MessageKey]] | None = None,
     ) -> None:
         self._mesh = mesh
         self._num_stages = num_stages
         self._delivered = delivered or {}
+        self._due = due or {}
+        self._streams = SideStreams()
         self._posted: dict[MessageKey, _Posted] = {}
         self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
@@ -149,15 +162,29 @@ class P2PTransport:
 
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Posts a receive from the position `source` of this pipeline."""
-        mesh = self._mesh
         staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
-        work = dist.irecv(
-            buffer if staging is None else staging,
-            src=mesh.world_rank(source),
-            group=mesh.messages[source, mesh.local_rank],
-            tag=key.tag(self._num_stages),
-        )
-        self._posted[key] = _Posted(work, buffer, source, staging)
+        memory = None if self._blocks_host else self._streams.memory_of(buffer)
+        self._posted[key] = _Posted(buffer, source, staging, memory)
+        if self._blocks_host:
+            self._begin(key)
+
+    def come_to(self, instruction: Instruction) -> None:
+        """Begins posted receives that are due in front of an instruction."""
+        for key in self._due.get(instruction, ()):
+            self._begin(key)
+
+    def _begin(self, key: MessageKey) -> dist.Work:
+        mesh, posted = self._mesh, self._posted[key]
+        with self._streams.beside(posted.source, posted.buffer, posted.memory):
+            work = dist.irecv(
+                posted.buffer if posted.staging is None else posted.staging,
+                src=mesh.world_rank(posted.source),
+                group=mesh.messages[posted.source, mesh.local_rank],
+                tag=key.tag(self._num_stages),
+            )
+        assert work is not None
+        posted.work = work
+        return work
 
     def is_ready(self, key: MessageKey) -> bool:
         """Whether `wait` would return at once; asking starts to wait, in a thread."""
@@ -174,11 +201,12 @@ class P2PTransport:
         Raises:
             PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
         """
-        posted = self._posted.pop(key)
+        posted = self._posted[key]
         if posted.pending is not None:
             posted.pending.result()
         else:
             self._await_posted(key, posted)
+        del self._posted[key]
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
         for sent in self._delivered.get(key, ()):
@@ -189,7 +217,8 @@ class P2PTransport:
         return posted.buffer
 
     def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
-        self.await_work(posted.work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
+        work = posted.work or self._begin(key)
+        self.await_work(work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
 
     def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
         """Operations that were started elsewhere; see `Transport`."""
@@ -322,6 +351,9 @@ class LoopbackTransport:
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Remembers where the message shall go."""
         self._posted[key] = buffer
+
+    def come_to(self, instruction: Instruction) -> None:
+        """Nothing has to begin: messages lie in the mailbox."""
 
     def is_ready(self, key: MessageKey) -> bool:
         """Whether the peer has sent."""

@@ -4,12 +4,17 @@ Both ends of a message know its shape, dtype and turn, so no header travels. Rec
 sends keep their buffer until it has left. Everything is point-to-point: an all-gather is one message to each
 peer, so that what is counted is what is sent.
 
+On NCCL a receive occupies the device until its message is there, and a host that waits for its whole device waits
+for it, too. So a posted receive has its buffer, and begins when it is waited for, or when it is told to `begin`.
+What all positions send each other at the same point of their programs begins at once, as one operation.
+
     a = links.receive(TensorShape((4, 96, 64), torch.float16), source=0, kind="hidden")   # returns at once
     ...
     x = a.wait()                                                              # blocks, or times out
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
-  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator.
+  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
+  positions together have one for what they do at the same point.
 * `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
@@ -19,7 +24,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -30,6 +35,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.runtime.mesh import open_edge
+from lightning_diffpipe.runtime.streams import SideStreams
 from lightning_diffpipe.sampling.statistics import Traffic
 
 MessageKind = Literal[
@@ -67,6 +73,9 @@ class TensorShape(NamedTuple):
 class Incoming(Protocol):
     """A tensor under way."""
 
+    def begin(self) -> None:
+        """Begins the receive, behind those of earlier messages on its edge, if it has not begun."""
+
     def wait(self) -> Tensor:
         """Blocks until it is here. May be called once.
 
@@ -83,18 +92,31 @@ class Links(Protocol):
         num_ranks: All positions.
         device: Where received tensors live.
         traffic: What was sent and received here.
+        occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
     """
 
     rank: int
     num_ranks: int
     device: torch.device
     traffic: Traffic
+    occupies_device: bool
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the caller must not change the tensor afterwards."""
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Posts a receive and returns at once."""
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Starts to send and to receive; all peers concerned do so at the same point of their programs.
+
+        Args:
+            outgoing: Tensors by receiver.
+            shapes: Shapes of what comes, by sender.
+            kind: What it is.
+        """
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on position 0, on all positions; not counted.
@@ -121,9 +143,8 @@ def start_all_gather(
         A function that waits, and returns the parts of all positions, in order.
     """
     peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
-    incoming = {rank: links.receive(shapes[rank], rank, kind) for rank in peers}
-    for rank in peers:
-        links.send(tensor, rank, kind)
+    expected = {rank: shapes[rank] for rank in peers}
+    incoming = links.start_exchange(dict.fromkeys(peers, tensor), expected, kind)
     return lambda: [
         tensor if rank == links.rank else incoming[rank].wait() for rank in range(links.num_ranks)
     ]
@@ -143,10 +164,21 @@ def exchange(
         shapes: Shapes of what comes, by sender.
         kind: What it is.
     """
+    incoming = links.start_exchange(outgoing, shapes, kind)
+    return {peer: posted.wait() for peer, posted in incoming.items()}
+
+
+def start_one_by_one(
+    links: Links,
+    outgoing: Mapping[int, Tensor],
+    shapes: Mapping[int, TensorShape],
+    kind: MessageKind,
+) -> dict[int, Incoming]:
+    """`Links.start_exchange` where receives that have begun are in nobody's way."""
     incoming = {peer: links.receive(shape, peer, kind) for peer, shape in shapes.items()}
     for peer, tensor in outgoing.items():
         links.send(tensor, peer, kind)
-    return {peer: posted.wait() for peer, posted in incoming.items()}
+    return incoming
 
 
 @dataclass
@@ -157,6 +189,7 @@ class Alone:
     rank: int = 0
     num_ranks: int = 1
     traffic: Traffic = field(default_factory=Traffic)
+    occupies_device: bool = False
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """There is nobody to send to."""
@@ -165,6 +198,12 @@ class Alone:
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """There is nobody to receive from."""
         raise AssertionError(f"one rank alone waits for {kind} of {source}")
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """There is nobody."""
+        return start_one_by_one(self, outgoing, shapes, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """What it returns."""
@@ -187,6 +226,7 @@ class ProcessLinks:
         timeout_s: How long any wait may last.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
+        together: A group of all positions in the given backend.
     """
 
     def __init__(
@@ -197,15 +237,19 @@ class ProcessLinks:
         timeout_s: float,
         groups: Mapping[tuple[int, int], dist.ProcessGroup],
         control: dist.ProcessGroup,
+        together: dist.ProcessGroup,
     ) -> None:
         self.ranks, self.device, self.timeout_s = tuple(ranks), device, timeout_s
         self.num_ranks = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.traffic = Traffic()
         self.control = control
-        self._groups, self._backend = dict(groups), backend
+        self._groups, self._together, self._backend = dict(groups), together, backend
+        self.occupies_device = backend != "gloo"
+        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
+        self._streams = SideStreams()
         self._turns: Counter[tuple[bool, int, str]] = Counter()
-        self._held: deque[tuple[dist.Work, Tensor]] = deque()
+        self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
         # gloo moves host memory only; tensors of a GPU then travel by way of the host.
         self._by_host = backend == "gloo" and device.type != "cpu"
 
@@ -234,7 +278,9 @@ class ProcessLinks:
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
         for ranks in groups_of_ranks:
             control = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-            groups = {}
+            together, groups = control, {}
+            if backend != "gloo" and len(ranks) > 1:
+                together = _connected(ranks, device, backend, timeout)
             for a, b in itertools.permutations(range(len(ranks)), 2):
                 groups[a, b] = control
                 if backend != "gloo":
@@ -242,7 +288,7 @@ class ProcessLinks:
                     groups[a, b] = dist.new_group(pair, backend=backend, timeout=timeout)
                     open_edge(groups[a, b], *pair, device)
             if dist.get_rank() in ranks:
-                mine = cls(ranks, device, backend, timeout_s, groups, control)
+                mine = cls(ranks, device, backend, timeout_s, groups, control, together)
         assert mine is not None, "this rank is in no group"
         return mine
 
@@ -255,10 +301,11 @@ class ProcessLinks:
         """Destroys the groups as they are. Over gloo, peers that wait for this position are told at once."""
         if not self._groups:
             return
-        groups = {id(g): g for g in (*self._groups.values(), self.control)}
+        groups = {id(g): g for g in (*self._groups.values(), self._together, self.control)}
         self._held.clear()
+        self._posted.clear()
         self._groups.clear()
-        del self.control  # a connection breaks when nobody holds its group
+        del self.control, self._together  # a connection breaks when nobody holds its group
         while groups:
             dist.destroy_process_group(groups.popitem()[1])
 
@@ -274,26 +321,79 @@ class ProcessLinks:
             )
         except RuntimeError as error:  # the peer has gone since the last message
             raise self._lost(kind, to, 0.0) from error
+        self._count_sent(buffer, kind)
+        self._hold(work, [buffer])
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Starts to send and to receive; over NCCL as one operation, in one communicator of all positions.
+
+        Many communicators at a time could wait for each other: a GPU has few queues, and a send may stand
+        behind a receive that needs it at the other end.
+        """
+        if not self.occupies_device:
+            return start_one_by_one(self, outgoing, shapes, kind)
+        if not outgoing and not shapes:
+            return {}
+        buffers = {to: _as_bytes(tensor) for to, tensor in outgoing.items()}
+        incoming = {peer: self._expected(shape, peer, kind) for peer, shape in shapes.items()}
+        group, ranks = self._together, self.ranks
+        operations = [
+            *(dist.P2POp(dist.isend, b, ranks[to], group) for to, b in buffers.items()),
+            *(dist.P2POp(dist.irecv, i.buffer, ranks[p], group) for p, i in incoming.items()),
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._lost(kind, None, 0.0) from error
+        for each in incoming.values():
+            each.works = works
+        for buffer in buffers.values():
+            self._count_sent(buffer, kind)
+        for work in works:
+            self._hold(work, list(buffers.values()))
+        return dict(incoming)
+
+    def _count_sent(self, buffer: Tensor, kind: MessageKind) -> None:
         self.traffic.bytes_sent[kind] += buffer.numel()
         self.traffic.messages_sent[kind] += 1
-        self._held.append((work, buffer))
+
+    def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
+        """Keeps what is sent until it has left."""
+        self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Posts a receive."""
+        incoming = self._expected(shape, source, kind)
+        self._posted[source].append(incoming)
+        if not self.occupies_device:
+            incoming.begin()
+        return incoming
+
+    def _expected(self, shape: TensorShape, source: int, kind: MessageKind) -> _FromProcess:
         host = torch.device("cpu") if self._by_host else self.device
         buffer = torch.empty(shape.nbytes, dtype=torch.uint8, device=host)
+        memory = self._streams.memory_of(buffer) if self.occupies_device else None
+        return _FromProcess(self, buffer, memory, shape, source, kind)
+
+    def _begin_next(self, source: int) -> None:
+        """Begins the first posted receive of an edge that has not begun."""
+        incoming = self._posted[source].popleft()
         try:
-            work = dist.irecv(
-                buffer,
-                src=self.ranks[source],
-                group=self._groups[source, self.rank],
-                tag=self._tag(False, source, kind),
-            )
+            with self._streams.beside(source, incoming.buffer, incoming.memory):
+                work = dist.irecv(
+                    incoming.buffer,
+                    src=self.ranks[source],
+                    group=self._groups[source, self.rank],
+                    tag=self._tag(False, source, incoming.kind),
+                )
         except RuntimeError as error:
-            raise self._lost(kind, source, 0.0) from error
-        return _FromProcess(self, work, buffer, shape, source, kind)
+            raise self._lost(incoming.kind, source, 0.0) from error
+        assert work is not None
+        incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Position 0 makes it, all get it."""
@@ -339,16 +439,33 @@ class ProcessLinks:
 @dataclass
 class _FromProcess:
     links: ProcessLinks
-    work: dist.Work
     buffer: Tensor
+    memory: torch.cuda.Event | None
     shape: TensorShape
     source: int
     kind: MessageKind
+    works: Sequence[dist.Work] = ()
+
+    def begin(self) -> None:
+        while not self.works:
+            self.links._begin_next(self.source)
 
     def wait(self) -> Tensor:
-        self.links._await(self.work, self.kind, self.source)
+        self.begin()
+        for work in self.works:
+            self.links._await(work, self.kind, self.source)
         self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
         return _from_bytes(self.buffer, self.shape).to(self.links.device)
+
+
+def _connected(
+    ranks: Sequence[int], device: torch.device, backend: str, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A group whose communicator exists; collective in the world."""
+    group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+    if dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

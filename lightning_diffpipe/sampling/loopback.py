@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_diffpipe.sampling.links import (
     MessageKind,
     TensorShape,
     outcome_of,
+    start_one_by_one,
     value_of,
 )
 from lightning_diffpipe.sampling.statistics import Traffic
@@ -133,6 +134,7 @@ class LoopbackLinks:
         self._network, self.rank = network, rank
         self.num_ranks, self.device = network.num_ranks, network.device
         self.traffic = Traffic()
+        self.occupies_device = False
         self._turns: Counter[tuple[bool, int, str]] = Counter()
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
@@ -150,6 +152,12 @@ class LoopbackLinks:
         turn = self._turns[False, source, kind]
         self._turns[False, source, kind] += 1
         return _FromThread(self, (source, self.rank, kind, turn), shape, kind)
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Messages one by one."""
+        return start_one_by_one(self, outgoing, shapes, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Position 0 makes it, all get the same object."""
@@ -172,6 +180,9 @@ class _FromThread:
     key: tuple[int, int, str, int]
     shape: TensorShape
     kind: MessageKind
+
+    def begin(self) -> None:
+        """Messages need no receiver to travel."""
 
     def wait(self) -> Tensor:
         tensor: Tensor = self.links._network.take(self.key, self.kind)

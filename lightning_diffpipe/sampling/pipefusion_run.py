@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,7 +251,7 @@ class PipeFusionRun:
     def _send(self, visit: int, slices: Slices) -> None:
         self._links.send(pack(slices), self._links.rank + 1, "hidden")
 
-    def _hidden_shapes(self, turns: Sequence[Turn]) -> Iterator[list[TensorShape]]:
+    def _hidden_shapes(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
         if self._is_first:
             return
         layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
@@ -259,7 +259,8 @@ class PipeFusionRun:
             part = self._part(turn)
             for calls in stage.incoming:
                 if calls:
-                    yield [s for call in calls for s in layout.blocks[call].shapes(part)]
+                    shapes = [s for call in calls for s in layout.blocks[call].shapes(part)]
+                    yield _Announced(turn.index, shapes)
 
     # --- latents, from the last rank back to the first --------------------------------------------------
 
@@ -271,7 +272,13 @@ class PipeFusionRun:
 
     def _take_back(self, turn: Turn, latents: Tensor) -> None:
         """Waits for the rows this turn starts from; after a synchronous step all come at once."""
-        if not self._is_first or self._is_last or turn.step == 0:
+        if not self._is_first or self._is_last:
+            return
+        if self._links.occupies_device:
+            # When ranks are equally fast, the last rank now sends them. At the wait would be too late: it could not
+            # compute on if it had to wait for its device, nor could then the ranks before it.
+            self._returned.begin_upto(turn.index - (self._links.num_ranks - 1))
+        if turn.step == 0:
             return
         after_synchronous = turn.step <= self.plan.num_synchronous
         if after_synchronous and not turn.is_first:
@@ -283,14 +290,14 @@ class PipeFusionRun:
         units = units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
 
-    def _latent_shapes(self, turns: Sequence[Turn]) -> Iterator[list[TensorShape]]:
+    def _latent_shapes(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
         if not self._is_first or self._is_last:
             return
         latents, last_step = self._request.latents, self.plan.num_steps - 1
         for turn in turns:
             if turn.step < last_step and (turn.patch is not None or turn.is_last):
                 rows = self._setting.layout.take_rows(latents, self._part(turn).units)
-                yield [TensorShape.of(rows)]
+                yield _Announced(turn.index, [TensorShape.of(rows)])
 
     def _share_result(self, latents: Tensor) -> Tensor:
         """The last stage's latents, on all ranks."""
@@ -315,6 +322,13 @@ class PipeFusionRun:
         self._sequence.finish()
 
 
+class _Announced(NamedTuple):
+    """A message to come: the turn in which it is made, and the shapes of its tensors."""
+
+    turn: int
+    shapes: list[TensorShape]
+
+
 @dataclass
 class _Inbox:
     """Messages of one kind from one rank, in order; a receive is posted one message ahead.
@@ -330,23 +344,34 @@ class _Inbox:
     kind: MessageKind
 
     def __post_init__(self) -> None:
-        self._to_come: Iterator[list[TensorShape]] = iter(())
-        self._posted: deque[tuple[list[TensorShape], Incoming]] = deque()
+        self._to_come: Iterator[_Announced] = iter(())
+        self._posted: deque[tuple[_Announced, Incoming]] = deque()
 
-    def expect(self, shapes: Iterable[list[TensorShape]]) -> None:
-        """Announces further messages by the shapes of the tensors in each."""
-        self._to_come = itertools.chain(self._to_come, shapes)
+    def expect(self, messages: Iterable[_Announced]) -> None:
+        """Announces further messages."""
+        self._to_come = itertools.chain(self._to_come, messages)
         if not self._posted:
             self._post()
 
     def take(self) -> tuple[list[TensorShape], Tensor]:
         """Waits for the next message, having posted the receive of the one after it."""
-        shapes, incoming = self._posted.popleft()
-        self._post()
-        return shapes, incoming.wait()
+        message, incoming = self._posted.popleft()
+        if not self._posted:
+            self._post()
+        return message.shapes, incoming.wait()
 
-    def _post(self) -> None:
-        shapes = next(self._to_come, None)
-        if shapes is not None:
-            incoming = self.links.receive(packed_shape(shapes), self.source, self.kind)
-            self._posted.append((shapes, incoming))
+    def begin_upto(self, turn: int) -> None:
+        """Begins the receives of all messages that are made up to a turn."""
+        while self._posted and self._posted[-1][0].turn < turn and self._post():
+            pass
+        for message, incoming in self._posted:
+            if message.turn <= turn:
+                incoming.begin()
+
+    def _post(self) -> bool:
+        message = next(self._to_come, None)
+        if message is None:
+            return False
+        incoming = self.links.receive(packed_shape(message.shapes), self.source, self.kind)
+        self._posted.append((message, incoming))
+        return True

@@ -1,6 +1,8 @@
 """Training and sampling where communicators and order are those of NCCL; see `tests/nccl_like.py`."""
 
 import pytest
+import torch
+from torch import nn
 
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.nccl_like import pretend_nccl
@@ -27,4 +29,48 @@ def test_training_needs_no_tags_and_no_order_of_first_messages(world_size, strat
     expected = reference(settings, 2)
     settings.strategy = {"num_microbatches": 2, "process_group_backend": "nccl", **strategy}
     outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, 1e-10)
+
+
+class _WaitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, device):
+        ctx.device = device
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.device.synchronize()
+        return gradient, None
+
+
+def fit_while_waiting_for_devices(rank, settings, world_size):
+    device, forward = pretend_nccl(), nn.LayerNorm.forward
+
+    def waiting(layer, x):
+        device.synchronize()
+        return forward(layer, _WaitsInBackward.apply(x, device))
+
+    nn.LayerNorm.forward = waiting
+    outcome = fit(rank, settings, world_size)
+    assert device.num_waits > 0
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (2, {"num_stages": 2, "num_microbatches": 4}),
+        (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
+        pytest.param(3, {"num_stages": 3, "num_microbatches": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_may_wait_for_the_whole_device(world_size, strategy):
+    """History: receives began before what they depend on. The first rank waited in its first forward, for
+    memory that cuDNN's benchmark gave back, for the gradient of the activation it was about to compute.
+    """
+    settings = Settings(trainer={"max_steps": 2, "max_epochs": -1}, data={"batch_size": 4})
+    expected = reference(settings, 4)
+    settings.strategy = {"process_group_backend": "nccl", "timeout_s": 8, **strategy}
+    outcomes = run_ranks(fit_while_waiting_for_devices, world_size, settings, world_size)
     assert_equal_runs(outcomes, expected, 1e-10)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_diffpipe.clock import HostClock
+from lightning_diffpipe.clock import CudaClock, HostClock
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
@@ -41,7 +41,7 @@ class FakeClock:
     def stamp(self):
         return self.now_s
 
-    def settle(self):
+    def wait_for(self, stamp):
         pass
 
     def is_past(self, stamp):
@@ -57,13 +57,13 @@ class FakeClock:
 class FakeDeviceClock(FakeClock):
     """Knows times of a GPU only when it has waited for it."""
 
-    settled_s = 0.0
+    past_s = 0.0
 
-    def settle(self):
-        self.settled_s = self.now_s
+    def wait_for(self, stamp):
+        self.past_s = max(self.past_s, stamp)
 
     def is_past(self, stamp):
-        return stamp <= self.settled_s
+        return stamp <= self.past_s
 
     def seconds(self, start, stop):
         assert self.is_past(stop)
@@ -210,19 +210,39 @@ def test_layers_and_waits_are_averaged():
     assert pace.expected_s("vae") == budgets.expected_s(WAIT) == pytest.approx(1.3)
 
 
-def test_what_lies_between_steps_is_timed_on_the_device(monkeypatch):
+def test_what_lies_between_steps_is_timed_on_the_device():
     """History: a GPU's own work counted as time between steps, as the host had gone on long before."""
-    clock, settled = FakeClock(), []
+    clock = FakeDeviceClock()
     earlier = Recording(1, clock)
     clock.now_s = 107.0
     earlier.add(Forward(1, 0), 100.0)
     clock.now_s = 109.0
     later = Recording(1, clock)
     assert later.begins_after_s(earlier) == pytest.approx(2)
-    monkeypatch.setattr(clock, "is_past", lambda stamp: False)
-    monkeypatch.setattr(clock, "settle", lambda: settled.append(True))
-    assert later.begins_after_s(earlier) == pytest.approx(2)
-    assert settled == [True]
+
+
+def test_a_step_waits_for_points_of_its_stream_and_never_for_the_device(monkeypatch):
+    """History: asked for the time in the middle of a step, a GPU was waited for with all messages under way."""
+    clock = CudaClock(torch.device("cuda"))
+    passed, now = [], itertools.count()
+
+    class Event:
+        def __init__(self):
+            self.at_s = next(now)
+
+        def synchronize(self):
+            passed.append(self)
+
+        def elapsed_time(self, later):
+            assert later.at_s <= passed[-1].at_s
+            return 1e3 * (later.at_s - self.at_s)
+
+    monkeypatch.setattr(clock, "stamp", Event)
+    monkeypatch.setattr(clock, "settle", lambda: pytest.fail("waits for the device"))
+    recording = Recording(1, clock)
+    recording.add(Forward(1, 0), recording.stamp())
+    assert recording.compute_s == pytest.approx(1)
+    assert Recording(1, clock).begins_after_s(recording) == pytest.approx(1)
 
 
 def test_a_recording_tells_where_frozen_work_ran():
@@ -431,11 +451,25 @@ def test_a_fingerprint_of_a_batch_on_host_and_device_waits_for_neither(late_valu
     assert ComingBy.num_waits == 2
 
 
+def batches_ahead(filling, backend):
+    layout = Layout(2, Placement.of_replicas([1, 1]))
+    mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
+    return BatchesAhead(filling, SimpleNamespace(mesh=mesh), HostClock())
+
+
+def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
+    """History: over NCCL every message seemed to be there, and a GPU was asked for the time in front of a
+    message that it would not get: with three stages nobody went on.
+    """
+    with pytest.raises(ConfigurationError, match=r"over NCCL.*use mode='planned' or None"):
+        batches_ahead(Filling(mode="opportunistic"), "nccl")
+    for mode, backend in [("opportunistic", "gloo"), ("planned", "nccl"), (None, "nccl")]:
+        batches_ahead(Filling(mode=mode), backend)
+
+
 def ahead_of(batches):
     """Three batches that were prepared; nothing is frozen in them."""
-    layout = Layout(2, Placement.of_replicas([1, 1]))
-    mesh = SimpleNamespace(backend="gloo", layout=layout, gathered=lambda numbers: [numbers] * 2)
-    ahead = BatchesAhead(Filling(), SimpleNamespace(mesh=mesh), HostClock())
+    ahead = batches_ahead(Filling(), "gloo")
     for number, batch in enumerate(batches):
         ahead._prepared.append(_Prepared(number, Fingerprint.of(batch), f"step {number}"))
     return ahead

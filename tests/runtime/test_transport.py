@@ -7,6 +7,7 @@ tensors, as gloo's do, and fail where a real wait would block.
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
-from lightning_diffpipe.runtime import transport
+from lightning_diffpipe.runtime import streams, transport
 from lightning_diffpipe.runtime.engine import _delivered
-from lightning_diffpipe.runtime.transport import P2PTransport
+from lightning_diffpipe.runtime.transport import MessageKey, P2PTransport
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
 from tests.runtime.loopback import Loopback
 
@@ -188,3 +189,56 @@ def test_encodings_that_were_joined_are_not_kept_as_they_were_sent_as_well(wire,
     pipeline.close()
     assert all(len(exchanged) for exchanged in wire.exchanged.values())
     assert held == [0] * 4
+
+
+class Stream:
+    """Stands for a stream of a GPU; notes what is asked of it."""
+
+    def __init__(self, notes: list[str], name: str) -> None:
+        self.notes, self.name = notes, name
+
+    def record_event(self):
+        self.notes.append(f"{self.name} stamps")
+        return self.name
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def __enter__(self):
+        self.notes.append(f"in {self.name}")
+
+    def __exit__(self, *error):
+        self.notes.append("out")
+
+
+def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkeypatch):
+    """History: it began when it was posted, and occupied the device before what it depends on. In the stream that
+    computes it would now begin behind everything that was computed since.
+    """
+    notes: list[str] = []
+    cuda = SimpleNamespace(
+        current_stream=lambda device: Stream(notes, "compute"),
+        Stream=lambda device: Stream(notes, "side"),
+        stream=lambda stream: stream,
+    )
+    work = SimpleNamespace(wait=lambda: notes.append("waited"))
+    dist = SimpleNamespace(irecv=lambda *_, **__: notes.append("begins") or work)
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(transport, "dist", dist)
+    mesh = SimpleNamespace(
+        timeout_s=1.0, backend="nccl", device=SimpleNamespace(type="cuda"), local_rank=1,
+        messages={(0, 1): None}, world_rank=lambda position: position,
+    )  # fmt: skip
+    keys = [MessageKey("activation", 1, microbatch) for microbatch in range(2)]
+    ranks_own = P2PTransport(mesh, 2, due={Backward(1, 0): keys[:1]})
+    for key in keys:
+        ranks_own.receive(key, SimpleNamespace(is_cuda=True, device="cuda"), 0)
+    assert notes == ["compute stamps"] * 2
+    ranks_own.come_to(Forward(1, 0))
+    assert notes == ["compute stamps"] * 2
+    begins = ["side waits for compute", "in side", "begins", "out"]
+    ranks_own.come_to(Backward(1, 0))
+    assert notes[2:] == begins
+    ranks_own.wait(keys[0])
+    ranks_own.wait(keys[1])  # nobody said where it is due
+    assert notes[6:] == ["waited", *begins, "waited"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.links import TensorShape, exchange, start_all_gather
+from lightning_diffpipe.sampling import links as links_module
+from lightning_diffpipe.sampling.links import (
+    ProcessLinks,
+    TensorShape,
+    exchange,
+    start_all_gather,
+)
 from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.message import look_into, pack, packed_shape, unpack
 
@@ -135,3 +143,64 @@ def test_messages_of_several_types_have_no_padding():
     for found in (unpack(message, shapes), look_into(message, shapes)):
         for x, y in zip(tensors, found, strict=True):
             assert torch.equal(x, y)
+
+
+class Wires:
+    """Stands for `torch.distributed` on the first of three ranks; notes what begins where."""
+
+    def __init__(self):
+        self.begun = []
+
+    def get_rank(self):
+        return 0
+
+    def isend(self, tensor, dst, group, tag=0):
+        self.begun.append(("isend", dst, group))
+        return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+    def irecv(self, tensor, src, group, tag=0):
+        self.begun.append(("irecv", src, group))
+        return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+    def P2POp(self, operation, tensor, peer, group):
+        return operation.__name__, peer, group
+
+    def batch_isend_irecv(self, operations):
+        self.begun.append(operations)
+        return [SimpleNamespace(wait=lambda: True, is_completed=lambda: True)]
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Links of the first of three ranks over NCCL, and what begins."""
+    wires = Wires()
+    monkeypatch.setattr(links_module, "dist", wires)
+    edges = {(a, b): f"{a}>{b}" for a, b in itertools.permutations(range(3), 2)}
+    cpu = torch.device("cpu")
+    return ProcessLinks(range(3), cpu, "nccl", 1.0, edges, "control", "all"), wires.begun
+
+
+def test_over_nccl_what_all_do_at_once_is_one_operation_in_one_communicator(nccl):
+    """History: one communicator for each edge, of which a GPU has to run many at a time and has no queues for."""
+    links, begun = nccl
+    shape = TensorShape((2,), torch.float32)
+    parts = start_all_gather(links, torch.zeros(2), [shape] * 3, "key_value")
+    whole = [("isend", 1, "all"), ("isend", 2, "all"), ("irecv", 1, "all"), ("irecv", 2, "all")]
+    assert begun == [whole]
+    assert [len(part) for part in parts()] == [2, 2, 2]
+    assert links.traffic.messages_sent == {"key_value": 2}
+    assert links.traffic.bytes_sent == {"key_value": 16}
+    assert links.traffic.bytes_received == {"key_value": 16}
+
+
+def test_over_nccl_receives_begin_when_they_are_waited_for_in_the_order_of_their_edge(nccl):
+    links, begun = nccl
+    shape = TensorShape((2,), torch.float32)
+    first, second, other = (links.receive(shape, source, "hidden") for source in (1, 1, 2))
+    assert begun == []
+    second.wait()
+    assert begun == [("irecv", 1, "1>0")] * 2
+    first.wait()
+    other.begin()
+    other.wait()
+    assert begun == [*[("irecv", 1, "1>0")] * 2, ("irecv", 2, "2>0")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.links import ProcessLinks
@@ -20,9 +21,22 @@ PATCHES = {"num_patches": 4, "warmup_steps": "auto", "settled": 0.5, "verify": F
 BANDS = {"warmup_steps": 1, "group_norm": "corrected"}
 
 
-def sample_all(rank):
-    pretend_nccl()
-    links = ProcessLinks.connect([[0, 1]], CPU, "nccl", timeout_s=20)
+def wait_for_device_in_layers(device):
+    """From now on every linear layer first waits for the whole device."""
+    forward = nn.Linear.forward
+
+    def waiting(layer, x):
+        device.synchronize()
+        return forward(layer, x)
+
+    nn.Linear.forward = waiting
+
+
+def sample_all(rank, waits):
+    device = pretend_nccl()
+    if waits:
+        wait_for_device_in_layers(device)
+    links = ProcessLinks.connect([[0, 1]], CPU, "nccl", timeout_s=8)
     tiny = build("sd3")
     pipefusion = PipeFusion(tiny.model, links, axis=tiny.axis, **PATCHES)
     drawn = [pipefusion.sample(request_for("sd3", tiny=tiny))]
@@ -32,17 +46,21 @@ def sample_all(rank):
         tiny = build("sd3")
         sampler = SequenceParallel(tiny.model, links, mode=mode, verify=False)
         drawn.append(sampler.sample(request_for("sd3", tiny=tiny)))
+    assert bool(device.num_waits) == waits
     return drawn
 
 
-def test_samplers_need_no_tags_and_no_order_of_first_messages():
-    """History: both ranks of a pair first received, and on NCCL neither call returned."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_samplers_need_no_tags_and_no_order_of_first_messages(waits):
+    """History: both ranks of a pair first received, and on NCCL neither call returned. Later a layer that waited
+    for the whole device, as for memory, waited for latents that followed from what it was computing.
+    """
     tiny = build("sd3")
     serial = sample_plainly(request_for("sd3"))
     patches = PipeFusion(tiny.model, axis=tiny.axis, **PATCHES).sample(
         request_for("sd3", tiny=tiny)
     )
     bands, _ = emulate(banded.request_for("sd", num_steps=3), 2, **BANDS)
-    for drawn in run_ranks(sample_all, 2):
+    for drawn in run_ranks(sample_all, 2, waits):
         for latents, expected in zip(drawn, [patches, bands, serial, serial], strict=True):
             torch.testing.assert_close(latents, expected, rtol=1e-10, atol=1e-10)

@@ -185,11 +185,7 @@ class Exchange:
     def _now(
         self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes
     ) -> dict[int, Tensor]:
-        incoming = {
-            peer: self._links.receive(shape, peer, kind) for peer, shape in expected.items()
-        }
-        for peer, tensor in outgoing.items():
-            self._links.send(tensor, peer, kind)
+        incoming = self._links.start_exchange(outgoing, expected, kind)
         with self._stopwatch.waiting():
             return {peer: posted.wait() for peer, posted in incoming.items()}
 
@@ -210,17 +206,22 @@ class Exchange:
     def _send(self, kind: MessageKind, dtype: torch.dtype) -> None:
         """Sends a range, and posts the receives of the same range of the others."""
         group = self._ranges.pop((kind, dtype))
-        for peer, calls in group.expected.items():
-            sizes = [torch.Size(shape.shape).numel() for _, shape in calls]
-            incoming = self._links.receive(TensorShape((sum(sizes),), dtype), peer, kind)
-            message = _Message(incoming, self._stopwatch)
-            for i, (stale, shape) in enumerate(calls):
-                stale.parts[peer] = (message, sum(sizes[:i]), shape)
+        sizes = {
+            peer: [torch.Size(shape.shape).numel() for _, shape in calls]
+            for peer, calls in group.expected.items()
+        }
+        expected = {peer: TensorShape((sum(of_peer),), dtype) for peer, of_peer in sizes.items()}
         joined: dict[
             tuple[int, ...], Tensor
         ] = {}  # all peers get the same keys, values and moments
+        outgoing = {}
         for peer, tensors in group.outgoing.items():
             parts = tuple(map(id, tensors))
             if parts not in joined:
                 joined[parts] = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self._links.send(joined[parts], peer, kind)
+            outgoing[peer] = joined[parts]
+        incoming = self._links.start_exchange(outgoing, expected, kind)
+        for peer, calls in group.expected.items():
+            message = _Message(incoming[peer], self._stopwatch)
+            for i, (stale, shape) in enumerate(calls):
+                stale.parts[peer] = (message, sum(sizes[peer][:i]), shape)

@@ -1,0 +1,109 @@
+"""Where receives begin on devices: hosts that wait for their devices anywhere never wait for each other."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from lightning_diffpipe.planning.instruction import Receive, Send, Wait
+from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.receiving import num_posted_ahead, receives_due
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.interleaved import interleaved
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+
+from .sizes import ALL, placement_of
+
+# Self-conditioning can be planned, and not be run.
+RUNNABLE = [name for name in SCHEDULES if name != "self_conditioning"]
+INTERLEAVED = [(R, v, R * k) for R in range(1, 7) for v in (2, 3, 4) for k in (1, 2, 3, 5)]
+
+
+def schedules(name):
+    if name == "interleaved":
+        return [interleaved(*size) for size in INTERLEAVED]
+    return [SCHEDULES[name](placement_of(size), M) for size, M in ALL]
+
+
+def message(i):
+    return i.kind, i.stage, i.microbatch
+
+
+def stuck_at(lowered, due):
+    """What ranks stand at for ever if hosts wait for their devices in front of every instruction.
+
+    A message is over when it is sent and its receive has begun; till then both devices are occupied.
+    """
+    sent, begun = set(), set()
+    positions = [0] * lowered.num_ranks
+    occupied = [set() for _ in positions]
+
+    def advance(rank):
+        instruction = lowered.programs[rank][positions[rank]]
+        for receive in due[rank].get(instruction, ()):
+            if message(receive) not in begun:
+                begun.add(message(receive))
+                occupied[rank].add(message(receive))
+        if any(m not in sent or m not in begun for m in occupied[rank]):
+            return False
+        occupied[rank].clear()
+        if isinstance(instruction, Send):
+            sent.add(message(instruction))
+            occupied[rank].add(message(instruction))
+        assert not isinstance(instruction, Wait) or message(instruction) in begun
+        positions[rank] += 1
+        return True
+
+    def running():
+        return [r for r, program in enumerate(lowered.programs) if positions[r] < len(program)]
+
+    for _ in range(2 * sum(map(len, lowered.programs))):  # beginning a receive is progress, too
+        for rank in running():
+            while positions[rank] < len(lowered.programs[rank]) and advance(rank):
+                pass
+        if not running():
+            break
+    return [str(lowered.programs[rank][positions[rank]]) for rank in running()]
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved"])
+def test_any_rank_may_wait_for_its_device_anywhere(name):
+    """History: receives began where they are posted, before what they depend on; see the test below."""
+    for schedule in schedules(name):
+        lowered = lower(schedule, num_ahead=num_posted_ahead(schedule.placement))
+        assert stuck_at(lowered, receives_due(lowered)) == []
+
+
+def test_receives_that_begin_when_they_are_posted_hang():
+    lowered = lower(one_f_one_b(2, 2))
+    at_once = [
+        {behind: [i] for i, behind in pairwise(program) if isinstance(i, Receive)}
+        for program in lowered.programs
+    ]
+    assert stuck_at(lowered, at_once) == ["0F0", "1a0?0"]
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved"])
+def test_every_receive_begins_once_in_the_order_of_the_sends(name):
+    for schedule in schedules(name):
+        lowered = lower(schedule, num_ahead=num_posted_ahead(schedule.placement))
+        sent, begun = defaultdict(list), defaultdict(list)
+        for rank, (program, due) in enumerate(
+            zip(lowered.programs, receives_due(lowered), strict=True)
+        ):
+            place = {instruction: k for k, instruction in enumerate(program)}
+            for instruction in program:
+                for receive in due.get(instruction, ()):
+                    assert place[receive] < place[instruction]  # its buffer is there
+                    begun[receive.from_rank, rank].append(message(receive))
+                if isinstance(instruction, Send):
+                    sent[rank, instruction.to_rank].append(message(instruction))
+        assert sent == begun
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_one_stage_on_each_rank_receives_in_front_of_the_wait(name):
+    """As late as it can: nothing is occupied for longer than it has to."""
+    for schedule in schedules(name):
+        for due in receives_due(lower(schedule)):
+            assert all(isinstance(at, Wait) for at in due)
