@@ -8,6 +8,7 @@
     (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
+    (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
@@ -33,6 +34,7 @@ from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned
+from lightning_diffpipe.lockstep import LockStep
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -139,6 +141,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
+        self._lock_step: LockStep | None = None
         self._accumulating = False
         self._failed = self._wants_example = False
         self._clip_grad_by_norm: Any = None
@@ -203,6 +206,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
+        if self.world_size > 1:
+            self._lock_step = LockStep(trainer, self.pipeline.mesh)
         self._hide_example_input(module)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
@@ -413,9 +418,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     # ---------------------------------------------------------------------------------- the end
 
     def on_train_end(self) -> None:
-        """Looks at the last step, behind which none comes that would."""
+        """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
         if self.pipeline is not None:
             self.pipeline.watch.finish()
+        if self._lock_step is not None:
+            self._lock_step.stop_together(last=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing collective may follow: other ranks may be gone."""
@@ -431,9 +438,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             assert self.lightning_module is not None
             self.lightning_module.example_input_array = self._example_input
             self._example_input = None
-        if self.transfer is not None:
-            self.transfer.uninstall()
-        self.upcoming, self.transfer, self._gradients = [], None, None
+        for replacement in (self.transfer, self._lock_step):
+            if replacement is not None:
+                replacement.uninstall()
+        self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)
