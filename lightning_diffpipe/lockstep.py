@@ -1,9 +1,10 @@
 """What Lightning decides on each rank by itself between two steps, decided by all ranks together.
 
     stop on SIGTERM          Lightning broadcasts rank 0's flag over the default group, on NCCL by way of the device
+    val_check_interval="..." each rank looks at a clock of its own, and begins to validate behind another batch
 
-Ranks of a pipeline that stop behind different batches wait for each other's messages. So a signal is
-noted only, wherever it finds a rank, and told in front of the next batch.
+Ranks of a pipeline that stop or validate behind different batches wait for each other's messages. So a signal is
+noted only, wherever it finds a rank, and told in front of the next batch; the time is that of rank 0's clock.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class LockStep:
         ]
         loop._broadcast_sigterm_tensor = self.stop_together
         self._signals._sigterm_notifier_fn = self._note_signal
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            own = loop._should_check_val_fx
+            loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
+            self._replaced.append((loop, "_should_check_val_fx"))
 
     def stop_together(self, last: bool = False) -> None:
         """Ends training if any rank was told to stop; every rank calls it in front of each batch.

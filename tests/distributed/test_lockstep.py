@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import lightning as L
 import pytest
@@ -137,3 +138,32 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_batch(tmp_path, world_siz
 def test_a_signal_in_the_last_step_is_not_lost(tmp_path):
     results = run_ranks(fit_until_signalled, 2, 2, 1, 7, str(tmp_path))
     assert {ended_by for ended_by, _ in results} == {"SIGTERMException"}
+
+
+class Drifts(L.Callback):
+    """The clock of rank 1 is late, so that it would validate batches after rank 0."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 0:
+            trainer._last_val_time = time.monotonic() + 0.25 * trainer.global_rank
+        time.sleep(0.1)
+
+    def on_validation_start(self, trainer, module):
+        self.batches.append(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def validate_by_time(rank):
+    callback = Drifts()
+    trainer = fit(2, callback, max_epochs=1, val_check_interval={"milliseconds": 450})
+    assert "_should_check_val_fx" not in vars(trainer.fit_loop.epoch_loop)
+    return callback.batches
+
+
+def test_validation_by_time_begins_behind_the_same_batch_on_all_ranks():
+    """History: each rank looked at its own clock; one validated while the other trained, until `timeout_s`."""
+    first, second = run_ranks(validate_by_time, 2)
+    assert first == second
+    assert first
