@@ -45,6 +45,7 @@ from lightning_diffpipe.refusals import (
     refuse_averages,
     refuse_optimizers,
     refuse_unsupported,
+    warn_of_outputs,
 )
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
@@ -143,7 +144,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._gradients: GradientsAside | None = None
         self._lock_step: LockStep | None = None
         self._accumulating = False
-        self._failed = self._wants_example = False
+        self._failed = self._wants_example = self._told_of_outputs = False
         self._clip_grad_by_norm: Any = None
         self._example_input: Any = None
 
@@ -173,7 +174,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._failed = False
+            self._failed = self._told_of_outputs = False
             self.stop_requeueing()
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
@@ -237,7 +238,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
         with self.precision_plugin.train_step_context():
-            return module.training_step(batch, *(arguments or self._arguments))
+            out = module.training_step(batch, *(arguments or self._arguments))
+        if self.pipeline is None and not self._told_of_outputs:  # it is being probed
+            self._told_of_outputs = warn_of_outputs(out)
+        return out
 
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
