@@ -17,8 +17,8 @@ from tests.ranks import RankError, run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def fit(world_size, callback, num_stages=2, **options):
-    strategy = quick_strategy(num_stages=num_stages, num_microbatches=2)
+def fit(world_size, callback, **options):
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
     trainer = quiet_trainer(
         devices=world_size, strategy=strategy, callbacks=[callback], **{"max_epochs": 2, **options}
     )
@@ -98,7 +98,7 @@ class Signalled(L.Callback):
     """One rank gets SIGTERM while it trains."""
 
     def __init__(self, rank, batch=2):
-        self.rank, self.batch, self.num_batches, self.hooks = rank, batch, 0, []
+        self.rank, self.batch, self.num_batches = rank, batch, 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.num_batches += 1
@@ -110,11 +110,11 @@ class Signalled(L.Callback):
         trainer.save_checkpoint(trainer.default_root_dir + "/stopped.ckpt")
 
 
-def fit_until_signalled(rank, world_size, signalled, batch, folder):
+def fit_until_signalled(rank, world_size, signalled, batch, folder, max_epochs=2):
     before = signal.getsignal(signal.SIGTERM)
     callback, ended_by = Signalled(signalled, batch), None
     try:
-        fit(world_size, callback, default_root_dir=folder)
+        fit(world_size, callback, default_root_dir=folder, max_epochs=max_epochs)
     except SIGTERMException as error:
         ended_by = type(error).__name__
     assert signal.getsignal(signal.SIGTERM) == before
@@ -135,9 +135,13 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_batch(tmp_path, world_siz
     assert (tmp_path / "stopped.ckpt").exists()
 
 
-def test_a_signal_in_the_last_step_is_not_lost(tmp_path):
-    results = run_ranks(fit_until_signalled, 2, 2, 1, 7, str(tmp_path))
-    assert {ended_by for ended_by, _ in results} == {"SIGTERMException"}
+@pytest.mark.parametrize(("world_size", "last"), [(2, 7), (4, 3)])
+def test_a_signal_in_the_last_step_is_not_lost(tmp_path, world_size, last):
+    """It reaches rank 0 at once, also by way of the first rank of another pipeline."""
+    results = run_ranks(
+        fit_until_signalled, world_size, world_size, world_size - 1, last, str(tmp_path), 1
+    )
+    assert results == [("SIGTERMException", last + 1)] * world_size
 
 
 class Drifts(L.Callback):
