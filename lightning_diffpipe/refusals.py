@@ -233,3 +233,22 @@ def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
                 "no pipeline can be cut from it. Compile its blocks instead: "
                 f"`for block in {layer.name.removesuffix('._orig_mod')}.<blocks>: block.compile()`"
             )
+
+
+def warn_of_outputs(out: Any) -> bool:
+    """Warns if a step returns more than its loss, which callbacks may be waiting for.
+
+    Args:
+        out: What `training_step` returned.
+
+    Returns:
+        Whether it did.
+    """
+    further = [str(key) for key in out if key != "loss"] if isinstance(out, Mapping) else []
+    if further:
+        rank_zero_warn(
+            f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "
+            "step: the rest is of a microbatch, and on one stage. Callbacks get {'loss': ...} as outputs; log what "
+            "they need"
+        )
+    return bool(further)

@@ -8,6 +8,7 @@
     (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
+    (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
@@ -34,6 +35,7 @@ from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
+from lightning_diffpipe.lockstep import LockStep
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -44,6 +46,7 @@ from lightning_diffpipe.refusals import (
     refuse_averages,
     refuse_optimizers,
     refuse_unsupported,
+    warn_of_outputs,
 )
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
@@ -140,8 +143,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
+        self._lock_step: LockStep | None = None
         self._accumulating = False
-        self._failed = self._wants_example = False
+        self._failed = self._wants_example = self._told_of_outputs = False
         self._clip_grad_by_norm: Any = None
         self._example_input: Any = None
 
@@ -173,7 +177,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._failed = False
+            self._failed = self._told_of_outputs = False
             self.stop_requeueing()
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
@@ -208,6 +212,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
+        if self.world_size > 1:
+            self._lock_step = LockStep(trainer, self.pipeline.mesh)
         self._hide_example_input(module)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
@@ -237,7 +243,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
         with self.precision_plugin.train_step_context():
-            return module.training_step(batch, *(arguments or self._arguments))
+            out = module.training_step(batch, *(arguments or self._arguments))
+        if self.pipeline is None and not self._told_of_outputs:  # it is being probed
+            self._told_of_outputs = warn_of_outputs(out)
+        return out
 
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
@@ -420,9 +429,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     # ---------------------------------------------------------------------------------- the end
 
     def on_train_end(self) -> None:
-        """Looks at the last step, behind which none comes that would."""
+        """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
         if self.pipeline is not None:
             self.pipeline.watch.finish()
+        if self._lock_step is not None:
+            self._lock_step.stop_together(last=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing collective may follow: other ranks may be gone."""
@@ -438,9 +449,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             assert self.lightning_module is not None
             self.lightning_module.example_input_array = self._example_input
             self._example_input = None
-        if self.transfer is not None:
-            self.transfer.uninstall()
-        self.upcoming, self.transfer, self._gradients = [], None, None
+        for replacement in (self.transfer, self._lock_step):
+            if replacement is not None:
+                replacement.uninstall()
+        self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)

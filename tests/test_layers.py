@@ -25,7 +25,7 @@ ALLOWED = {
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
        "example_batch", "verification", "step_watch", "demo", "transfer", "checkpointing", "processes",
-       "model_sources", "__init__"}  # fmt: skip
+       "model_sources", "lockstep", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
@@ -54,6 +54,7 @@ DISTRIBUTED = {
     "relay",
     "links",
     "gathering",
+    "agreement",
 }
 
 

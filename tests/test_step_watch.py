@@ -174,13 +174,18 @@ def test_the_last_step_is_looked_at_too(late):
     watch.finish()
 
 
-def test_looking_behind_a_validation_finds_the_step_as_it_was(late):
-    """Flags are off then, and nothing gets gradients."""
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_looking_behind_a_validation_finds_the_step_as_it_was(late, without_gradients):
+    """Flags are off then, and nothing gets gradients.
+
+    History: in inference mode, which Lightning validates in on NCCL, nothing can turn them on again, and a run
+    whose last loss was NaN ended with "no parameter gets a gradient from the loss" instead of a warning.
+    """
     ranks, module, watch = pipeline()
     ranks.close()
     watch.after_step(result(float("nan")), BATCH, (), 7)
     module.train()
-    with torch.no_grad():
+    with without_gradients():
         watch.finish()
     assert all(part.training for part in module.modules())
 

@@ -127,10 +127,30 @@ class EMA(L.Callback):
 
     def _swap_in(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
+        self._refuse_mixture(weights)
         for name, average in self.averages.items():
             # Exchanging storage keeps the Parameter objects the optimizer knows.
-            self._weights[name] = weights[name].data
-            weights[name].data = average.to(weights[name].dtype)
+            weight = weights[name]
+            self._weights[name] = weight.data
+            weight.data = average.to(weight.device, weight.dtype)
+
+    def _refuse_mixture(self, weights: dict[str, nn.Parameter]) -> None:
+        """Refuses a module that is whole again, of which this rank has averaged its own stage only."""
+        missing = [
+            name
+            for name in self._names
+            if name not in self.averages
+            and (weight := weights.get(name)) is not None
+            and weight.numel() > 1  # of which nobody sees whether it is a placeholder
+            and not _is_placeholder(weight)
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"averages of {len(missing)} of {len(self._names)} weights, e.g. {missing[0]}, are on other ranks, "
+                "so the module would be a mixture of averages and weights. Checkpoints saved while training "
+                "(FinalCheckpoint, ModelCheckpoint) hold all of them: LatentDiffusion.from_checkpoint(path) takes "
+                "them, and so does `diffpipe sample path=...`"
+            )
 
     def _swap_out(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
@@ -140,7 +160,13 @@ class EMA(L.Callback):
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """A context in which the module has the averaged weights."""
+        """A context in which the module has the averaged weights.
+
+        Behind a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
+
+        Raises:
+            ConfigurationError: Some of the averages are on other ranks, but the weights are here.
+        """
         if self._weights:  # validation is under way: they are in place already
             yield
             return

@@ -73,20 +73,39 @@ class SampleImages(L.Callback):
             raise ConfigurationError(
                 f"every_n_steps must be at least 1, or None; got {every_n_steps}"
             )
-        self.prompts = None if prompts is None else list(prompts)
+        self._wish = None if prompts is None else list(prompts)
+        self.prompts = self._wish
         self.every_n_steps = every_n_steps
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
         self.seed = seed
         self._last_step = 0
+        self._restored: list[str] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """One for each of several in a trainer, which draw other prompts or draw otherwise."""
+        return self._generate_state_key(
+            prompts=self._wish,
+            every_n_steps=self.every_n_steps,
+            num_inference_steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            seed=self.seed,
+        )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets what was read for an earlier run; a checkpoint of this one is still to be read."""
+        self._restored = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
 
-        Where this run goes on after a step, that step was drawn when it was done. The validation behind it may
-        still have to come: checkpoints are saved before it, too.
+        A run that goes on draws what it has drawn so far, whatever batch comes first now. Where it goes on after a
+        step, that step was drawn when it was done. The validation behind it may still have to come: checkpoints are
+        saved before it, too.
         """
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
+        self.prompts, self._restored = self._wish or self._restored, None
         if self.prompts is None:
             told = getattr(getattr(trainer, "datamodule", None), "held_back_captions", None)
             own = told(_NUM_CAPTIONS) if told is not None and trainer.is_global_zero else []
@@ -122,6 +141,14 @@ class SampleImages(L.Callback):
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self.every_n_steps is None and fitting:
             self._draw_once(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the captions that were taken of the data; nothing where the user said what to draw."""
+        return {} if self._wish is not None or self.prompts is None else {"prompts": self.prompts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the captions of the run that goes on."""
+        self._restored = state_dict.get("prompts")
 
     def _draw_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step

@@ -76,9 +76,16 @@ class AutoencoderTraining(PartsModule):
         latent = self.vae.encode(image).latent_dist.mode().float()
         reconstruction = self.vae.decode(latent).sample.float().clamp(-1, 1)
         error = ((reconstruction - image) / 2).square().mean()
-        self.log("val/psnr", -10 * error.log10(), prog_bar=True, batch_size=len(image))
+        self.log(
+            "val/psnr", -10 * error.log10(), prog_bar=True, batch_size=len(image), sync_dist=True
+        )
         count = torch.full((), float(latent.numel()), device=latent.device)
         self.latent_moments += torch.stack([count, latent.sum(), latent.square().sum()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Adds up what pipelines side by side, or other ranks, have measured of their shares."""
+        total = self.trainer.strategy.reduce(self.latent_moments.clone(), reduce_op="sum")
+        self.latent_moments.copy_(total)
 
     def save_pretrained(self, path: Any, dtype: torch.dtype | None = None) -> None:
         """Writes the autoencoder, with the measured `scaling_factor` if there was a validation."""

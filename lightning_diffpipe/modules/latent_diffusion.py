@@ -214,7 +214,7 @@ class LatentDiffusion(PartsModule):
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
         generator = torch.Generator(self.device).manual_seed(batch_idx)
         loss = self._loss(latents, tokens, generator)
-        self.log("val/loss", loss, prog_bar=True, batch_size=len(latents))
+        self.log("val/loss", loss, prog_bar=True, batch_size=len(latents), sync_dist=True)
 
     def _loss(
         self, latents: Tensor, tokens: Tokens, generator: torch.Generator | None = None

@@ -378,12 +378,16 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
 
 
 def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[str, Tensor]:
-    """The weights of a checkpoint by name, averaged ones in the place of others if `ema`."""
+    """The weights of a checkpoint by name, averaged ones in the place of others if `ema`.
+
+    Lightning's own weight averaging puts the averages into `state_dict`, and the weights in training elsewhere.
+    """
+    if not ema:
+        return dict(checkpoint.get("current_model_state", checkpoint["state_dict"]))
     weights = dict(checkpoint["state_dict"])
-    if ema:
-        for key, state in checkpoint.get("callbacks", {}).items():
-            if key.startswith("EMA"):
-                weights |= state["averages"]
+    for key, state in checkpoint.get("callbacks", {}).items():
+        if key.startswith("EMA"):
+            weights |= state.get("averages", {})
     return weights
 
 

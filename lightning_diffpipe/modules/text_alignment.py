@@ -126,7 +126,7 @@ class TextAlignment(PartsModule):
         similarities = self._similarities(batch)
         pairs = torch.arange(len(similarities), device=similarities.device)
         right = (similarities.argmax(dim=1) == pairs).float().mean()
-        self.log("val/retrieved", right, prog_bar=True, batch_size=len(pairs))
+        self.log("val/retrieved", right, prog_bar=True, batch_size=len(pairs), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with the schedule of `optimization`."""

@@ -122,6 +122,11 @@ class Mesh:
         return self.layout.pipeline_of(self.rank)
 
     @property
+    def patience_s(self) -> float:
+        """How long ranks wait for each other where one may be busy for long, such as between steps."""
+        return max(self.timeout_s, _PATIENCE_S)
+
+    @property
     def local_rank(self) -> int:
         """Position of this rank in its pipeline."""
         return self.layout.local_rank(self.rank)
@@ -242,7 +247,7 @@ class Mesh:
         return group
 
     def _patient_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        return self._new_group(ranks, "gloo", max(self.timeout_s, _PATIENCE_S))
+        return self._new_group(ranks, "gloo", self.patience_s)
 
     def _new_group(
         self, ranks: Iterable[int], backend: str | None = None, timeout_s: float | None = None

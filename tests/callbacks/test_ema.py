@@ -9,6 +9,15 @@ from torch import nn
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import (
+    Settings,
+    build,
+    quick_strategy,
+    quiet_trainer,
+    weights_of,
+)
+from tests.distributed.tiny import Data
+from tests.ranks import run_ranks
 
 
 class Recorder(L.Callback):
@@ -145,6 +154,36 @@ def test_averages_are_fp32_and_are_swapped_in_as_the_weights_are(tmp_path):
     with ema.averaged(module):
         assert module.layer.weight.equal(average.bfloat16())
     assert module.layer.weight.equal(recorder.trained[-1])
+
+
+def test_averages_follow_a_module_that_has_moved(tmp_path):
+    """History: behind a training on a GPU, averages stayed there, in a module on the host."""
+    ema = EMA(decay=0.3)
+    _, module, _ = fit(tmp_path, ema)
+    module.to("meta")  # another device, which every machine has
+    with ema.averaged(module):
+        assert module.layer.weight.is_meta
+
+
+def use_averages_after_training(rank):
+    ema, module = EMA(decay=0.3), build(Settings())
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[ema])
+    trainer.fit(module, datamodule=Data())  # validates averages on the way
+    before = weights_of(module)
+    refused = pytest.raises(ConfigurationError, match=r"averages of \d+ of \d+ weights, e\.g\. ")
+    with refused, ema.averaged(module):
+        pass
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+    return set(ema.averages)
+
+
+@pytest.mark.distributed
+def test_averages_of_one_stage_are_not_mixed_with_weights_of_others():
+    """History: the module was whole again behind the training, and a mixture was saved without a word."""
+    first, second = run_ranks(use_averages_after_training, 2)
+    assert first - second
+    assert second - first
 
 
 def test_a_checkpoint_written_in_validation_holds_averages_as_averages(tmp_path):

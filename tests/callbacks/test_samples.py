@@ -134,6 +134,23 @@ def test_captions_of_the_data_are_drawn_where_nobody_says_what(tmp_path, held_ba
     assert [captions for *_, captions in logger.images] == [drawn] * 2
 
 
+def test_captions_are_taken_anew_in_every_fit_and_kept_by_a_run_that_goes_on(tmp_path):
+    """History: a callback that was used again drew captions of the data before; a resumed run drew others."""
+    logger, samples = Memory(), SampleImages(every_n_steps=2)
+    for held_back in (["a lighthouse"], ["fog"]):
+        data = Captioned(held_back)
+        trainer = fit(tmp_path, [samples], logger, CaptionedPainter(), data, max_steps=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    # One more callback with other settings, whose state is another one.
+    callbacks = [SampleImages(every_n_steps=2), SampleImages(["a"], every_n_steps=4)]
+    data, resumed = Captioned(["a harbour"]), {"ckpt_path": tmp_path / "half.ckpt", "max_steps": 4}
+    fit(tmp_path, callbacks, logger, CaptionedPainter(), data, **resumed)
+    drawn = [(step, captions) for _, _, step, captions in logger.images]
+    assert drawn == [(2, ["a lighthouse"]), (2, ["fog"]), (4, ["fog"]), (4, ["a"])]
+    fit(tmp_path, callbacks[:1], logger, CaptionedPainter(), data, max_steps=2)
+    assert logger.images[-1][-1] == ["a harbour"]
+
+
 def test_data_without_captions_needs_prompts(tmp_path):
     with pytest.raises(ConfigurationError, match=r"batches have no 'caption'; say what to draw"):
         fit(tmp_path, [SampleImages()], False)

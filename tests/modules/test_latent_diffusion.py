@@ -2,9 +2,11 @@ import json
 from unittest import mock
 
 import diffusers
+import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
@@ -290,6 +292,26 @@ def test_a_checkpoint_alone_rebuilds_the_model(make_model, batch, tmp_path):
     for name, value in model.state_dict().items():
         assert value.equal(again.state_dict()[name]), name
     assert again.tokenizer.model_max_length == 24
+
+
+def test_a_checkpoint_of_lightnings_own_averaging_is_read(make_model, batch, tmp_path):
+    """History: its callback is called EMA..., too, and a KeyError was raised in place of our averages."""
+    averaging = EMAWeightAveraging(decay=0.5)
+    model, seen = make_model(), {}
+
+    class Notes(L.Callback):
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+            seen[False] = {name: p.detach().clone() for name, p in module.named_parameters()}
+            averages = averaging._average_model.module.named_parameters()
+            seen[True] = {name: p.detach().clone() for name, p in averages}
+
+    # Before the averages take the place of the weights, at the end.
+    fit(model, batch, tmp_path, callbacks=[Notes(), averaging])
+    assert any(not value.equal(seen[True][name]) for name, value in seen[False].items())
+    for ema, expected in seen.items():
+        again = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt", ema=ema)
+        assert all(p.equal(expected[name]) for name, p in again.named_parameters())
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path):

@@ -7,7 +7,9 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import AutoencoderTraining, Optimization, TextAlignment
 from lightning_diffpipe.modules.text_alignment import look_at_neighbours
+from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.modules.tiny_parts import fit, tiny_text_encoder, tiny_tokenizer, tiny_vae
+from tests.ranks import run_ranks
 
 
 def fit_and_validate(module, batch, folder, steps):
@@ -50,6 +52,27 @@ def test_the_scaling_factor_travels_in_the_checkpoint(batch, tmp_path):
         for name in ("direct", "again")
     ]
     assert factors[0] == factors[1] != 0.7
+
+
+def validate_while_training(rank, world_size, distributed):
+    """Trains an epoch that changes nothing, and validates six pictures."""
+    torch.manual_seed(0)
+    pictures = [{"image": picture} for picture in torch.rand(6, 3, 8, 8) * 2 - 1]
+    module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=0.0))
+    trainer = quiet_trainer(use_distributed_sampler=True, **distributed)
+    trainer.fit(module, DataLoader(pictures, batch_size=2), DataLoader(pictures, batch_size=1))
+    return float(trainer.callback_metrics["val/psnr"]), module.latent_moments.tolist()
+
+
+@pytest.mark.distributed
+def test_pipelines_side_by_side_validate_as_one_process_does():
+    """History: each logged its own share; early stopping differed, and the scaling factor was of the first's."""
+    psnr, moments = validate_while_training(0, 1, {})
+    strategy = quick_strategy(num_stages=1, num_replicas=1, num_microbatches=1)
+    distributed = {"devices": 2, "strategy": strategy}
+    for found in run_ranks(validate_while_training, 2, 2, distributed):
+        assert found[0] == pytest.approx(psnr, rel=1e-5)
+        assert found[1] == pytest.approx(moments, rel=1e-5)
 
 
 @pytest.mark.slow

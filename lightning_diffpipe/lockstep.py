@@ -1,0 +1,73 @@
+"""What Lightning decides on each rank by itself between two steps, decided by all ranks together.
+
+    stop on SIGTERM          Lightning broadcasts rank 0's flag over the default group, on NCCL by way of the device
+    val_check_interval="..." each rank looks at a clock of its own, and begins to validate behind another batch
+
+Ranks of a pipeline that stop or validate behind different batches wait for each other's messages. So a signal is
+noted only, wherever it finds a rank, and told in front of the next batch; the time is that of rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_diffpipe.runtime.agreement import Agreement
+from lightning_diffpipe.runtime.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+
+
+class LockStep:
+    """Takes the place of Lightning's own decisions while a trainer fits, until `uninstall`.
+
+    Args:
+        trainer: Before it registers its signal handlers.
+        mesh: This rank's groups.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh) -> None:
+        self._trainer, self._agreement = trainer, Agreement(mesh)
+        self._signals = trainer._signal_connector
+        self._signalled = False
+        loop = trainer.fit_loop.epoch_loop
+        self._replaced = [
+            (loop, "_broadcast_sigterm_tensor"),
+            (self._signals, "_sigterm_notifier_fn"),
+        ]
+        loop._broadcast_sigterm_tensor = self.stop_together
+        self._signals._sigterm_notifier_fn = self._note_signal
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            own = loop._should_check_val_fx
+            loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
+            self._replaced.append((loop, "_should_check_val_fx"))
+
+    def stop_together(self, last: bool = False) -> None:
+        """Ends training if any rank was told to stop; every rank calls it in front of each batch.
+
+        Args:
+            last: Behind the last batch.
+
+        Raises:
+            SIGTERMException: One was.
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        if self._agreement.of_any(self._signalled, last):
+            # Only now, as Lightning ends training wherever it finds this set.
+            self._signals.received_sigterm = True
+            raise SIGTERMException
+
+    def _note_signal(self, signum: Any, frame: Any) -> None:
+        _log.info("rank %d was told to stop (SIGTERM)", self._trainer.global_rank)
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._signalled:
+            launcher.kill(signum)
+        self._signalled = True
+
+    def uninstall(self) -> None:
+        """Gives Lightning its own decisions back."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        self._replaced.clear()
