@@ -171,6 +171,26 @@ def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
         check(torch.float32, torch.int64)
 
 
+@pytest.mark.parametrize("got", [torch.nan, torch.inf, None])
+@pytest.mark.parametrize("broken", ["weight", "bias"])
+def test_verification_sees_gradients_that_are_missing_or_not_finite(broken, got):
+    """History: the gradient after a NaN took its place as the worst, and those that were missing were left out."""
+    layer = nn.Linear(2, 1)
+    gradients = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
+
+    def run_step(batch, batch_index, reduce_gradients):
+        for name, parameter in layer.named_parameters():
+            value = got if name == broken else 1.0
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+        return SimpleNamespace(loss=torch.tensor(1.0))
+
+    engine = SimpleNamespace(run_step=run_step, num_pipelines=1)
+    whole = WholeRun(1.0, gradients, frozenset({torch.float32}))
+    by = "1.0e" if got is None else "inf"
+    with pytest.raises(GraphError, match=f"the gradient of {broken} by {by}"):
+        compare(layer, engine, None, dict(layer.named_parameters()), whole)
+
+
 def test_averages_of_the_weights_and_the_optimizer_count_as_memory():
     """History: an EMA, and any optimizer other than Adam, were unknown to plans in training."""
     wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).wishes(8, 1)
