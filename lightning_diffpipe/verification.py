@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorSpec
 from lightning_diffpipe.graph.probe import reprobe
@@ -80,7 +81,7 @@ def run_whole(
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
             view = StageView(module, known, uncut(known), interception)
             run = view.forward(
-                lambda part=part: step(module, part),
+                StepCall(step, module, part, written=known.batch_writes),
                 seed=microbatch_seed(seed, pipeline, 0, index),
                 log=lambda *arguments: None,
             )

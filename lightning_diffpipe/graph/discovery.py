@@ -28,7 +28,8 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     uncalled_owners,
 )
-from lightning_diffpipe.graph.fake import TrackedFakeMode
+from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -167,7 +168,9 @@ class StepProbe:
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
         try:
-            out = self._run(tracer.run, self._batch)
+            batch = self._new(self._batch)
+            tracer.provenance.watch_batch(batch)
+            out = self._run(tracer.run, batch)
             tail = tracer.provenance.of(out) | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
@@ -203,7 +206,14 @@ class StepProbe:
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
             form=self._form,
+            batch_writes=frozenset(tracer.provenance.batch_writes),
         )
+
+    def _new(self, batch: Any) -> Any:
+        """A copy of a batch for one run, which may change it."""
+        if self._fake_mode is not None:
+            return fresh(fake_batch(batch, self._fake_mode))
+        return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
@@ -219,7 +229,7 @@ class StepProbe:
             with self._recording(names, tree.wrap), tree:
                 return call()
 
-        self._run(record, self._batch)
+        self._run(record, self._new(self._batch))
         return tree
 
     def _callable(self) -> list[str]:
@@ -273,7 +283,7 @@ class StepProbe:
             with self._recording({*layers, *containers}, wrap), torch.no_grad():
                 return call()
 
-        self._run(observe, batch)
+        self._run(observe, self._new(batch))
         return [call for call in seen if call.found is not None]  # the others raised errors
 
     def _dims_of_more_samples(

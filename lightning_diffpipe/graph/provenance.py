@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -107,6 +108,7 @@ class Provenance(TorchDispatchMode):
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
         generators: Those of its own that the step draws from.
+        batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
@@ -118,6 +120,8 @@ class Provenance(TorchDispatchMode):
         self.glue_drew = False
         self.glue_writes: set[str] = set()
         self.generators = OwnGenerators(module)
+        self.batch_writes: set[str] = set()
+        self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
@@ -135,6 +139,12 @@ class Provenance(TorchDispatchMode):
         for name, parameter in module.named_parameters():
             known = self._tags.get(_key(parameter), (None, frozenset()))[1]
             self.set_tags(parameter, known | {name})
+
+    def watch_batch(self, batch: Any) -> None:
+        """Notes from now on which tensors of a batch are written."""
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._batch[_key(leaf)] = pytree.keystr(path)
 
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
@@ -248,6 +258,8 @@ class Provenance(TorchDispatchMode):
             owner = self._owner.get(_key(tensor))
             if owner is not None and owner[0] != inside:
                 self.records[owner[0]].mutated.add(owner[1])
+            if (place := self._batch.get(_key(tensor))) is not None:
+                self.batch_writes.add(place)
             if not self._is_own_state(tensor):
                 self.set_tags(tensor, self._raw([tensor]) | new)
 

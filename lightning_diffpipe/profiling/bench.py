@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
@@ -199,7 +200,7 @@ class Bench:
             self._interception() as interception,
             SavedBytes(run, known, len(self._graph.layers)) as saved,
         ):
-            run.forward_only(partial(self._step, self._module, batch), interception)
+            run.forward_only(self._call_on(batch), interception)
         return saved.num_bytes
 
     @contextmanager
@@ -264,7 +265,10 @@ class Bench:
         return [] if seconds is None else [seconds]
 
     def _call(self, count: int) -> Callable[[], Any]:
-        return partial(self._step, self._module, self._samples(count))
+        return self._call_on(self._samples(count))
+
+    def _call_on(self, batch: Any) -> StepCall:
+        return StepCall(self._step, self._module, batch, written=self._graph.batch_writes)
 
     def _samples(self, count: int) -> Any:
         if self._total is None or count == self._total:
