@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.hooks import require_hooks_within_stages
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import (
@@ -305,6 +306,7 @@ def assemble(
     _require_runnable(schedule)
     pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
     require_one_home(graph, pieces)
+    require_hooks_within_stages(graph, pieces)
     if process.rank == 0:
         warn_of_statistics(graph, pieces, schedule.placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)

@@ -29,6 +29,7 @@ from lightning_diffpipe.graph.calltree import (
     uncalled_owners,
 )
 from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.layer import (
     Layer,
@@ -171,7 +172,8 @@ class StepProbe:
             batch = self._new(self._batch)
             tracer.provenance.watch_batch(batch)
             out = self._run(tracer.run, batch)
-            tail = tracer.provenance.of(out) | tracer.provenance.control | tracer.logged
+            returned = tracer.provenance.of(out)
+            tail = returned | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
         tail_tags, trained = unfolded(tail), self._trained(out)
@@ -183,8 +185,9 @@ class StepProbe:
         if more is None:
             of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
+        found = self._layers(tracer.records, trained, more)
         return LayerGraph(
-            layers=self._layers(tracer.records, trained, more),
+            layers=found,
             tail_reads=_keys(tail_tags),
             tail_parameters=_parameters(tail_tags),
             trained=trained,
@@ -206,6 +209,7 @@ class StepProbe:
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
             form=self._form,
+            hooks=_readers_of_hooked(tracer, found, returned),
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
 
@@ -283,7 +287,8 @@ class StepProbe:
             with self._recording({*layers, *containers}, wrap), torch.no_grad():
                 return call()
 
-        self._run(observe, self._new(batch))
+        with NoHooksWithoutGradients():
+            self._run(observe, self._new(batch))
         return [call for call in seen if call.found is not None]  # the others raised errors
 
     def _dims_of_more_samples(
@@ -369,6 +374,24 @@ class StepProbe:
                 )
             )
         return tuple(layers)
+
+
+def _readers_of_hooked(
+    tracer: Tracer, layers: Sequence[Layer], returned: Collection[Any]
+) -> tuple[frozenset[int], ...]:
+    """For each gradient hook the layers that read its tensor; see `LayerGraph.hooks`."""
+    path = [layer.index for layer in layers if not layer.frozen]
+    reads = [(r.index, unfolded(r.reads)) for r in tracer.records]
+    reads.append((len(layers), unfolded(returned)))
+    found = []
+    for hook in tracer.provenance.hooks:
+        readers = {index for index, tags in reads if hook in tags}
+        if hook.made < hook.hooked:  # layers in between may have read it without a tag
+            readers |= {index for index in path if hook.made <= index < hook.hooked}
+            # A stage that ends earlier does not get to where the hook is put.
+            readers.add(min((index for index in path if index >= hook.hooked), default=len(layers)))
+        found.append(frozenset(readers))
+    return tuple(found)
 
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:

@@ -238,6 +238,8 @@ class LayerGraph:
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
+        hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
+            it before; one past the last layer is the loss. Empty for `retain_grad`.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, if that is known.
     """
@@ -265,6 +267,7 @@ class LayerGraph:
     generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     form: Form | None = field(default=None, compare=False, repr=False)
 

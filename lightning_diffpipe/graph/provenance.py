@@ -6,8 +6,8 @@ which parameters it depends on, through any amount of glue. No knowledge about a
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
 (an output of a layer), `Folded` (of a container), a string (a parameter), `Leak` (made or changed
-inside a layer and not, or not yet, returned by it), `Buffer`, or None (data: random, or from a storage that is
-neither parameter nor buffer).
+inside a layer and not, or not yet, returned by it), `Buffer`, `Hooked`, or None (data: random, or from a
+storage that is neither parameter nor buffer).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
 from lightning_diffpipe.graph.generators import OwnGenerators
+from lightning_diffpipe.graph.hooks import HOOKING
 from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
 
@@ -51,6 +52,21 @@ class Buffer:
     """Tag of what a buffer held when the step began."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """Tag of what glue put a gradient hook on.
+
+    Attributes:
+        made: The layer that was to come when the tensor was made, or an earlier one.
+        hooked: The layer that was to come when the hook was put.
+        number: Tells hooks apart.
+    """
+
+    made: int
+    hooked: int
+    number: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,6 +124,7 @@ class Provenance(TorchDispatchMode):
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
         generators: Those of its own that the step draws from.
+        hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """
 
@@ -120,6 +137,7 @@ class Provenance(TorchDispatchMode):
         self.glue_drew = False
         self.glue_writes: set[str] = set()
         self.generators = OwnGenerators(module)
+        self.hooks: list[Hooked] = []
         self.batch_writes: set[str] = set()
         self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
@@ -209,6 +227,21 @@ class Provenance(TorchDispatchMode):
     def value_read(self, tree: Any) -> None:
         """A value becomes a Python object: all that follows may depend on it."""
         (self.control if self.current is None else self.current.reads).update(self.of(tree))
+
+    def hook(self, tensor: Tensor, changes: bool) -> None:
+        """Somebody puts a gradient hook on a tensor, which may change its gradient.
+
+        Only in glue do stages see parts of a gradient; one that is only kept may be a part.
+        """
+        if self.current is not None:
+            return
+        if not changes:
+            self.hooks.append(Hooked(0, 0, len(self.hooks)))
+            return
+        tags = self.of(tensor)
+        made = 1 + max((tag[0] for tag in unfolded(tags) if isinstance(tag, tuple)), default=-1)
+        self.hooks.append(Hooked(made, len(self.records), len(self.hooks)))
+        self.set_tags(tensor, tags | {self.hooks[-1]})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -310,6 +343,8 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
+        if func in HOOKING:
+            self._provenance.hook(args[0], changes=func is HOOKING[0])
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)
