@@ -204,6 +204,7 @@ class StepProbe:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
             glue_writes=frozenset(tracer.provenance.glue_writes),
+            glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
             autocast=frozenset(tracer.autocast),
             generators=tracer.provenance.generators.found(),
             toggled=tracer.attributes.toggled(),
@@ -371,6 +372,7 @@ class StepProbe:
                     fine=(record.fine_start, record.fine_start + record.num_fine),
                     written_buffers=frozenset(record.written_buffers),
                     buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
+                    written_parameters=frozenset(record.written_parameters),
                 )
             )
         return tuple(layers)

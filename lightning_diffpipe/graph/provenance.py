@@ -39,6 +39,9 @@ _VALUE_READS = {
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
+# Shortens rows of an embedding that are read, each by itself and once: microbatches may do it one after the other.
+_RENORMS = {"embedding_renorm_"}
+
 
 @dataclass(frozen=True, slots=True)
 class Leak:
@@ -108,6 +111,7 @@ class Record:
     fine_start: int = 0
     mutated: set[int] = field(default_factory=set)
     written_buffers: set[str] = field(default_factory=set)
+    written_parameters: set[str] = field(default_factory=set)
     spec: Any = None
     outputs: list[Any] = field(default_factory=list)
     argument_dims: list[Any] = field(default_factory=list)
@@ -123,6 +127,7 @@ class Provenance(TorchDispatchMode):
         folded: What containers returned.
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
+        glue_parameter_writes: Names of the parameters that glue changed.
         generators: Those of its own that the step draws from.
         hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
@@ -136,6 +141,7 @@ class Provenance(TorchDispatchMode):
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False
         self.glue_writes: set[str] = set()
+        self.glue_parameter_writes: set[str] = set()
         self.generators = OwnGenerators(module)
         self.hooks: list[Hooked] = []
         self.batch_writes: set[str] = set()
@@ -145,6 +151,7 @@ class Provenance(TorchDispatchMode):
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
         self._owner: dict[int, tuple[int, int]] = {}
         self._buffer: dict[int, str] = {}
+        self._parameter: dict[int, str] = {}
         self._parameters = {id(p) for p in module.parameters()}
         # Storages of the module a fake copy was made from: reading one means that the copy leaks.
         self._originals = (
@@ -157,6 +164,7 @@ class Provenance(TorchDispatchMode):
         for name, parameter in module.named_parameters():
             known = self._tags.get(_key(parameter), (None, frozenset()))[1]
             self.set_tags(parameter, known | {name})
+            self._parameter[_key(parameter)] = name
 
     def watch_batch(self, batch: Any) -> None:
         """Notes from now on which tensors of a batch are written."""
@@ -266,7 +274,10 @@ class Provenance(TorchDispatchMode):
             if _key(tensor) not in before:
                 self.set_tags(tensor, new)
         if func._schema.is_mutable or name in _BATCH_NORMS:
-            self._note_writes(_written(func, args, kwargs), new)
+            written = _written(func, args, kwargs)
+            if name not in _RENORMS:
+                self.note_parameter_writes(written)
+            self._note_writes(written, new)
         return out
 
     def _note_draw(self) -> None:
@@ -284,6 +295,12 @@ class Provenance(TorchDispatchMode):
         # Made of parameters and buffers only, e.g. a cached table or a cast weight: every stage can make it again.
         constant = all(isinstance(tag, str | Buffer) for tag in raw)
         return read if constant else {Leak(self.current.index)}
+
+    def note_parameter_writes(self, tensors: list[Tensor]) -> None:
+        """Notes the parameters among tensors that glue or a layer changes."""
+        names = {self._parameter[_key(t)] for t in tensors if _key(t) in self._parameter}
+        writer = self.current
+        (self.glue_parameter_writes if writer is None else writer.written_parameters).update(names)
 
     def _note_writes(self, tensors: list[Tensor], new: set[Any]) -> None:
         inside = None if self.current is None else self.current.index
@@ -333,6 +350,9 @@ def values(tags: Iterable[Any]) -> frozenset[Value]:
     )
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class ValueReads(TorchFunctionMode):
     """Sees what the dispatcher does not: ways in which values become Python objects, and generators."""
 
@@ -343,6 +363,8 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
+        if func == _SET_DATA and _key(args[0]) != _key(args[1]):  # `.to()` sets what is there
+            self._provenance.note_parameter_writes([args[0]])
         if func in HOOKING:
             self._provenance.hook(args[0], changes=func is HOOKING[0])
         kwargs = kwargs or {}
