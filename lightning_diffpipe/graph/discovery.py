@@ -231,7 +231,7 @@ class StepProbe:
         tree, names = CallTree(), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
-            with self._recording(names, tree.wrap), tree:
+            with self._recording(names, tree.wrap), tree.functions.counted(), tree:
                 return call()
 
         self._run(record, self._new(self._batch))
