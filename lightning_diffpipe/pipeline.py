@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.hooks import require_hooks_within_stages
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import (
@@ -295,17 +296,20 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
-        ConfigurationError: The step keeps state outside of layers, or draws from generators of its own.
+        ConfigurationError: The step keeps state outside of layers, changes weights, or draws from generators of
+            its own.
         GraphError: `verify` found a difference.
     """
     with raised_by_all():  # all have the same layers and plan
         graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
         _require_stateless_glue(graph, plan)
+        _require_unwritten_weights(graph, plan)
         _require_global_generators(graph, plan)
         schedule = _without_frozen_parts(plan.schedule)
         _require_runnable(schedule)
         pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
         require_one_home(graph, pieces)
+        require_hooks_within_stages(graph, pieces)
     if process.rank == 0:
         warn_of_statistics(graph, pieces, schedule.placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
@@ -438,6 +442,32 @@ def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
         )
+
+
+def _require_unwritten_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses steps that change weights, which would happen for every microbatch, and on every stage.
+
+    Raises:
+        ConfigurationError: The step itself does, or the forward of a layer that several microbatches go through.
+    """
+    if graph.glue_parameter_writes:
+        raise ConfigurationError(
+            f"training_step changes {len(graph.glue_parameter_writes)} parameters itself, e.g. "
+            f"{min(graph.glue_parameter_writes)}, but it runs for every microbatch, on every stage, and before "
+            "training to time its layers. Change them in on_train_batch_end, where "
+            "self.trainer.strategy.is_resident(name); if they follow other weights (a momentum teacher, a target "
+            "network), inside `with self.trainer.strategy.whole_model():`, on all ranks"
+        )
+    if plan.num_microbatches == 1 and plan.ranks_per_pipeline == 1:
+        return
+    for layer in graph.layers:
+        if layer.written_parameters:
+            raise ConfigurationError(
+                f"the forward of {layer.name} changes the parameter {min(layer.written_parameters)!r}, but "
+                "other microbatches, whose gradients are not there yet, have read it, and it would be changed for "
+                "each of them. Compute with a changed copy (weight = normalize(self.weight)), and change the "
+                "parameter itself in on_train_batch_start, where self.trainer.strategy.is_resident(name)"
+            )
 
 
 def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:

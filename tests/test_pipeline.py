@@ -16,7 +16,7 @@ from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import Pipeline, cut_positions
+from lightning_diffpipe.pipeline import Pipeline, _require_unwritten_weights, cut_positions
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
@@ -169,6 +169,102 @@ def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
     check(torch.float32, torch.bfloat16, torch.int64)
     with pytest.raises(GraphError, match=r"the gradient of weight by 2.0e-02 .* below 1e-03"):
         check(torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("got", [torch.nan, torch.inf, None])
+@pytest.mark.parametrize("broken", ["weight", "bias"])
+def test_verification_sees_gradients_that_are_missing_or_not_finite(broken, got):
+    """History: the gradient after a NaN took its place as the worst, and those that were missing were left out."""
+    layer = nn.Linear(2, 1)
+    gradients = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
+
+    def run_step(batch, batch_index, reduce_gradients):
+        for name, parameter in layer.named_parameters():
+            value = got if name == broken else 1.0
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+        return SimpleNamespace(loss=torch.tensor(1.0))
+
+    engine = SimpleNamespace(run_step=run_step, num_pipelines=1)
+    whole = WholeRun(1.0, gradients, frozenset({torch.float32}))
+    by = "1.0e" if got is None else "inf"
+    with pytest.raises(GraphError, match=f"the gradient of {broken} by {by}"):
+        compare(layer, engine, None, dict(layer.named_parameters()), whole)
+
+
+class Normalizing(nn.Linear):
+    """As EDM2's layers do, in a way that dispatch sees, or through `.data`."""
+
+    through_data = False
+
+    def forward(self, x):
+        normal = self.weight.detach() / self.weight.detach().norm()
+        if self.through_data:
+            self.weight.data = normal
+        else:
+            with torch.no_grad():
+                self.weight.copy_(normal)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_layers_that_change_their_own_weights_are_refused(mode, through_data):
+    """History: with a second microbatch under way PyTorch told of "an inplace operation", and of no layer."""
+    module = nn.Sequential(nn.Linear(4, 4), Normalizing(4, 4), nn.Linear(4, 4))
+    module[1].through_data = through_data
+    graph = probe(module, lambda module, batch: module(batch).mean(), torch.ones(2, 4), mode=mode)
+    alone = SimpleNamespace(num_microbatches=1, ranks_per_pipeline=1)
+    _require_unwritten_weights(graph, alone)
+    for plan in (PLAN, SimpleNamespace(num_microbatches=2, ranks_per_pipeline=1)):
+        with pytest.raises(
+            ConfigurationError, match=r"forward of 1 changes .* '1.weight', but other microb"
+        ):
+            _require_unwritten_weights(graph, plan)
+
+
+def test_embeddings_may_shorten_their_rows():
+    """Each row by itself: it does not matter which microbatch does it."""
+    module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 4))
+    step = lambda module, batch: module(batch).mean()
+    _require_unwritten_weights(probe(module, step, torch.ones(2, 3, dtype=torch.long)), PLAN)
+
+
+def test_a_step_may_bring_a_module_to_where_it_is():
+    """`.to()` sets the `.data` of each parameter, to what it is."""
+    step = lambda module, batch: module.to(batch.device)(batch).mean()
+    _require_unwritten_weights(probe(MODULE, step, torch.ones(2, 4), mode="real"), PLAN)
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.parametrize("update", ["in place", "through data", "all at once"])
+def test_steps_that_change_weights_are_refused(mode, update):
+    """History: a momentum teacher followed M times in a step of M microbatches, and on several ranks PyTorch told
+    of "a single memory location".
+    """
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def step(module, batch):
+        pairs = list(zip(module.teacher.parameters(), module.student.parameters(), strict=True))
+        with torch.no_grad():
+            if update == "all at once":
+                torch._foreach_lerp_([p for p, _ in pairs], [q for _, q in pairs], 0.1)
+            for p, q in pairs:
+                if update == "in place":
+                    p.mul_(0.9).add_(q, alpha=0.1)
+                if update == "through data":
+                    p.data = 0.9 * p.data + 0.1 * q.data
+        return (module.student(batch) - module.teacher(batch)).square().mean()
+
+    graph = probe(Student(), step, torch.ones(2, 4), mode=mode)
+    for plan in (PLAN, SimpleNamespace(num_microbatches=2, ranks_per_pipeline=1)):
+        with pytest.raises(
+            ConfigurationError, match=r"changes 2 parameters itself, e.g. teacher\.bias, but"
+        ):
+            _require_unwritten_weights(graph, plan)
 
 
 def test_averages_of_the_weights_and_the_optimizer_count_as_memory():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_diffpipe.errors import GraphError
+
+_log = logging.getLogger(__name__)
 
 ATOMIC_TYPES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 """Their fast paths read parameters of their children without calling them."""
@@ -79,13 +84,57 @@ def forward_replaced(
                 module.__dict__[attribute] = value
 
 
+class OwnFunctions:
+    """Tells whether code runs inside an `autograd.Function` that has a gradient to give.
+
+    Checkpointing of a model's own (CompVis' U-Nets have one) calls layers there without gradients, and once more in
+    the backward, all of them: what is called inside cannot be spread over stages.
+
+    Attributes:
+        depth: So many functions the code is inside of.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts functions that are applied inside."""
+        kind: Any = torch.autograd.Function
+        original = kind.__dict__["apply"]
+
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            counts = torch.is_grad_enabled()
+            self.depth += counts
+            try:
+                return original.__get__(None, function)(*args, **kwargs)
+            finally:
+                self.depth -= counts
+
+        kind.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            kind.apply = original
+
+
 @dataclass
 class Node:
-    """One module call with the calls inside it."""
+    """One module call with the calls inside it.
+
+    Attributes:
+        name: Qualified name of the module.
+        cost: What it costs, with the calls inside.
+        children: The calls inside.
+        depth: Autograd functions of the model's own around it.
+        is_whole: Such a function calls modules inside it, so that it cannot be expanded.
+    """
 
     name: str
     cost: int = 0
     children: list[Node] = field(default_factory=list)
+    depth: int = 0
+    is_whole: bool = False
 
 
 class CallTree(TorchDispatchMode):
@@ -94,6 +143,7 @@ class CallTree(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.stack = [Node("")]
+        self.functions = OwnFunctions()
 
     @property
     def top(self) -> Node:
@@ -111,8 +161,9 @@ class CallTree(TorchDispatchMode):
         """Makes the wrapper of one module."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            node = Node(name)
-            self.stack[-1].children.append(node)
+            node, around = Node(name, depth=self.functions.depth), self.stack[-1]
+            around.children.append(node)
+            around.is_whole |= node.depth > around.depth
             self.stack.append(node)
             try:
                 return forward(*args, **kwargs)
@@ -153,7 +204,13 @@ def choose_layers(
 
     Returns:
         Names of the modules whose calls are layers, names of those that are expanded.
+
+    Raises:
+        GraphError: A module must be expanded, but calls others inside an autograd function.
     """
+    whole = _whole(top, max_share * top.cost)
+    if torn := whole & {"", *expand}:
+        raise GraphError(inside_function(min(torn) or "the step"))
     owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
     limit, expanded = max_share * top.cost, set(expand)
 
@@ -162,7 +219,8 @@ def choose_layers(
 
     def walk(node: Node, layers: set[str]) -> None:
         for child in node.children:
-            if child.name in expanded or (child.cost > limit and has_layers(child)):
+            dear = child.cost > limit and has_layers(child) and child.name not in whole
+            if child.name in expanded or dear:
                 expanded.add(child.name)
                 walk(child, layers)
             elif child.name in owns or child.cost > limit:
@@ -173,6 +231,31 @@ def choose_layers(
         walk(top, layers)
         if expanded == before and not expanded & layers:
             return layers, expanded
+
+
+def _whole(top: Node, limit: float) -> set[str]:
+    """Modules that cannot be expanded; warns if some would have been."""
+    found: set[str] = set()
+    dear: set[str] = set()
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        if node.is_whole:
+            found.add(node.name)
+            dear |= {node.name} if node.cost > limit else set()
+        stack += node.children
+    if dear - {""}:
+        _log.warning("%d modules stay whole, e.g.: %s", len(dear), inside_function(min(dear)))
+    return found
+
+
+def inside_function(name: str) -> str:
+    """Says that a module cannot be cut, and what to do."""
+    return (
+        f"{name} calls layers inside an autograd.Function of its own, as CompVis' checkpointing does; "
+        "they cannot be cut into stages there. Use torch.utils.checkpoint.checkpoint(function, *inputs, "
+        "use_reentrant=False) instead"
+    )
 
 
 def uncalled_owners(root: nn.Module, seen: Collection[str], layers: Collection[str]) -> set[str]:

@@ -28,7 +28,9 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     uncalled_owners,
 )
-from lightning_diffpipe.graph.fake import TrackedFakeMode
+from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
+from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -167,8 +169,11 @@ class StepProbe:
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
         try:
-            out = self._run(tracer.run, self._batch)
-            tail = tracer.provenance.of(out) | tracer.provenance.control | tracer.logged
+            batch = self._new(self._batch)
+            tracer.provenance.watch_batch(batch)
+            out = self._run(tracer.run, batch)
+            returned = tracer.provenance.of(out)
+            tail = returned | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
         tail_tags, trained = unfolded(tail), self._trained(out)
@@ -180,8 +185,9 @@ class StepProbe:
         if more is None:
             of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
+        found = self._layers(tracer.records, trained, more)
         return LayerGraph(
-            layers=self._layers(tracer.records, trained, more),
+            layers=found,
             tail_reads=_keys(tail_tags),
             tail_parameters=_parameters(tail_tags),
             trained=trained,
@@ -198,12 +204,21 @@ class StepProbe:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
             glue_writes=frozenset(tracer.provenance.glue_writes),
+            glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
             autocast=frozenset(tracer.autocast),
             generators=tracer.provenance.generators.found(),
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
             form=self._form,
+            hooks=_readers_of_hooked(tracer, found, returned),
+            batch_writes=frozenset(tracer.provenance.batch_writes),
         )
+
+    def _new(self, batch: Any) -> Any:
+        """A copy of a batch for one run, which may change it."""
+        if self._fake_mode is not None:
+            return fresh(fake_batch(batch, self._fake_mode))
+        return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
@@ -216,10 +231,10 @@ class StepProbe:
         tree, names = CallTree(), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
-            with self._recording(names, tree.wrap), tree:
+            with self._recording(names, tree.wrap), tree.functions.counted(), tree:
                 return call()
 
-        self._run(record, self._batch)
+        self._run(record, self._new(self._batch))
         return tree
 
     def _callable(self) -> list[str]:
@@ -273,7 +288,8 @@ class StepProbe:
             with self._recording({*layers, *containers}, wrap), torch.no_grad():
                 return call()
 
-        self._run(observe, batch)
+        with NoHooksWithoutGradients():
+            self._run(observe, self._new(batch))
         return [call for call in seen if call.found is not None]  # the others raised errors
 
     def _dims_of_more_samples(
@@ -356,9 +372,28 @@ class StepProbe:
                     fine=(record.fine_start, record.fine_start + record.num_fine),
                     written_buffers=frozenset(record.written_buffers),
                     buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
+                    written_parameters=frozenset(record.written_parameters),
                 )
             )
         return tuple(layers)
+
+
+def _readers_of_hooked(
+    tracer: Tracer, layers: Sequence[Layer], returned: Collection[Any]
+) -> tuple[frozenset[int], ...]:
+    """For each gradient hook the layers that read its tensor; see `LayerGraph.hooks`."""
+    path = [layer.index for layer in layers if not layer.frozen]
+    reads = [(r.index, unfolded(r.reads)) for r in tracer.records]
+    reads.append((len(layers), unfolded(returned)))
+    found = []
+    for hook in tracer.provenance.hooks:
+        readers = {index for index, tags in reads if hook in tags}
+        if hook.made < hook.hooked:  # layers in between may have read it without a tag
+            readers |= {index for index in path if hook.made <= index < hook.hooked}
+            # A stage that ends earlier does not get to where the hook is put.
+            readers.add(min((index for index in path if index >= hook.hooked), default=len(layers)))
+        found.append(frozenset(readers))
+    return tuple(found)
 
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:

@@ -127,6 +127,7 @@ class Layer:
         fine: Half-open range of layers of the fine graph inside it.
         written_buffers: Names of the buffers it changes (running statistics).
         buffers: Names of the buffers it reads, its own and those of the glue that feeds it.
+        written_parameters: Names of the parameters it changes (weights it normalizes itself).
     """
 
     index: int
@@ -143,6 +144,7 @@ class Layer:
     fine: tuple[int, int] = (0, 0)
     written_buffers: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    written_parameters: frozenset[str] = frozenset()
 
     @property
     def deps(self) -> frozenset[int]:
@@ -233,11 +235,15 @@ class LayerGraph:
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
             of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
+        glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
             trace in a probe on the host.
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
+        hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
+            it before; one past the last layer is the loss. Empty for `retain_grad`.
+        batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, if that is known.
     """
 
@@ -260,10 +266,13 @@ class LayerGraph:
         default=None, compare=False, repr=False
     )
     glue_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    glue_parameter_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     autocast: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
+    batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     form: Form | None = field(default=None, compare=False, repr=False)
 
     @cached_property

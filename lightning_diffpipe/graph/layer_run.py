@@ -8,6 +8,7 @@ executed outputs are compared with the probe; a step that behaves differently st
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import StageCut
+from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
 
@@ -223,8 +225,10 @@ class LayerRun:
         plan = self._plan
         if plan.final < 0:
             return None
+        hooks = NoHooksWithoutGradients() if plan.graph.hooks else contextlib.nullcontext()
         try:
-            result, stopped = call(), False
+            with hooks:
+                result, stopped = call(), False
         except Stop:
             result, stopped = None, True
         plan.dummy_memory.require_unwritten()
@@ -319,7 +323,8 @@ class LayerRun:
             )
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
-        return value
+        # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
+        return value.view_as(value) if self._plan.graph.hooks else value
 
 
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:

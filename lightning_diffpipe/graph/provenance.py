@@ -6,8 +6,8 @@ which parameters it depends on, through any amount of glue. No knowledge about a
 
 Storages are tagged, not tensor objects: autograd makes new objects for views. Tags are a `TensorKey`
 (an output of a layer), `Folded` (of a container), a string (a parameter), `Leak` (made or changed
-inside a layer and not, or not yet, returned by it), `Buffer`, or None (data: random, or from a storage that is
-neither parameter nor buffer).
+inside a layer and not, or not yet, returned by it), `Buffer`, `Hooked`, or None (data: random, or from a
+storage that is neither parameter nor buffer).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
 from lightning_diffpipe.graph.generators import OwnGenerators
+from lightning_diffpipe.graph.hooks import HOOKING
 from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
 
@@ -36,6 +38,9 @@ _VALUE_READS = {
 
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+# Shortens rows of an embedding that are read, each by itself and once: microbatches may do it one after the other.
+_RENORMS = {"embedding_renorm_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,21 @@ class Buffer:
     """Tag of what a buffer held when the step began."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """Tag of what glue put a gradient hook on.
+
+    Attributes:
+        made: The layer that was to come when the tensor was made, or an earlier one.
+        hooked: The layer that was to come when the hook was put.
+        number: Tells hooks apart.
+    """
+
+    made: int
+    hooked: int
+    number: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,6 +111,7 @@ class Record:
     fine_start: int = 0
     mutated: set[int] = field(default_factory=set)
     written_buffers: set[str] = field(default_factory=set)
+    written_parameters: set[str] = field(default_factory=set)
     spec: Any = None
     outputs: list[Any] = field(default_factory=list)
     argument_dims: list[Any] = field(default_factory=list)
@@ -106,7 +127,10 @@ class Provenance(TorchDispatchMode):
         folded: What containers returned.
         glue_drew: Glue drew random numbers.
         glue_writes: Names of the buffers that glue changed.
+        glue_parameter_writes: Names of the parameters that glue changed.
         generators: Those of its own that the step draws from.
+        hooks: Gradient hooks that glue has put on tensors.
+        batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
@@ -117,12 +141,17 @@ class Provenance(TorchDispatchMode):
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False
         self.glue_writes: set[str] = set()
+        self.glue_parameter_writes: set[str] = set()
         self.generators = OwnGenerators(module)
+        self.hooks: list[Hooked] = []
+        self.batch_writes: set[str] = set()
+        self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
         self._owner: dict[int, tuple[int, int]] = {}
         self._buffer: dict[int, str] = {}
+        self._parameter: dict[int, str] = {}
         self._parameters = {id(p) for p in module.parameters()}
         # Storages of the module a fake copy was made from: reading one means that the copy leaks.
         self._originals = (
@@ -135,6 +164,13 @@ class Provenance(TorchDispatchMode):
         for name, parameter in module.named_parameters():
             known = self._tags.get(_key(parameter), (None, frozenset()))[1]
             self.set_tags(parameter, known | {name})
+            self._parameter[_key(parameter)] = name
+
+    def watch_batch(self, batch: Any) -> None:
+        """Notes from now on which tensors of a batch are written."""
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._batch[_key(leaf)] = pytree.keystr(path)
 
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
@@ -200,6 +236,21 @@ class Provenance(TorchDispatchMode):
         """A value becomes a Python object: all that follows may depend on it."""
         (self.control if self.current is None else self.current.reads).update(self.of(tree))
 
+    def hook(self, tensor: Tensor, changes: bool) -> None:
+        """Somebody puts a gradient hook on a tensor, which may change its gradient.
+
+        Only in glue do stages see parts of a gradient; one that is only kept may be a part.
+        """
+        if self.current is not None:
+            return
+        if not changes:
+            self.hooks.append(Hooked(0, 0, len(self.hooks)))
+            return
+        tags = self.of(tensor)
+        made = 1 + max((tag[0] for tag in unfolded(tags) if isinstance(tag, tuple)), default=-1)
+        self.hooks.append(Hooked(made, len(self.records), len(self.hooks)))
+        self.set_tags(tensor, tags | {self.hooks[-1]})
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
@@ -223,7 +274,10 @@ class Provenance(TorchDispatchMode):
             if _key(tensor) not in before:
                 self.set_tags(tensor, new)
         if func._schema.is_mutable or name in _BATCH_NORMS:
-            self._note_writes(_written(func, args, kwargs), new)
+            written = _written(func, args, kwargs)
+            if name not in _RENORMS:
+                self.note_parameter_writes(written)
+            self._note_writes(written, new)
         return out
 
     def _note_draw(self) -> None:
@@ -242,12 +296,20 @@ class Provenance(TorchDispatchMode):
         constant = all(isinstance(tag, str | Buffer) for tag in raw)
         return read if constant else {Leak(self.current.index)}
 
+    def note_parameter_writes(self, tensors: list[Tensor]) -> None:
+        """Notes the parameters among tensors that glue or a layer changes."""
+        names = {self._parameter[_key(t)] for t in tensors if _key(t) in self._parameter}
+        writer = self.current
+        (self.glue_parameter_writes if writer is None else writer.written_parameters).update(names)
+
     def _note_writes(self, tensors: list[Tensor], new: set[Any]) -> None:
         inside = None if self.current is None else self.current.index
         for tensor in tensors:
             owner = self._owner.get(_key(tensor))
             if owner is not None and owner[0] != inside:
                 self.records[owner[0]].mutated.add(owner[1])
+            if (place := self._batch.get(_key(tensor))) is not None:
+                self.batch_writes.add(place)
             if not self._is_own_state(tensor):
                 self.set_tags(tensor, self._raw([tensor]) | new)
 
@@ -288,6 +350,9 @@ def values(tags: Iterable[Any]) -> frozenset[Value]:
     )
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class ValueReads(TorchFunctionMode):
     """Sees what the dispatcher does not: ways in which values become Python objects, and generators."""
 
@@ -298,6 +363,10 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
+        if func == _SET_DATA and _key(args[0]) != _key(args[1]):  # `.to()` sets what is there
+            self._provenance.note_parameter_writes([args[0]])
+        if func in HOOKING:
+            self._provenance.hook(args[0], changes=func is HOOKING[0])
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)

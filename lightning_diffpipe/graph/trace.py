@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.attributes import AttributeWrites
-from lightning_diffpipe.graph.calltree import Forward, forward_replaced
+from lightning_diffpipe.graph.calltree import (
+    Forward,
+    OwnFunctions,
+    forward_replaced,
+    inside_function,
+)
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
 from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
 
@@ -134,7 +139,7 @@ class Tracer:
         self._module, self._layers, self._containers = module, set(layers), set(containers)
         self._fine, self._seeded, self._fake = set(fine), seeded, fake
         self._buffers = dict(module.named_buffers())
-        self._open: list[bool] = []
+        self._functions = OwnFunctions()
         self._in_fine = False
 
     @property
@@ -156,6 +161,7 @@ class Tracer:
             logging_replaced(self._module, self._log),
             checkpointing_off(),
             gradients_refused(inside),
+            self._functions.counted(),
             ValueReads(self.provenance),
             self.attributes.noted(),
             self.provenance,
@@ -219,6 +225,8 @@ class Tracer:
         return out
 
     def _layer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if self._functions.depth:
+            raise GraphError(inside_function(f"the code around {name}"))
         mode = self.provenance
         record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
         record.argument_dims = leading_dims((args, kwargs))

@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
@@ -199,7 +200,7 @@ class Bench:
             self._interception() as interception,
             SavedBytes(run, known, len(self._graph.layers)) as saved,
         ):
-            run.forward_only(partial(self._step, self._module, batch), interception)
+            run.forward_only(self._call_on(batch), interception)
         return saved.num_bytes
 
     @contextmanager
@@ -258,13 +259,17 @@ class Bench:
         run = StepRun(self._graph, self._clock)
         try:
             seconds = run.split_backward_s(self._call(count), interception)
-        except RuntimeError as error:  # too little memory, or a node that runs once only
+        except (RuntimeError, AttributeError) as error:
+            # Too little memory, or a node that runs once only: checkpointing of a model's own forgets its inputs.
             _log.info("what splitting the backward adds stays unknown: %s", error)
             return []
         return [] if seconds is None else [seconds]
 
     def _call(self, count: int) -> Callable[[], Any]:
-        return partial(self._step, self._module, self._samples(count))
+        return self._call_on(self._samples(count))
+
+    def _call_on(self, batch: Any) -> StepCall:
+        return StepCall(self._step, self._module, batch, written=self._graph.batch_writes)
 
     def _samples(self, count: int) -> Any:
         if self._total is None or count == self._total:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
@@ -108,7 +108,7 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
 
     def look(folded: LayerGraph) -> Seen:
         interception = Interception(module, folded.layer_names).install()
-        call = partial(step, module, batch)
+        call = StepCall(step, module, batch, written=folded.batch_writes)
         try:
             view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
             steady = repeatable(view, call, seed=0) if stores else frozenset()

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
     encode_parts,
@@ -143,18 +144,21 @@ class BatchLayout:
         arguments: tuple[Any, ...],
     ) -> list[MicrobatchWork]:
         total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
-        microbatches = split(batch, sizes, self.steps.form)
-        return [
-            MicrobatchWork(
-                index=index,
-                call=partial(self._step, self._root, microbatch, *arguments),
-                seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
-                loss_scale=size / total / accumulate,
-                partitioned=self.steps.of(microbatch),
-                num_samples=size,
+        works = []
+        for index, microbatch in enumerate(split(batch, sizes, self.steps.form)):
+            cut_step = self.steps.of(microbatch)
+            written = cut_step.graph.batch_writes
+            works.append(
+                MicrobatchWork(
+                    index=index,
+                    call=StepCall(self._step, self._root, microbatch, arguments, written),
+                    seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
+                    loss_scale=sizes[index] / total / accumulate,
+                    partitioned=cut_step,
+                    num_samples=sizes[index],
+                )
             )
-            for index, (size, microbatch) in enumerate(zip(sizes, microbatches, strict=True))
-        ]
+        return works
 
     def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:
         """Whether frozen work can be split by samples; `None` if there is none."""

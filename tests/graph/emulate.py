@@ -81,7 +81,8 @@ def emulate(
         loss = runs[-1].loss
         for stage, run in zip(reversed(plan.stages), reversed(runs), strict=True):
             assert set(back) == set(stage.sent_gradients)
-            back = run.backward(back)
+            with foreign_parameters_nan(root, stage.parameters):
+                back = run.backward(back)
             for name, gradient in take_gradients(root).items():
                 holders.setdefault(name, []).append(stage.index)
                 total[name] = total[name] + gradient if name in total else gradient
@@ -122,10 +123,12 @@ def relative_error(expected: Gradients, got: Gradients, floor: float = 1e-6) -> 
             if a.abs().max() > 0:
                 return float("inf"), f"{name} is missing"
             continue
+        if not (a - b).isfinite().all():
+            return float("inf"), f"{name} is not finite"
         error = (a - b).abs().max().item() / max(a.abs().max().item(), floor * scale)
-        if not error <= worst:
+        if error > worst:
             worst, where = error, name
-    extra = [n for n in got.keys() - expected.keys() if got[n].abs().max() > 0]
+    extra = [n for n in got.keys() - expected.keys() if got[n].count_nonzero()]
     return (float("inf"), f"{extra[0]} has a gradient") if extra else (worst, where)
 
 
