@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.profiling.profiler import profile
 from tests.graph.emulate import check_stages
 from tests.graph.steps import Block, Tower, rows, step
 
@@ -76,6 +77,16 @@ def test_a_module_that_differentiates_what_it_calls_is_one_layer(name, caplog):
     assert [layer for layer in graph.layer_names if layer.startswith("blocks.2")] == ["blocks.2"]
     assert "blocks.0.linear" in graph.layer_names, "all others are as fine as can be"
     assert "blocks.2 uses torch." in caplog.text
+
+
+@pytest.mark.parametrize("name", ["torch.func.jvp", "torch.func.grad or vjp"])
+def test_such_a_module_can_be_timed(name):
+    """History: `torch.func.grad` bears no hooks, such as count what is kept for the backward, and ended the run."""
+    batch, options = rows(4).double(), {"repeats": 1, "sample_counts": (2, 4)}
+    found = profile(Inside(WAYS[name]).double(), batch, step=step, **options)
+    layers = found.backbones[0].layers
+    assert "blocks.2" in [layer.name for layer in layers]
+    assert all(l.activation_bytes_per_sample + l.activation_bytes_per_microbatch for l in layers)
 
 
 @pytest.mark.parametrize("name", WAYS)
