@@ -325,6 +325,16 @@ def _data_parallel(options: PipelineOptions, world_size: int) -> int:
     return max(world_size // (stages * replicas), 1)
 
 
+def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
+    """How many pipelines side by side the plan will have that `prepare` makes; one where it will fail."""
+    try:
+        if options.plan is not None:
+            return max(world_size // _read_plan(options.plan).ranks_per_pipeline, 1)
+        return _data_parallel(options, world_size)
+    except (DiffPipeError, OSError):
+        return 1
+
+
 def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
     """The plan to follow, if it was made for these ranks and for batches at least as large.
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
+from lightning_diffpipe.early_answers import early_answers, only_counted
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
@@ -39,7 +40,7 @@ from lightning_diffpipe.lockstep import LockStep
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.preparation import PipelineOptions, planned_pipelines, prepare
 from lightning_diffpipe.processes import ProcessHooks
 from lightning_diffpipe.refusals import (
     refuse_arguments,
@@ -146,6 +147,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._lock_step: LockStep | None = None
         self._accumulating = False
         self._failed = self._wants_example = self._told_of_outputs = False
+        self._counted_pipelines: int | None = None
         self._clip_grad_by_norm: Any = None
         self._example_input: Any = None
 
@@ -159,6 +161,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Ranks of one pipeline see the same samples; pipelines see different ones."""
         if self._wants_example:  # for all ranks, before anybody knows which of them make a pipeline
             return {"num_replicas": 1, "rank": 0}
+        if self._counted_pipelines is not None:
+            return {"num_replicas": self._counted_pipelines, "rank": 0}
         if self.pipeline is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         mesh = self.pipeline.mesh
@@ -204,7 +208,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
-        self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
+        with early_answers(trainer, self, self._num_pipelines_to_be):
+            self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         if len(self.pipeline.plan.stages) > 1:
             with raised_by_all():
@@ -217,6 +222,20 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._hide_example_input(module)
         if self.pipeline.fills:
             self._add_bubble_filling(trainer)
+
+    def _num_pipelines_to_be(self) -> int:
+        """Pipelines of the plan that is being made; a collective call."""
+        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
+        return int(self.broadcast(number))
+
+    @contextlib.contextmanager
+    def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
+        """Inside, loaders tell how many batches one of so many pipelines has, and give none."""
+        self._counted_pipelines = num_pipelines
+        try:
+            yield
+        finally:
+            self._counted_pipelines = None
 
     def _averages_bytes_factor(self, trainer: Any) -> float:
         """Bytes that averages of the weights take on a rank, for each byte it trains."""
@@ -270,6 +289,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             ConfigurationError: A pipeline's share of the training data makes no batch.
         """
         dataloader = unaligned(dataloader)
+        if self._counted_pipelines is not None:
+            return only_counted(dataloader)
         if self.pipeline is None:
             return dataloader
         assert self.lightning_module is not None

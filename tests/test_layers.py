@@ -24,8 +24,8 @@ ALLOWED = {
     "sampling": {"runtime", "graph", "planning", "clock", "errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
-       "example_batch", "verification", "step_watch", "demo", "transfer", "checkpointing", "processes",
-       "model_sources", "lockstep", "__init__"}  # fmt: skip
+       "example_batch", "early_answers", "verification", "step_watch", "demo", "transfer", "checkpointing",
+       "processes", "model_sources", "lockstep", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),

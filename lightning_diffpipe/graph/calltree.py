@@ -10,7 +10,8 @@ than `max_share` of the whole is replaced by the calls inside it, until no layer
          └─ ...
 
 A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what
-is a layer. Calls without parameters are glue, unless they are dear.
+is a layer. Calls without parameters are glue, unless they are dear. Modules that differentiate what they call
+(`own_gradients`) are not expanded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.own_gradients import (
+    num_transforms_around,
+    stays_whole,
+    transform_around,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +134,8 @@ class Node:
         children: The calls inside.
         depth: Autograd functions of the model's own around it.
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
+        num_transforms: Function transforms (`torch.func.jvp`) around it.
+        takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
     """
 
     name: str
@@ -135,6 +143,8 @@ class Node:
     children: list[Node] = field(default_factory=list)
     depth: int = 0
     is_whole: bool = False
+    num_transforms: int = 0
+    takes: str | None = None
 
 
 class CallTree(TorchDispatchMode):
@@ -164,6 +174,9 @@ class CallTree(TorchDispatchMode):
             node, around = Node(name, depth=self.functions.depth), self.stack[-1]
             around.children.append(node)
             around.is_whole |= node.depth > around.depth
+            node.num_transforms = num_transforms_around()
+            if node.num_transforms > around.num_transforms:
+                around.takes = transform_around()
             self.stack.append(node)
             try:
                 return forward(*args, **kwargs)
@@ -171,6 +184,10 @@ class CallTree(TorchDispatchMode):
                 self.stack.pop()
 
         return recorded
+
+    def note_gradients(self, function: str) -> None:
+        """A function that takes gradients is called by the module that runs."""
+        self.stack[-1].takes = function
 
 
 def callable_modules(root: nn.Module) -> list[str]:
@@ -208,7 +225,7 @@ def choose_layers(
     Raises:
         GraphError: A module must be expanded, but calls others inside an autograd function.
     """
-    whole = _whole(top, max_share * top.cost)
+    whole = _whole(top, max_share * top.cost, expand)
     if torn := whole & {"", *expand}:
         raise GraphError(inside_function(min(torn) or "the step"))
     owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
@@ -219,11 +236,11 @@ def choose_layers(
 
     def walk(node: Node, layers: set[str]) -> None:
         for child in node.children:
-            dear = child.cost > limit and has_layers(child) and child.name not in whole
-            if child.name in expanded or dear:
+            dear, inside = child.cost > limit, has_layers(child)
+            if child.name in expanded or (dear and inside and child.name not in whole):
                 expanded.add(child.name)
                 walk(child, layers)
-            elif child.name in owns or child.cost > limit:
+            elif dear or child.name in owns or (inside and child.name in whole):
                 layers.add(child.name)
 
     while True:
@@ -233,19 +250,28 @@ def choose_layers(
             return layers, expanded
 
 
-def _whole(top: Node, limit: float) -> set[str]:
-    """Modules that cannot be expanded; warns if some would have been."""
+def _whole(top: Node, limit: float, expand: Collection[str]) -> set[str]:
+    """Modules that cannot be expanded; warns if some would have been.
+
+    Those that differentiate what they call may have to be: then the trace says where they do.
+    """
     found: set[str] = set()
-    dear: set[str] = set()
+    dear: dict[str, str] = {}
     stack = [top]
     while stack:
         node = stack.pop()
-        if node.is_whole:
-            found.add(node.name)
-            dear |= {node.name} if node.cost > limit else set()
         stack += node.children
-    if dear - {""}:
-        _log.warning("%d modules stay whole, e.g.: %s", len(dear), inside_function(min(dear)))
+        if node.is_whole:
+            reason = inside_function(node.name)
+        elif node.takes and node.children and node.name not in {"", *expand}:
+            reason = stays_whole(node.name, node.takes)
+        else:
+            continue
+        found.add(node.name)
+        if node.name and node.cost > limit:
+            dear[node.name] = reason
+    if dear:
+        _log.warning("%d modules stay whole, e.g.: %s", len(dear), dear[min(dear)])
     return found
 
 

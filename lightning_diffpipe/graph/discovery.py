@@ -40,6 +40,7 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
+from lightning_diffpipe.graph.own_gradients import gradients_noticed
 from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
 from lightning_diffpipe.graph.samples import (
     Form,
@@ -231,7 +232,8 @@ class StepProbe:
         tree, names = CallTree(), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
-            with self._recording(names, tree.wrap), tree.functions.counted(), tree:
+            noticed = gradients_noticed(tree.note_gradients)
+            with self._recording(names, tree.wrap), tree.functions.counted(), noticed, tree:
                 return call()
 
         self._run(record, self._new(self._batch))

@@ -89,6 +89,9 @@ class RunPlan:
 class DummyMemory:
     """Memory that all dummies of a rank share, whatever they stand for: they are only read.
 
+    Ordinary tensors, though a step may ask for them in inference mode: who writes into one of that mode leaves no
+    trace, and nothing made outside of it could be derived from one.
+
     Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say, must
     not go on with numbers that look right.
     """
@@ -97,6 +100,7 @@ class DummyMemory:
         self._largest: dict[tuple[torch.dtype, str], Tensor] = {}
         self._versions: dict[tuple[torch.dtype, str], int] = {}
 
+    @torch.inference_mode(False)
     def of(self, spec: TensorSpec) -> Tensor:
         """A tensor of the right shape, strides and type; memory grows to that of the largest one."""
         key = (spec.dtype, spec.device)

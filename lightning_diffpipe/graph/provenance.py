@@ -36,6 +36,10 @@ _VALUE_READS = {
     torch.Tag.dynamic_output_shape,
 }
 
+# Their shape depends on values only if a mask is among the indices.
+_INDEXING = {"index", "_unsafe_index"}
+_MASKS = (torch.bool, torch.uint8)
+
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -267,7 +271,9 @@ class Provenance(TorchDispatchMode):
         before = set(map(_key, inputs))
         self._read_buffers |= before & self._buffer.keys()
         out = func(*args, **kwargs)
-        new = self._new_tags(func, raw, read)
+        if self.current is None and _reads_values(func, args, kwargs):
+            self.control |= read
+        new = self._new_tags(raw, read)
         if self.current is not None:
             self.current.cost += operator_cost(func, args, kwargs, out)
         for tensor in tensors_in(out):
@@ -286,10 +292,8 @@ class Provenance(TorchDispatchMode):
         else:
             self.current.drew = True
 
-    def _new_tags(self, func: Any, raw: set[Any], read: set[Any]) -> set[Any]:
+    def _new_tags(self, raw: set[Any], read: set[Any]) -> set[Any]:
         if self.current is None:
-            if _VALUE_READS & set(func.tags):  # .item(), `if tensor:`, nonzero()
-                self.control |= read
             return read
         self.current.reads |= read
         # Made of parameters and buffers only, e.g. a cached table or a cast weight: every stage can make it again.
@@ -370,6 +374,14 @@ class ValueReads(TorchFunctionMode):
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)
+
+
+def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator makes values known to Python: `.item()`, `if tensor:`, `nonzero()`, `x[mask]`."""
+    if func.overloadpacket.__name__ in _INDEXING:
+        indices = tensors_in((args[1:], kwargs))
+        return any(index.dtype in _MASKS for index in indices)
+    return not _VALUE_READS.isdisjoint(func.tags)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -8,7 +8,6 @@ layer, the layers of the fine graph (counted, as each of them seeds a stream of 
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from lightning_diffpipe.graph.calltree import (
     inside_function,
 )
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
+from lightning_diffpipe.graph.own_gradients import gradients_refused, refuse_transformed
 from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
 
 LOG_METHODS = ("log", "log_dict")
@@ -69,41 +69,6 @@ def checkpointing_off() -> Iterator[None]:
     finally:
         module._checkpoint_without_reentrant_generator = generator
         module.CheckpointFunction = function
-
-
-@contextlib.contextmanager
-def gradients_refused(allowed: Callable[[], bool]) -> Iterator[None]:
-    """Refuses gradients that the step takes itself: between layers they would cross stages."""
-    saved = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
-
-    def refuse(name: str) -> Callable[..., Any]:
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            if allowed():
-                return saved[name](*args, **kwargs)
-            raise GraphError(
-                f"the step computes gradients itself ({_caller()} calls torch.autograd.{name}), but in a "
-                "pipeline they would have to cross stages. Return the loss and leave its gradient to the "
-                "trainer (automatic optimization); if the gradient is part of a model, compute it inside "
-                "the forward of one small module, which then becomes one layer"
-            )
-
-        return taken
-
-    for name in saved:
-        setattr(torch.autograd, name, refuse(name))
-    try:
-        yield
-    finally:
-        for name, function in saved.items():
-            setattr(torch.autograd, name, function)
-
-
-def _caller() -> str:
-    for frame in reversed(traceback.extract_stack()):
-        path = frame.filename.replace("\\", "/")
-        if "/torch/" not in path and "/lightning_diffpipe/graph/" not in path:
-            return f"{frame.filename}:{frame.lineno}"
-    return "it"
 
 
 class Tracer:
@@ -227,6 +192,7 @@ class Tracer:
     def _layer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if self._functions.depth:
             raise GraphError(inside_function(f"the code around {name}"))
+        refuse_transformed(name)
         mode = self.provenance
         record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
         record.argument_dims = leading_dims((args, kwargs))

@@ -235,7 +235,8 @@ def _through(few: int, a: int, many: int, b: int) -> KeptBytes:
 class SavedBytes:
     """Counts what autograd keeps for the backward, for the layer that saves it first.
 
-    Parameters and buffers do not count, and a storage counts once.
+    Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and its
+    like does not count either: it bears nobody who looks.
 
     Args:
         run: Tells which layer runs.
@@ -251,11 +252,23 @@ class SavedBytes:
     def __enter__(self) -> SavedBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
+        self._refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = self._aside  # type: ignore[assignment]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        torch.autograd.graph.disable_saved_tensors_hooks = self._refuse_hooks
         self._hooks.__exit__(*error)
         self._alive.clear()
+
+    @contextlib.contextmanager
+    def _aside(self, message: str) -> Iterator[None]:
+        self._hooks.__exit__(None, None, None)
+        try:
+            with self._refuse_hooks(message):
+                yield
+        finally:
+            self._hooks.__enter__()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if _storage(tensor) not in self._seen:

@@ -18,6 +18,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
 from lightning_diffpipe.graph.probe import probe, probe_named, reprobe
+from tests.graph.emulate import check_stages
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step
 from tests.zoo import in_double
 
@@ -337,6 +338,44 @@ def test_buffers_that_feed_layers_are_noted(mode):
     graph = probe(ReadsBuffers(), step, rows(), max_share=1 / 4, mode=mode)
     assert {name for i in graph.frozen for name in graph.layers[i].buffers} == {"feeds"}
     assert not any(graph.layers[i].buffers - {"feeds"} for i in graph.path)
+
+
+class Picks(Untrained):
+    """Takes rows of a trained table between layers, in front of a frozen encoder."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 16))
+        self.encoder = Block().requires_grad_(False)
+        self.pick = pick
+
+    def training_step(self, x, i):
+        picked = self.pick(self.table, x)
+        return (self.run(x) + picked.sum() - self.encoder(x)).pow(2).mean()
+
+
+def indices(x):
+    return torch.arange(len(x), device=x.device) % 4
+
+
+@pytest.mark.parametrize(
+    ("pick", "frozen"),
+    [
+        (lambda table, x: table[indices(x)], True),
+        (lambda table, x: table[indices(x), indices(x)], True),
+        (lambda table, x: table[None, :, indices(x)], True),
+        (lambda table, x: table[table > 0], False),
+        (lambda table, x: table[(table > 0)[:, 0], 1], False),
+    ],
+)
+def test_indices_are_no_values_that_python_sees_but_masks_are(pick, frozen):
+    """History: behind `table[i]` all layers counted as depending on the table, so that no encoder was frozen."""
+    root = Picks(pick).double()
+    graph = probe(root, step, rows().double(), max_share=1 / 4)
+    assert graph.layers[-1].name == "encoder"
+    assert graph.layers[-1].frozen == frozen
+    assert ("table" in graph.layers[-1].parameters) != frozen
+    check_stages(root, rows().double(), max_share=1 / 4, splits=(2,))
 
 
 class SetsAttributes(Untrained):

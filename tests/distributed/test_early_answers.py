@@ -1,0 +1,109 @@
+"""Steps that ask their trainer for what is made only once there is a pipeline."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.distributed.scenarios import Recorder, Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Samples, TinyDiffusion
+from tests.ranks import run_ranks
+
+
+class Asks(TinyDiffusion):
+    """Logs its learning rate and weighs its loss by how far training has come."""
+
+    made = 0
+    answers = ()  # of the class, as probes look at copies
+
+    def training_step(self, batch, batch_idx):
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        num_steps = self.trainer.estimated_stepping_batches
+        rate = optimizer.param_groups[0]["lr"]
+        assert [rate, rate] == [group["lr"] for group in self.trainer.optimizers[0].param_groups]
+        assert scheduler.get_last_lr() == [rate, rate]
+        Asks.answers = (*Asks.answers, num_steps)
+        self.log("rate", rate)
+        loss = self.loss(batch) * (1 + self.global_step / num_steps)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        Asks.made += 1
+        optimizer = super().configure_optimizers()["optimizer"]
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps + 1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Rates(Recorder):
+    """Notes what was logged, too."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self.rates = (*getattr(self, "rates", ()), float(trainer.callback_metrics["rate"]))
+
+
+class Batches:
+    """Batches of indices; counts how often somebody begins to read them."""
+
+    passes = 0  # of the class, as one batch is taken from a copy
+
+    def __iter__(self):
+        Batches.passes += 1
+        return iter([range(first, first + 4) for first in range(0, 24, 4)])
+
+    def __len__(self):
+        return 6
+
+
+def train(rank, devices, options, trainer_options=None, **loading):
+    """Two epochs of 24 samples in batches of 4; what was answered, logged and lost."""
+    Asks.made, Asks.answers = 0, ()
+    recorder = Rates()
+    strategy = {} if options is None else {"strategy": quick_strategy(**options)}
+    trainer = quiet_trainer(
+        devices=devices, max_epochs=2, callbacks=[recorder],
+        **{"use_distributed_sampler": True, **strategy, **(trainer_options or {})},
+    )  # fmt: skip
+    loader = DataLoader(Samples(24), **(loading or {"batch_size": 4}))
+    trainer.fit(build(Settings(module_class=Asks)), loader)
+    return set(Asks.answers), Asks.made, recorder.rates, recorder.losses
+
+
+def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
+    """History: the set-up ended in errors of Lightning's, as it runs steps before there are optimizers."""
+    runs, passes = [], []
+    for options in (None, {"num_microbatches": 1}):
+        Batches.passes = 0
+        apart = {"use_distributed_sampler": False}
+        runs.append(train(0, 1, options, apart, batch_sampler=Batches()))
+        passes.append(Batches.passes)
+    (answers, made, rates, losses), expected = runs[1], runs[0]
+    assert answers == expected[0] == {12}
+    assert (made, expected[1]) == (2, 1)
+    assert rates == pytest.approx(expected[2], rel=1e-6), "Lightning keeps single precision"
+    assert len(set(rates)) == len(losses) == 12
+    assert passes[1] == passes[0] + 1, "one batch is looked at; counting begins no pass"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "num_steps"),
+    [
+        ({"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}, 12),
+        ({"num_stages": 1, "num_replicas": 1, "data_parallel": 2, "num_microbatches": 2}, 6),
+    ],
+)
+def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(options, num_steps):
+    """History: a loader made for the probe gave each rank samples of its own, and half as many steps."""
+    alone = train(0, 1, {"num_microbatches": 2}, {"max_steps": num_steps})
+    for answers, made, rates, losses in run_ranks(train, 2, 2, options):
+        assert answers == {num_steps}
+        assert made == 2
+        assert rates == pytest.approx(alone[2])
+        assert len(losses) == num_steps
+        if num_steps == 12:  # else each rank has half of the samples
+            assert losses == pytest.approx(alone[3], rel=1e-9)
