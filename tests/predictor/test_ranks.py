@@ -159,6 +159,24 @@ def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
     assert reports[-1].planned is not None
 
 
+def test_in_bfloat16_ranks_equal_one_process(job, monkeypatch):
+    """With as many patches, or as many bands. History: stages of Flux kept what depends on time for all steps."""
+    coarse = {"dtype": torch.bfloat16}
+    stages = {"method": "pipefusion", "num_patches": 2, **coarse}
+    bands = {"method": "distrifusion", "warmup_steps": 1, **coarse}
+    jobs = [job("flux", **stages), job("pixart", **stages), job("pixart", **bands)]
+    jobs += [job("stable_diffusion", **bands)]
+    found = run_ranks(latents_of_each, 2, jobs)
+    expected = latents_of_each(0, jobs[:2])
+    monkeypatch.setattr("lightning_diffpipe.sampling.methods.make_sampler", BothBands)
+    expected += latents_of_each(
+        0, [(*each[:3], {"method": "single", **coarse}) for each in jobs[2:]]
+    )
+    for number, latents in enumerate(expected):
+        assert latents.dtype == torch.bfloat16
+        assert all(torch.equal(rank[number], latents) for rank in found), number
+
+
 def test_exact_methods_equal_one_process(job, tmp_path):
     drawing = diffusers.DDPMScheduler(clip_sample=False)
     jobs = [
