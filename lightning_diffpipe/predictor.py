@@ -43,6 +43,7 @@ from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
 from lightning_diffpipe.sampling.world import World, forget_variables, join_world
 
 OnStep = Callable[[int, int], None]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Predictor:
@@ -136,9 +137,9 @@ class Predictor:
             method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
         )
         where = _device(device)
-        if not isinstance(dtype, torch.dtype):
+        if dtype not in _DTYPES:
             raise ConfigurationError(
-                f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+                f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
             )
         if timeout_s <= 0:
             raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")

@@ -127,18 +127,32 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _created_in(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which tensors are of this type unless somebody says otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def skeleton(
     cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
     """Builds a diffusers model whose parameters are all placeholders; its buffers are real.
 
+    Types are those of `cls.from_pretrained(folder, dtype=dtype)`: what is stored is cast, what the model makes for
+    itself, such as a table of positions in float32, is left as it was made.
+
     Args:
         cls: Class of the model.
         config: Its stored config.
         device: Where it will compute.
-        dtype: Of its floating parameters and buffers; modules the class wants in fp32 keep it.
+        dtype: Of all that is stored and floating; modules the class wants in fp32 keep it.
     """
-    with _parameters_without_memory():
+    with _parameters_without_memory(), _created_in(dtype):
         model = cls.from_config(dict(config))
     kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
 
@@ -157,7 +171,9 @@ def skeleton(
                 module._parameters[key] = stand_ins[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = buffer.to(device, wanted(f"{path}.{key}", buffer))
+                is_stored = key not in module._non_persistent_buffers_set
+                type_of = wanted(f"{path}.{key}", buffer) if is_stored else buffer.dtype
+                module._buffers[key] = buffer.to(device, type_of)
     return model.eval()
 
 
