@@ -261,7 +261,8 @@ def test_what_is_wrong_with_a_folder_is_told(changes, message, folder_of, tmp_pa
     ("options", "message"),
     [
         ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
-        ({"dtype": "float32"}, "dtype='float32'; choose one of torch"),
+        ({"dtype": "float32"}, "dtype='float32'; choose torch.float32, torch.bfloat16"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose torch.float32"),
         ({"timeout_s": 0}, "timeout_s must be more than 0; got 0"),
     ],
 )
@@ -328,6 +329,36 @@ class WithBuffers(diffusers.ModelMixin, diffusers.ConfigMixin):
         self.register_buffer("stored", torch.ones(2, dtype=torch.float32))
         self.register_buffer("counter", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("careful", torch.ones(2))
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_quantized_weights_are_refused(says_so, folder_of, tmp_path):
+    """History: integers of -127 to 127 were taken for weights, and noise was drawn without a word."""
+    path = shutil.copytree(folder_of("pixart"), tmp_path / "quantized")
+    file = path / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(in_eight_bits(load_file(file)), file)
+    expected = CheckpointError, r"attn1.to_k.weight in .* is stored as torch.int8, so probably"
+    if says_so:
+        config = json.loads((path / "transformer" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        (path / "transformer" / "config.json").write_text(json.dumps(config))
+        expected = ConfigurationError, r"stored quantized \(bitsandbytes.*open the folder with the"
+    with pytest.raises(expected[0], match=expected[1]):
+        Predictor.from_pretrained(path, method="single")(
+            prompts_of("pixart"), **SETTINGS, **options_of("pixart")
+        )
+
+
+def in_eight_bits(values):
+    """As bitsandbytes stores the matrices of blocks: whole numbers and a scale for each row."""
+    stored = {}
+    for name, value in values.items():
+        stored[name] = value
+        if value.ndim == 2 and name.startswith("transformer_blocks") and name.endswith("weight"):
+            scale = value.abs().amax(1)
+            stored[name] = (value / scale[:, None] * 127).round().to(torch.int8)
+            stored[name.removesuffix("weight") + "SCB"] = scale
+    return stored
 
 
 def test_the_built_in_model_settles_on_its_way():

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
 
 _NAMES_SHOWN = 3
@@ -151,7 +151,11 @@ def skeleton(
         config: Its stored config.
         device: Where it will compute.
         dtype: Of all that is stored and floating; modules the class wants in fp32 keep it.
+
+    Raises:
+        ConfigurationError: Its weights are stored quantized.
     """
+    _refuse_quantized(cls, config)
     with _parameters_without_memory(), _created_in(dtype):
         model = cls.from_config(dict(config))
     kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
@@ -177,6 +181,17 @@ def skeleton(
     return model.eval()
 
 
+def _refuse_quantized(cls: Any, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unknown method")
+        raise ConfigurationError(
+            f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
+            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from; "
+            "dtype=torch.bfloat16 halves them, and method=pipefusion divides them among the ranks"
+        )
+
+
 def check_weights(model: nn.Module, weights: Weights) -> None:
     """Compares names, before anything is read.
 
@@ -200,7 +215,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
         names: Parameters to read; None means all.
 
     Raises:
-        CheckpointError: A stored tensor is missing or has another shape.
+        CheckpointError: A stored tensor is missing, has another shape, or holds whole numbers for others.
     """
     check_weights(model, weights)
     parameters = dict(model.named_parameters())
@@ -212,6 +227,12 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
             raise CheckpointError(
                 f"{name} in {weights.origin} has shape {tuple(value.shape)}, but the config of the "
                 f"{type(model).__name__} says {tuple(stored[name].shape)}"
+            )
+        if stored[name].is_floating_point() and not value.is_floating_point():
+            raise CheckpointError(
+                f"{name} in {weights.origin} is stored as {value.dtype}, so probably quantized without saying so "
+                f"in its config.json, but the {type(model).__name__} computes in floating numbers, whose scale is "
+                "not known: take a folder with plain weights"
             )
         if name in parameters:
             parameter = parameters[name]
