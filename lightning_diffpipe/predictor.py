@@ -37,8 +37,7 @@ from lightning_diffpipe.model_sources import open_source, refuse_module, source_
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
-from lightning_diffpipe.sampling.mesh import fit_mesh
-from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
+from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
 from lightning_diffpipe.sampling.world import World, forget_variables, join_world
 
@@ -144,8 +143,12 @@ class Predictor:
         if timeout_s <= 0:
             raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
         world = World.alone(where) if alone else join_world(where, timeout_s)
-        source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
-        return cls(source, options, world, where, timeout_s)
+
+        def open_it() -> Source:
+            fitted(options, world.num_ranks)
+            return open_source(path, world.rank == 0, where, dtype, ema)
+
+        return cls(world.agree(open_it), options, world, where, timeout_s)
 
     @classmethod
     def from_module(
@@ -161,15 +164,19 @@ class Predictor:
                 `sequence` and options of the method. Device, dtype and weights are those of the module.
 
         Raises:
-            ConfigurationError: The module is of another kind, or divided into the stages of a training; on all
-                ranks.
+            ConfigurationError: The module is of another kind, or divided into the stages of a training; or the
+                method, its options or the mesh cannot work; on all ranks.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
-        source = world.agree(lambda: source_of_module(module))
-        return cls(source, choice, world, module.device, timeout_s)
+
+        def take_it() -> Source:
+            fitted(choice, world.num_ranks)
+            return source_of_module(module)
+
+        return cls(world.agree(take_it), choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -356,20 +363,7 @@ class Predictor:
     def _decided(self, packed: Call) -> MethodOptions:
         if self._chooser is not None:
             return self._chooser.choose(packed.unpacked(self.device))
-        options = self.options
-        if options.method not in METHODS:
-            raise ConfigurationError(
-                f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
-            )
-        mesh = fit_mesh(
-            self._world.num_ranks,
-            options.method,
-            options.data,
-            options.guidance,
-            options.parallel,
-            options.sequence,
-        )
-        return replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
+        return fitted(self.options, self._world.num_ranks)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -8,7 +8,6 @@ Where a rehearsal then refuses what was chosen, the choice is made again among t
 
 from __future__ import annotations
 
-import inspect
 import re
 import statistics
 import time
@@ -33,27 +32,17 @@ from lightning_diffpipe.planning.sampling_candidates import (
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.mesh import SamplingMesh
-from lightning_diffpipe.sampling.methods import MethodOptions
-from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_attention import divides_text
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REPEATS = 3
-_SAMPLERS: dict[str, type] = {
-    "single": OneProcess,
-    "sequence": SequenceParallel,
-    "synchronous": DistriFusion,
-    "pipefusion": PipeFusion,
-    "distrifusion": DistriFusion,
-}
 
 
 class Chooser:
@@ -148,7 +137,7 @@ def wish_of(options: MethodOptions) -> SamplingWish:
     """
     further, methods = options.further, None
     if further:
-        methods = tuple(name for name in _SAMPLERS if set(further) <= _options_taken(name))
+        methods = tuple(name for name in CHOOSABLE if set(further) <= options_taken(name))
         if not methods:
             raise ConfigurationError(f"method=auto: no method takes {', '.join(sorted(further))}")
     given = options.warmup_steps
@@ -162,13 +151,6 @@ def wish_of(options: MethodOptions) -> SamplingWish:
         further.get("mode", further.get("sequence_mode")),
         methods,
     )
-
-
-def _options_taken(method: str) -> set[str]:
-    """Names of a method's own options, without what the Predictor gives by itself."""
-    names = set(inspect.signature(_SAMPLERS[method]).parameters)
-    names -= {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-    return names - {"mode"} if _SAMPLERS[method] is DistriFusion else names
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -197,7 +197,7 @@ BAD = [
     ("stable_diffusion", {}, {"num_inference_steps": 2.5}, "must be a whole number; got 2.5"),
     ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
-    ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
+    ("stable_diffusion", {"nonsense": 1}, {}, "takes no 'nonsense'; it takes axis, hide_unseen,"),
     (
         "stable_diffusion",
         {"method": "distrifusion", "num_patches": 2},
@@ -222,6 +222,35 @@ def test_bad_input_is_told_with_its_remedy(name, options, changes, message, fold
     settings = {"prompts": prompts_of(name)} | SETTINGS | options_of(name) | changes
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(folder_of(name), **options)(**settings)
+
+
+IMPOSSIBLE = [
+    ({"method": "nonsense"}, "method='nonsense'; choose pipefusion, distrifusion, .* or auto"),
+    ({"method": "single", "torch_dtype": torch.bfloat16}, "no 'torch_dtype'; say dtype="),
+    ({"method": "single", "colour": 1}, "no 'colour'; it has no options of its own"),
+    ({"num_patch": 4}, "method=pipefusion takes no 'num_patch'; say num_patches="),
+    ({"sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown; choose one of"),
+    ({"method": "distrifusion", "group_norm": "none"}, "group_norm='none'; choose"),
+    ({"guidance": 2}, "cannot use 1 ranks as guidance=2"),
+    ({"method": "auto", "guidance": 2}, "1 ranks cannot be divided as guidance=2; choose sizes"),
+    ({"method": "auto", "sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown"),
+    ({"method": "auto", "verfy": False}, "method=auto takes no 'verfy'; say verify="),
+    (
+        {"method": "auto", "group_norm": "own", "hide_unseen": True},
+        "group_norm and hide_unseen tog",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE)
+def test_what_cannot_work_is_told_before_a_model_is_looked_for(options, message, tmp_path):
+    """History: the first request said so, after the model was loaded: torch_dtype= opened it in float32."""
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(tmp_path / "nowhere", **options)
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_module(perturbed_latent_diffusion(), **options)
+    with pytest.raises(ConfigurationError, match="no 'dtype'; that is an argument of from_pret"):
+        Predictor.from_module(perturbed_latent_diffusion(), dtype=torch.bfloat16)
 
 
 def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):

@@ -345,10 +345,10 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
         "LayoutError": job("stable_diffusion"),
         "divides the two branches": job("pixart", changes={"guidance_scale": 1.0}, guidance=2),
         "CheckpointError": (broken, *pixart[1:]),
-        "cannot use 2 ranks as data=3; these fit this request: sequence on sequence=2": job(
+        "2 ranks cannot be divided as data=3; choose sizes whose product divides 2": job(
             "pixart", method="auto", data=3
         ),
-        "no method takes nonsense": job("pixart", method="auto", nonsense=1),
+        "method=auto takes no 'nonsense'; it takes axis,": job("pixart", method="auto", nonsense=1),
         "prompts of this model are texts": (pixart[0], [4], *pixart[2:]),
         "`negative_prompt` should be the same type": job(
             "stable_diffusion", changes={"negative_prompt": 3}, method="single"
