@@ -99,6 +99,7 @@ class Predictor:
         sequence: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        variant: str | None = None,
         timeout_s: float = 120.0,
         ema: bool = True,
         alone: bool = False,
@@ -123,6 +124,8 @@ class Predictor:
             sequence: Ranks among which tokens are divided inside attention; under PipeFusion, those of a stage.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
+            variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`; says nothing of
+                `dtype`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
@@ -146,7 +149,7 @@ class Predictor:
 
         def open_it() -> Source:
             fitted(options, world.num_ranks)
-            return open_source(path, world.rank == 0, where, dtype, ema)
+            return open_source(path, world.rank == 0, where, dtype, ema, variant)
 
         return cls(world.agree(open_it), options, world, where, timeout_s)
 

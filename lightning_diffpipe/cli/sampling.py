@@ -104,7 +104,12 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
     timeout_s = values["timeout_s"]
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
-    return {"device": device, "dtype": dtype, "timeout_s": float(timeout_s)}
+    return {
+        "device": device,
+        "dtype": dtype,
+        "variant": values["variant"],
+        "timeout_s": float(timeout_s),
+    }
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _SAMPLERS: dict[str, type] = {
 }
 """Of each method; DistriFusion of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-_OF_PREDICTOR = ("device", "dtype", "timeout_s", "ema", "alone")
+_OF_PREDICTOR = ("device", "dtype", "variant", "timeout_s", "ema", "alone")
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 

@@ -300,6 +300,34 @@ def test_devices_types_and_times_that_do_not_exist_are_refused(options, message,
         Predictor.from_pretrained(folder_of("pixart"), **options)
 
 
+@pytest.mark.parametrize("shard", [None, "20KB"])
+def test_a_folder_with_files_of_a_variant_only(shard, folder_of, tmp_path):
+    """History: it could not be opened, with the advice to write safetensors, which it has."""
+    path, options = tmp_path / "fp16", {} if shard is None else {"max_shard_size": shard}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("pixart")))
+    pipeline.save_pretrained(path, variant="fp16", **options)
+    indices = list((path / "transformer").glob("*.index.*"))
+    assert len(indices) == (shard is not None)
+    with pytest.raises(CheckpointError, match="has other variants: take variant='fp16'"):
+        Predictor.from_pretrained(path)
+    with pytest.raises(CheckpointError, match="files without a variant: leave variant out"):
+        Predictor.from_pretrained(folder_of("pixart"), variant="fp16")
+    settings = SETTINGS | options_of("pixart")
+    found = Predictor.from_pretrained(path, "single", variant="fp16")(["a", "b"], **settings)
+    expected = Predictor.from_pretrained(folder_of("pixart"), "single")(["a", "b"], **settings)
+    assert (as_array(found) == as_array(expected)).all()
+    for index in indices:  # as older releases wrote it
+        index.rename(index.with_name("diffusion_pytorch_model.safetensors.fp16.index.json"))
+    SafetensorsFolder(path / "transformer", "fp16")
+
+
+def test_models_of_the_project_have_no_variants(tmp_path):
+    with pytest.raises(ConfigurationError, match="variant='fp16' is of diffusers folders"):
+        Predictor.from_pretrained(built_in("glyphs"), variant="fp16")
+    with pytest.raises(ConfigurationError, match="variant='fp16' is of diffusers folders"):
+        Predictor.from_pretrained(tmp_path / "last.ckpt", variant="fp16")
+
+
 def test_missing_weights_are_named(folder_of, tmp_path):
     path = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"

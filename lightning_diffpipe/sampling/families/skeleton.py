@@ -24,6 +24,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
 
 _NAMES_SHOWN = 3
+_STEM = "diffusion_pytorch_model"
 
 
 class Weights(Protocol):
@@ -61,14 +62,16 @@ class SafetensorsFolder:
 
     @staticmethod
     def _paths(folder: Path, variant: str | None) -> list[Path]:
-        stem = "diffusion_pytorch_model" + (f".{variant}" if variant else "")
-        whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        infix = f".{variant}" if variant else ""
+        whole = folder / f"{_STEM}{infix}.safetensors"
         if whole.exists():
             return [whole]
-        if not index.exists():
+        # The second is how older releases of diffusers named it.
+        names = [f"{_STEM}.safetensors.index{infix}.json", f"{_STEM}.safetensors{infix}.index.json"]
+        index = next((folder / n for n in names if (folder / n).exists()), None)
+        if index is None:
             raise CheckpointError(
-                f"{folder} has neither {whole.name} nor {index.name}; a rank reads only its own tensors, "
-                "which needs safetensors: write them with pipeline.save_pretrained(folder)"
+                f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder)}"
             )
         paths = sorted({folder / n for n in json.loads(index.read_text())["weight_map"].values()})
         if missing := [path for path in paths if not path.exists()]:
@@ -85,6 +88,25 @@ class SafetensorsFolder:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(n for n in names if self._file_of[n] == path):
                     yield name, file.get_tensor(name)
+
+
+def _what_to_do(folder: Path) -> str:
+    """What to do about weights that are not there."""
+    found = set[str]()
+    for path in folder.glob(f"{_STEM}.*.safetensors"):
+        found.add(
+            path.name.removeprefix(f"{_STEM}.").partition("-")[0].removesuffix(".safetensors")
+        )
+    if found:
+        return (
+            f"it has other variants: take variant={' or variant='.join(map(repr, sorted(found)))}"
+        )
+    if any(folder.glob(f"{_STEM}*.safetensors")):
+        return "it has files without a variant: leave variant out"
+    return (
+        "a rank reads only its own tensors, which needs safetensors: write them with "
+        "pipeline.save_pretrained(folder)"
+    )
 
 
 class StateDict:
