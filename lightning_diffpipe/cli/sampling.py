@@ -52,6 +52,7 @@ def _sample(values: dict[str, Any]) -> Any:
     pictures = _as_pictures(pictures)
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_earlier(folder)
     _write_pictures(pictures, values["prompts"], folder)
     print(f"\n{report}")
     numbers = report.to_dict()
@@ -135,6 +136,13 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
         bars[0].update(done - bars[0].n)
 
     return advance
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Removes what an earlier run of this command wrote, which might be taken for pictures of this one."""
+    for pattern in ("[0-9][0-9][0-9].png", "grid.png", "difference.png", "report.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
