@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -124,12 +125,12 @@ def _folder(path: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-        try:
-            return Path(snapshot_download(path, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError, OSError):
-            pass
+        with contextlib.suppress(HFValidationError, LocalEntryNotFoundError, OSError):
+            snapshot = Path(snapshot_download(path, local_files_only=True))
+            if (snapshot / "model_index.json").is_file():  # a hub id may be of anything
+                return snapshot
     raise ConfigurationError(
-        f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
+        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
         "check the path, or fetch it first: hf download ID"
     )
 

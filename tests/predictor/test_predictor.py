@@ -286,6 +286,20 @@ def test_what_is_wrong_with_a_folder_is_told(changes, message, folder_of, tmp_pa
         Predictor.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("is_pipeline", [True, False])
+def test_hub_ids_on_this_machine(is_pipeline, folder_of, tmp_path, monkeypatch):
+    """History: one of something else, such as a text model, ended in a FileNotFoundError."""
+    if not is_pipeline:
+        (tmp_path / "config.json").write_text("{}")
+    snapshot = folder_of("dit") if is_pipeline else tmp_path
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **options: str(snapshot))
+    if is_pipeline:
+        assert Predictor.from_pretrained("me/it", "single").source.family.name == "dit"
+        return
+    with pytest.raises(ConfigurationError, match="'me/it' is neither a folder with a model_index"):
+        Predictor.from_pretrained("me/it", "single")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
