@@ -260,6 +260,16 @@ def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_pat
         predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
 
 
+@pytest.mark.parametrize("kind", ["learned", "learned_range"])
+def test_a_variance_that_no_pipeline_hands_on_is_told(kind, folder_of, tmp_path):
+    """History: TypeError, unsupported operand types; in the middle of a request, after which ranks connect anew."""
+    scheduler = diffusers.DDPMScheduler(variance_type=kind, clip_sample=False)
+    path = with_scheduler(folder_of("dit"), tmp_path / kind, scheduler)
+    for options in ({"method": "single"}, {"num_patches": 2}):
+        with pytest.raises(ConfigurationError, match=f"{kind} takes a variance .*=fixed_small"):
+            Predictor.from_pretrained(path, **options)(prompts_of("dit"), **SETTINGS)
+
+
 @pytest.mark.parametrize(("entry", "value"), [("boundary_ratio", 0.9), ("expand_timesteps", True)])
 def test_pipelines_whose_steps_differ_are_refused(entry, value, folder_of, tmp_path):
     path = shutil.copytree(folder_of("wan"), tmp_path / "two_models")

@@ -16,6 +16,7 @@ from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     for_samples,
     is_elementwise,
+    refuse_unless_elementwise,
 )
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -112,6 +113,13 @@ def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
         knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny).sample(request)
     whole = knowing(PipeFusion(tiny.model, num_patches=1), "pixart", tiny)
     whole.sample(request)  # one patch is the whole
+
+
+def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name(tiny):
+    """History: one that takes a predicted variance ended in a TypeError."""
+    scheduler = make("DDPMScheduler", variance_type="learned_range")
+    with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
+        refuse_unless_elementwise(request_for("pixart", scheduler, tiny=tiny), -2)
 
 
 def test_trying_leaves_the_random_state_alone():
