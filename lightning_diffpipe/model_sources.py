@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -48,7 +49,12 @@ _DEFAULTS = {"num_inference_steps": 25, "guidance_scale": 4.0}
 
 
 def open_source(
-    path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype, ema: bool = True
+    path: str | Path,
+    leads: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    ema: bool = True,
+    variant: str | None = None,
 ) -> Source:
     """Opens the model at a path.
 
@@ -58,12 +64,14 @@ def open_source(
         device: Where to compute.
         dtype: Of all weights.
         ema: Take averaged weights of a checkpoint.
+        variant: Of the files in a diffusers folder, such as `"fp16"`.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
         CheckpointError: Its weights are missing or cannot be read.
     """
     if str(path).endswith(".ckpt"):
+        _refuse_variant(variant, path)
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = _folder(str(path))
     try:
@@ -71,8 +79,17 @@ def open_source(
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") == "LatentDiffusion":
+        _refuse_variant(variant, path)
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
-    return DiffusersFolder(folder, leads, device, dtype)
+    return DiffusersFolder(folder, leads, device, dtype, variant)
+
+
+def _refuse_variant(variant: str | None, path: str | Path) -> None:
+    if variant is not None:
+        raise ConfigurationError(
+            f"variant={variant!r} is of diffusers folders; {path} was written by this project and has one only, "
+            "leave it out"
+        )
 
 
 def refuse_module(module: Any) -> None:
@@ -108,12 +125,12 @@ def _folder(path: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-        try:
-            return Path(snapshot_download(path, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError, OSError):
-            pass
+        with contextlib.suppress(HFValidationError, LocalEntryNotFoundError, OSError):
+            snapshot = Path(snapshot_download(path, local_files_only=True))
+            if (snapshot / "model_index.json").is_file():  # a hub id may be of anything
+                return snapshot
     raise ConfigurationError(
-        f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
+        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
         "check the path, or fetch it first: hf download ID"
     )
 

@@ -44,12 +44,12 @@ from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
-from lightning_diffpipe.sampling.mesh import fit_mesh
-from lightning_diffpipe.sampling.methods import METHODS, MethodOptions, Worker
+from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
 from lightning_diffpipe.sampling.world import World, forget_variables, join_world
 
 OnStep = Callable[[int, int], None]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Predictor:
@@ -106,6 +106,7 @@ class Predictor:
         sequence: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        variant: str | None = None,
         timeout_s: float = 120.0,
         ema: bool = True,
         alone: bool = False,
@@ -130,6 +131,8 @@ class Predictor:
             sequence: Ranks among which tokens are divided inside attention; under PipeFusion, those of a stage.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
+            variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`; says nothing of
+                `dtype`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
@@ -143,16 +146,20 @@ class Predictor:
             options = MethodOptions(
                 method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
             )
-            if not isinstance(dtype, torch.dtype):
+            if dtype not in _DTYPES:
                 raise ConfigurationError(
-                    f"dtype={dtype!r}; choose one of torch, such as torch.bfloat16"
+                    f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
                 )
             if timeout_s <= 0:
                 raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
         where = _device(device)
         world = World.alone(where) if alone else join_world(where, timeout_s)
-        source = world.agree(lambda: open_source(path, world.rank == 0, where, dtype, ema))
-        return cls(source, options, world, where, timeout_s)
+
+        def open_it() -> Source:
+            fitted(options, world.num_ranks)
+            return open_source(path, world.rank == 0, where, dtype, ema, variant)
+
+        return cls(world.agree(open_it), options, world, where, timeout_s)
 
     @classmethod
     def from_module(
@@ -168,15 +175,19 @@ class Predictor:
                 `sequence` and options of the method. Device, dtype and weights are those of the module.
 
         Raises:
-            ConfigurationError: The module is of another kind, or divided into the stages of a training; on all
-                ranks.
+            ConfigurationError: The module is of another kind, or divided into the stages of a training; or the
+                method, its options or the mesh cannot work; on all ranks.
         """
         known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
         choice = MethodOptions(method, **known, further=options)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
-        source = world.agree(lambda: source_of_module(module))
-        return cls(source, choice, world, module.device, timeout_s)
+
+        def take_it() -> Source:
+            fitted(choice, world.num_ranks)
+            return source_of_module(module)
+
+        return cls(world.agree(take_it), choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -366,20 +377,7 @@ class Predictor:
     def _decided(self, packed: Call) -> MethodOptions:
         if self._chooser is not None:
             return self._chooser.choose(packed.unpacked(self.device))
-        options = self.options
-        if options.method not in METHODS:
-            raise ConfigurationError(
-                f"method={options.method!r}; choose {', '.join(METHODS)} or auto"
-            )
-        mesh = fit_mesh(
-            self._world.num_ranks,
-            options.method,
-            options.data,
-            options.guidance,
-            options.parallel,
-            options.sequence,
-        )
-        return replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
+        return fitted(self.options, self._world.num_ranks)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -69,6 +69,7 @@ def _sample(values: dict[str, Any]) -> Any:
     pictures = _as_pictures(pictures)
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_earlier(folder)
     _write_pictures(pictures, values["prompts"], folder)
     print(f"\n{report}")
     numbers = report.to_dict()
@@ -115,8 +116,12 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
         device = f"cuda:{local_rank}"
         ask_for_queues()
         torch.cuda.set_device(local_rank)
-    dtype = getattr(torch, str(values["dtype"]))
-    return {"device": device, "dtype": dtype, "timeout_s": float(values["timeout_s"])}
+    return {
+        "device": device,
+        "dtype": getattr(torch, str(values["dtype"])),
+        "variant": values["variant"],
+        "timeout_s": float(values["timeout_s"]),
+    }
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +147,13 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
         bars[0].update(done - bars[0].n)
 
     return advance
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Removes what an earlier run of this command wrote, which might be taken for pictures of this one."""
+    for pattern in ("[0-9][0-9][0-9].png", "grid.png", "difference.png", "report.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:

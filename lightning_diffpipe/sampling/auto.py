@@ -8,7 +8,6 @@ Where a rehearsal then refuses what was chosen, the choice is made again among t
 
 from __future__ import annotations
 
-import inspect
 import re
 import statistics
 import time
@@ -33,27 +32,18 @@ from lightning_diffpipe.planning.sampling_candidates import (
 )
 from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
+from lightning_diffpipe.sampling.memory import needing_memory, release_memory
 from lightning_diffpipe.sampling.mesh import SamplingMesh
-from lightning_diffpipe.sampling.methods import MethodOptions
-from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_attention import divides_text
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 _REPEATS = 3
-_SAMPLERS: dict[str, type] = {
-    "single": OneProcess,
-    "sequence": SequenceParallel,
-    "synchronous": DistriFusion,
-    "pipefusion": PipeFusion,
-    "distrifusion": DistriFusion,
-}
 
 
 class Chooser:
@@ -148,7 +138,7 @@ def wish_of(options: MethodOptions) -> SamplingWish:
     """
     further, methods = options.further, None
     if further:
-        methods = tuple(name for name in _SAMPLERS if set(further) <= _options_taken(name))
+        methods = tuple(name for name in CHOOSABLE if set(further) <= options_taken(name))
         if not methods:
             raise ConfigurationError(f"method=auto: no method takes {', '.join(sorted(further))}")
     given = options.warmup_steps
@@ -162,13 +152,6 @@ def wish_of(options: MethodOptions) -> SamplingWish:
         further.get("mode", further.get("sequence_mode")),
         methods,
     )
-
-
-def _options_taken(method: str) -> set[str]:
-    """Names of a method's own options, without what the Predictor gives by itself."""
-    names = set(inspect.signature(_SAMPLERS[method]).parameters)
-    names -= {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-    return names - {"mode"} if _SAMPLERS[method] is DistriFusion else names
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -201,7 +184,21 @@ def profile_request(
         num_samples: Pictures it draws.
         branches: Branches of guidance that can be divided.
         layout: Of the model, if it is known.
+
+    Raises:
+        ConfigurationError: This rank alone has too little memory for a step.
     """
+    with needing_memory(
+        "for the step that method=auto measures on one rank",
+        "name a method and its mesh instead, such as method=pipefusion with parallel=, or draw fewer or smaller "
+        "pictures at a time",
+    ):
+        return _profile(request, num_samples, branches, layout)
+
+
+def _profile(
+    request: Request, num_samples: int, branches: int, layout: Layout | None
+) -> DenoiserProfile:
     latents, timestep = request.latents, request.timesteps[0]
     with _Counted(request.model) as counted:
         activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
@@ -218,6 +215,8 @@ def profile_request(
         glue_s = min(_glue_s(request, layout), step_s)
         call_s = patch_s - glue_s
     except DiffPipeError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise error.__cause__ from None  # says nothing of the model
         layout, refusal = None, _short(error)
     return DenoiserProfile(
         step_s=step_s,
@@ -315,7 +314,11 @@ def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
     if request.num_steps < MIN_STEPS:
         return 0.0
     # The first step in patches fills caches, so the next two are timed.
-    patched.sample(replace(request, timesteps=request.timesteps[:3]))
+    try:
+        patched.sample(replace(request, timesteps=request.timesteps[:3]))
+    except torch.OutOfMemoryError:
+        release_memory()
+        return 0.0  # not known: one rank keeps keys of all blocks here, of which a stage has its own only
     return min(max(min(patched.statistics.step_s[1:]) - step_s, 0.0), step_s)
 
 

@@ -2,19 +2,22 @@
 
 Their results are kept: the embedding of the timestep and what blocks make of it for modulation are computed once
 per step instead of once per patch; keys and values of cross-attention, the projected prompt and tables of rope once
-per request. Three runs tell which. Attention lets one NaN in a key reach every output, and
+per request. Four runs tell which. Attention lets one NaN in a key reach every output, and
 
-    latents        NaN    as they are    NaN
-    timestep       t      t              t'
-    result         ------ equal ------            the same for every patch of a step
-                   ---------- equal ----------    the same in every step
+    latents        NaN    as they are    NaN    NaN
+    timestep       t      t              t'     NaN
+    result         ------ equal ------                      the same for every patch of a step
+                   ---------- equal ----------  no NaN      the same in every step
 
 A result without NaN that is the same without NaN in the latents does not depend on them, not even by a comparison.
+Nor does one on the timestep that is the same at another one and no NaN at NaN; equal numbers alone would not do, as
+weights may be a placeholder, one number for all, and what two timesteps make of it differ by less than rounding.
 Of modules inside each other the outermost one is kept. What is changed in place later on is not kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,13 +64,25 @@ def find_kept(
     here = record(unknown, t)
     known, later = record(latents, t, here), record(unknown, other_t, here)
     in_step = _independent(here, known)
-    in_request = _independent(here, later) & in_step if not torch.equal(t, other_t) else set()
+    in_request = set[int]()
+    if not torch.equal(t, other_t):
+        in_request = in_step & _independent(here, later)
+        in_request &= _without_time(lambda at: record(unknown, at, here), t)
     in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
     places = _places(here, in_request, in_step)
     return (
         {place: here[i].shapes for i, place in places.items() if i in in_request},
         {place: here[i].shapes for i, place in places.items() if i not in in_request},
     )
+
+
+def _without_time(record: Callable[[Tensor], list[_Call]], t: Tensor) -> set[int]:
+    """Calls that NaN for a timestep does not reach; none of a model that can do nothing with it."""
+    dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
+    with contextlib.suppress(Exception):  # such as timesteps that are looked up in a table
+        calls = record(torch.full_like(t, float("nan"), dtype=dtype))
+        return {i for i, call in enumerate(calls) if call.copies}
+    return set()
 
 
 @dataclass

@@ -42,6 +42,7 @@ class LayoutStore:
 
         Raises:
             LayoutError: The model cannot be sampled in parts, or fails while it is probed.
+            ConfigurationError: Memory does not suffice to probe it.
         """
         key = _key(request)
         for known, layout in self._known:

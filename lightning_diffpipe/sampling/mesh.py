@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -151,6 +151,32 @@ def fit_mesh(
             + "; ".join(map(str, meshes))
         )
     return mesh
+
+
+def refuse_axes(
+    num_ranks: int,
+    data: int | None = None,
+    guidance: int | None = None,
+    parallel: int | None = None,
+    sequence: int | None = None,
+) -> None:
+    """Raises ConfigurationError if no mesh of all ranks has these sizes, whatever the method is.
+
+    Example:
+        >>> refuse_axes(6, data=3)
+        >>> refuse_axes(3, guidance=2)
+        Traceback (most recent call last):
+        lightning_diffpipe.errors.ConfigurationError: 3 ranks cannot be divided as guidance=2; ...
+    """
+    wish = {"data": data, "guidance": guidance, "parallel": parallel, "sequence": sequence}
+    given = {name: size for name, size in wish.items() if size is not None}
+    every = fitting_meshes(num_ranks, get_args(Axis))
+    if not any(given.items() <= asdict(mesh).items() for mesh in every):
+        asked = ", ".join(f"{name}={size}" for name, size in given.items())
+        raise ConfigurationError(
+            f"{num_ranks} ranks cannot be divided as {asked}; choose sizes whose product divides {num_ranks}, "
+            "with guidance 1 or 2, or leave them out"
+        )
 
 
 class Place:

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,14 +24,18 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.skeleton import load_weights
 from lightning_diffpipe.sampling.families.source import Source
-from lightning_diffpipe.sampling.links import Links, TensorShape
-from lightning_diffpipe.sampling.mesh import Place, SamplingMesh
+from lightning_diffpipe.sampling.links import Alone, Links, TensorShape
+from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.report import RankReport
 from lightning_diffpipe.sampling.request import Request, Sampler
+from lightning_diffpipe.sampling.sequence_attention import refuse_mode
+from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from lightning_diffpipe.sampling.stages import resident_parameters
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
 from lightning_diffpipe.sampling.world import World
@@ -38,6 +44,18 @@ _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
 """Synchronous steps where none are asked for; 1 for other methods."""
 
 METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
+CHOOSABLE = ("single", "sequence", "synchronous", "pipefusion", "distrifusion")
+"""Those that `method="auto"` chooses among."""
+
+_SAMPLERS: dict[str, type] = {
+    "single": OneProcess,
+    "sequence": SequenceParallel,
+    "pipefusion": PipeFusion,
+}
+"""Of each method; DistriFusion of all others."""
+_GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
+_OF_PREDICTOR = ("device", "dtype", "variant", "timeout_s", "ema", "alone")
+_CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,63 @@ class MethodOptions:
         return self.warmup_steps
 
 
+def options_taken(method: str) -> set[str]:
+    """Names of a method's own options, without what the Predictor gives by itself."""
+    sampler = _SAMPLERS.get(method, DistriFusion)
+    names = set(inspect.signature(sampler).parameters) - _GIVEN
+    return names - {"mode"} if sampler is DistriFusion else names
+
+
+def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
+    """Decides about the mesh, and refuses what cannot work whatever the model is, so before one is loaded.
+
+    Args:
+        options: As wished.
+        num_ranks: Ranks there are.
+
+    Returns:
+        The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
+
+    Raises:
+        ConfigurationError: There is no such method, mesh or option.
+    """
+    method, axes = (
+        options.method,
+        (options.data, options.guidance, options.parallel, options.sequence),
+    )
+    if method not in (*METHODS, "auto"):
+        raise ConfigurationError(f"method={method!r}; choose {', '.join(METHODS)} or auto")
+    takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
+    if not any(set(options.further) <= taken for taken in takers):
+        raise _unknown(options, set().union(*takers))
+    if method == "auto":
+        refuse_axes(num_ranks, *axes)
+        for name in options.further.keys() & {"mode", "sequence_mode"}:
+            refuse_mode(options.further[name], name)
+        return options
+    mesh = fit_mesh(num_ranks, method, *axes)
+    chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
+    make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
+    return chosen
+
+
+def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
+    """What to say of the first option that is not taken."""
+    unknown = sorted(set(options.further) - taken)
+    if not unknown:
+        return ConfigurationError(
+            f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
+        )
+    known = [*sorted(taken), *(f.name for f in fields(MethodOptions)), *_OF_PREDICTOR]
+    near = [_CALLED_OTHERWISE.get(unknown[0]), *difflib.get_close_matches(unknown[0], known, n=1)]
+    hint = next((f"say {name}=" for name in near if name), None)
+    if unknown[0] in _OF_PREDICTOR:
+        hint = "that is an argument of from_pretrained only"
+    if hint is None:
+        hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
+    return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
+
+
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
@@ -111,8 +186,6 @@ def make_sampler(
             case "single":
                 return OneProcess(**options.further)
             case "pipefusion":
-                from lightning_diffpipe.sampling.pipefusion import PipeFusion
-
                 patches = options.num_patches or options.mesh.parallel
                 return PipeFusion(
                     model,
@@ -123,12 +196,8 @@ def make_sampler(
                     **options.further,
                 )
             case "sequence":
-                from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-
                 return SequenceParallel(model, sequence_links, **options.further)
             case mode:
-                from lightning_diffpipe.sampling.distrifusion import DistriFusion
-
                 mode = "displaced" if mode == "distrifusion" else mode
                 return DistriFusion(model, links, mode=mode, warmup_steps=warmup, **options.further)
     except TypeError as error:

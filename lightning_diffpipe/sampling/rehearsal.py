@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import DiffPipeError, LayoutError
 from lightning_diffpipe.sampling.leaks import mixing_operator
+from lightning_diffpipe.sampling.memory import needing_memory
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.probe import finite_placeholders
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _REMEDY = "sample it in one process or with num_patches=1"
 _REMEDY_OF_SHARING = "sample it with method=single"
+_REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller pictures at a time"
 _log = logging.getLogger(__name__)
 
 
@@ -55,8 +57,10 @@ def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) 
 
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails in patches, where it does.
+        ConfigurationError: Memory does not suffice, where it does not.
     """
-    whole = _prediction(sampler, request, setting, 1)
+    with needing_memory("in a synchronous step", _REMEDY_OF_MEMORY):
+        whole = _prediction(sampler, request, setting, 1)
     if not whole.isfinite().all():
         return  # nothing to compare with; final latents that are not finite are refused with a reason of their own
     where = f"in {len(setting.patches)} patches"
@@ -78,6 +82,7 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
 
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
+        ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
     """
     still, where = _showing(request, 1), f"with tokens shared by {sampler.links.num_ranks} ranks"
     watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
@@ -143,9 +148,11 @@ def failing(
 
     Raises:
         LayoutError: The model failed.
+        ConfigurationError: Memory did not suffice, which says nothing of the model.
     """
     try:
-        yield
+        with needing_memory(where, _REMEDY_OF_MEMORY):
+            yield
     except DiffPipeError:
         raise
     except Exception as error:

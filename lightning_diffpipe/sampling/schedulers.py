@@ -139,6 +139,9 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     """Whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 
     On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
+
+    Raises:
+        ConfigurationError: It cannot be stepped like that; names the scheduler.
     """
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
@@ -159,7 +162,14 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
                     schedulers.step(x, prediction, t, m)
         return x
 
-    whole, halves = run([(0, 4)]), run([(0, 2), (2, 2)])
+    try:
+        whole, halves = run([(0, 4)]), run([(0, 2), (2, 2)])
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} fails when it steps a prediction of the latents' shape, in parts or at "
+            f"once: {type(error).__name__}: {error}; one that takes a predicted variance needs "
+            "variance_type=fixed_small, or choose another scheduler or method=single"
+        ) from error
     return torch.allclose(whole, halves, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 

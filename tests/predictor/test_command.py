@@ -132,6 +132,26 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
 
 
+def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
+    capsys, monkeypatch, tmp_path
+):
+    """History: more pictures than were drawn, and the difference of others, lay beside the new ones."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    own = ["001.png", "999.png", "difference.png", "report.json", "grid.png", "000.png"]
+    foreign = ["1.png", "001_mine.png", "001.jpg", "2026.png", "notes.txt"]
+    for name in own + foreign:
+        (folder / name).write_text("earlier")
+    settings = ["prompts=[a]", "num_inference_steps=1", "output=out", "progress=false"]
+    code, _, err = call(capsys, monkeypatch, "sample", *settings)
+    assert code == 0, err
+    kept = {path.name for path in folder.iterdir() if path.name[0] != "."}
+    assert kept == {"000.png", "grid.png", "report.json", *foreign}
+    assert all((folder / name).read_text() == "earlier" for name in foreign)
+    assert (folder / "grid.png").stat().st_size > len("earlier")
+
+
 def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, tmp_path):
     """History: trained weights, asked for by ema=false, were compared with the averaged ones."""
     monkeypatch.chdir(tmp_path)

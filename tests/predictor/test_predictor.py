@@ -7,6 +7,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.configuration_utils import register_to_config
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe import LatentDiffusion
@@ -33,8 +34,8 @@ def as_array(pictures):
     return np.stack([np.asarray(picture) for picture in pictures])
 
 
-def by_diffusers(path, name, seed=0, **settings):
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
+def by_diffusers(path, name, seed=0, dtype=torch.float32, **settings):
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     option = "class_labels" if name == "dit" else "prompt"
     generator = torch.Generator().manual_seed(seed)
@@ -52,9 +53,11 @@ def by_diffusers(path, name, seed=0, **settings):
     "name",
     [pytest.param(n, marks=() if n in ("pixart", "dit") else pytest.mark.slow) for n in PIPELINES],
 )
-def test_one_process_equals_the_pipeline_bit_for_bit(name, folder_of):
-    expected = by_diffusers(folder_of(name), name)
-    predictor = Predictor.from_pretrained(folder_of(name), method="single")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_process_equals_the_pipeline_bit_for_bit(name, dtype, folder_of):
+    """History: PixArt and DiT in bfloat16 were up to 4 of 255 levels off, with their tables of positions cast."""
+    expected = by_diffusers(folder_of(name), name, dtype=dtype)
+    predictor = Predictor.from_pretrained(folder_of(name), method="single", dtype=dtype)
     found = predictor(prompts_of(name), **SETTINGS, **options_of(name))
     assert (as_array(found) == expected).all()
     assert expected.std() > 5
@@ -194,7 +197,7 @@ BAD = [
     ("stable_diffusion", {}, {"num_inference_steps": 2.5}, "must be a whole number; got 2.5"),
     ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
-    ("stable_diffusion", {"nonsense": 1}, {}, "unexpected keyword argument 'nonsense'"),
+    ("stable_diffusion", {"nonsense": 1}, {}, "takes no 'nonsense'; it takes axis, hide_unseen,"),
     (
         "stable_diffusion",
         {"method": "distrifusion", "num_patches": 2},
@@ -221,11 +224,50 @@ def test_bad_input_is_told_with_its_remedy(name, options, changes, message, fold
         Predictor.from_pretrained(folder_of(name), **options)(**settings)
 
 
+IMPOSSIBLE = [
+    ({"method": "nonsense"}, "method='nonsense'; choose pipefusion, distrifusion, .* or auto"),
+    ({"method": "single", "torch_dtype": torch.bfloat16}, "no 'torch_dtype'; say dtype="),
+    ({"method": "single", "colour": 1}, "no 'colour'; it has no options of its own"),
+    ({"num_patch": 4}, "method=pipefusion takes no 'num_patch'; say num_patches="),
+    ({"sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown; choose one of"),
+    ({"method": "distrifusion", "group_norm": "none"}, "group_norm='none'; choose"),
+    ({"guidance": 2}, "cannot use 1 ranks as guidance=2"),
+    ({"method": "auto", "guidance": 2}, "1 ranks cannot be divided as guidance=2; choose sizes"),
+    ({"method": "auto", "sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown"),
+    ({"method": "auto", "verfy": False}, "method=auto takes no 'verfy'; say verify="),
+    (
+        {"method": "auto", "group_norm": "own", "hide_unseen": True},
+        "group_norm and hide_unseen tog",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE)
+def test_what_cannot_work_is_told_before_a_model_is_looked_for(options, message, tmp_path):
+    """History: the first request said so, after the model was loaded: torch_dtype= opened it in float32."""
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(tmp_path / "nowhere", **options)
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_module(perturbed_latent_diffusion(), **options)
+    with pytest.raises(ConfigurationError, match="no 'dtype'; that is an argument of from_pret"):
+        Predictor.from_module(perturbed_latent_diffusion(), dtype=torch.bfloat16)
+
+
 def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):
     path = with_scheduler(folder_of("pixart"), tmp_path / "thresholding", thresholding())
     predictor = Predictor.from_pretrained(path, num_patches=2)
     with pytest.raises(ConfigurationError, match="DDIMScheduler"):
         predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned_range"])
+def test_a_variance_that_no_pipeline_hands_on_is_told(kind, folder_of, tmp_path):
+    """History: TypeError, unsupported operand types; in the middle of a request, after which ranks connect anew."""
+    scheduler = diffusers.DDPMScheduler(variance_type=kind, clip_sample=False)
+    path = with_scheduler(folder_of("dit"), tmp_path / kind, scheduler)
+    for options in ({"method": "single"}, {"num_patches": 2}):
+        with pytest.raises(ConfigurationError, match=f"{kind} takes a variance .*=fixed_small"):
+            Predictor.from_pretrained(path, **options)(prompts_of("dit"), **SETTINGS)
 
 
 @pytest.mark.parametrize(("entry", "value"), [("boundary_ratio", 0.9), ("expand_timesteps", True)])
@@ -254,17 +296,60 @@ def test_what_is_wrong_with_a_folder_is_told(changes, message, folder_of, tmp_pa
         Predictor.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("is_pipeline", [True, False])
+def test_hub_ids_on_this_machine(is_pipeline, folder_of, tmp_path, monkeypatch):
+    """History: one of something else, such as a text model, ended in a FileNotFoundError."""
+    if not is_pipeline:
+        (tmp_path / "config.json").write_text("{}")
+    snapshot = folder_of("dit") if is_pipeline else tmp_path
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **options: str(snapshot))
+    if is_pipeline:
+        assert Predictor.from_pretrained("me/it", "single").source.family.name == "dit"
+        return
+    with pytest.raises(ConfigurationError, match="'me/it' is neither a folder with a model_index"):
+        Predictor.from_pretrained("me/it", "single")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
-        ({"dtype": "float32"}, "dtype='float32'; choose one of torch"),
+        ({"dtype": "float32"}, "dtype='float32'; choose torch.float32, torch.bfloat16"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose torch.float32"),
         ({"timeout_s": 0}, "timeout_s must be more than 0; got 0"),
     ],
 )
 def test_devices_types_and_times_that_do_not_exist_are_refused(options, message, folder_of):
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(folder_of("pixart"), **options)
+
+
+@pytest.mark.parametrize("shard", [None, "20KB"])
+def test_a_folder_with_files_of_a_variant_only(shard, folder_of, tmp_path):
+    """History: it could not be opened, with the advice to write safetensors, which it has."""
+    path, options = tmp_path / "fp16", {} if shard is None else {"max_shard_size": shard}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("pixart")))
+    pipeline.save_pretrained(path, variant="fp16", **options)
+    indices = list((path / "transformer").glob("*.index.*"))
+    assert len(indices) == (shard is not None)
+    with pytest.raises(CheckpointError, match="has other variants: take variant='fp16'"):
+        Predictor.from_pretrained(path)
+    with pytest.raises(CheckpointError, match="files without a variant: leave variant out"):
+        Predictor.from_pretrained(folder_of("pixart"), variant="fp16")
+    settings = SETTINGS | options_of("pixart")
+    found = Predictor.from_pretrained(path, "single", variant="fp16")(["a", "b"], **settings)
+    expected = Predictor.from_pretrained(folder_of("pixart"), "single")(["a", "b"], **settings)
+    assert (as_array(found) == as_array(expected)).all()
+    for index in indices:  # as older releases wrote it
+        index.rename(index.with_name("diffusion_pytorch_model.safetensors.fp16.index.json"))
+    SafetensorsFolder(path / "transformer", "fp16")
+
+
+def test_models_of_the_project_have_no_variants(tmp_path):
+    with pytest.raises(ConfigurationError, match="variant='fp16' is of diffusers folders"):
+        Predictor.from_pretrained(built_in("glyphs"), variant="fp16")
+    with pytest.raises(ConfigurationError, match="variant='fp16' is of diffusers folders"):
+        Predictor.from_pretrained(tmp_path / "last.ckpt", variant="fp16")
 
 
 def test_missing_weights_are_named(folder_of, tmp_path):
@@ -285,19 +370,76 @@ def test_missing_weights_are_named(folder_of, tmp_path):
         Predictor.from_pretrained(path)
 
 
-def test_a_skeleton_takes_no_memory_and_reads_by_name(folder_of):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_skeleton_takes_no_memory_and_reads_by_name(dtype, folder_of):
     folder = folder_of("pixart") / "transformer"
     cls = diffusers.PixArtTransformer2DModel
-    model = skeleton(cls, cls.load_config(folder), torch.device("cpu"), torch.float32)
+    model = skeleton(cls, cls.load_config(folder), torch.device("cpu"), dtype)
+    assert torch.get_default_dtype() == torch.float32
     assert all(map(is_placeholder, model.parameters()))
     name = "transformer_blocks.1.attn1.to_q.weight"
     load_weights(model, SafetensorsFolder(folder), {name})
-    whole = cls.from_pretrained(folder)
+    whole = cls.from_pretrained(folder, dtype=dtype)
     there = {n for n, p in model.named_parameters() if not is_placeholder(p)}
     assert there == {name}
     assert model.get_parameter(name).equal(whole.get_parameter(name))
     for key, buffer in whole.named_buffers():
         assert model.get_buffer(key).equal(buffer), key
+        assert model.get_buffer(key).dtype == buffer.dtype, key
+
+
+def test_buffers_are_of_the_types_diffusers_gives_them():
+    """Made by the model in a type of its own, or in the default one; stored, or not; kept in float32."""
+    cls, own = WithBuffers, {"made": torch.float32, "by_default": torch.bfloat16}
+    model = skeleton(cls, {}, torch.device("cpu"), torch.bfloat16)
+    expected = own | {"stored": torch.bfloat16, "counter": torch.int64, "careful": torch.float32}
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == expected
+
+
+class WithBuffers(diffusers.ModelMixin, diffusers.ConfigMixin):
+    """One of each kind."""
+
+    config_name = "config.json"
+    _keep_in_fp32_modules = ("careful",)
+
+    @register_to_config
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("made", torch.ones(2, dtype=torch.float32), persistent=False)
+        self.register_buffer("by_default", torch.linspace(0, 1, 3), persistent=False)
+        self.register_buffer("stored", torch.ones(2, dtype=torch.float32))
+        self.register_buffer("counter", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("careful", torch.ones(2))
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_quantized_weights_are_refused(says_so, folder_of, tmp_path):
+    """History: integers of -127 to 127 were taken for weights, and noise was drawn without a word."""
+    path = shutil.copytree(folder_of("pixart"), tmp_path / "quantized")
+    file = path / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(in_eight_bits(load_file(file)), file)
+    expected = CheckpointError, r"attn1.to_k.weight in .* is stored as torch.int8, so probably"
+    if says_so:
+        config = json.loads((path / "transformer" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        (path / "transformer" / "config.json").write_text(json.dumps(config))
+        expected = ConfigurationError, r"stored quantized \(bitsandbytes.*open the folder with the"
+    with pytest.raises(expected[0], match=expected[1]):
+        Predictor.from_pretrained(path, method="single")(
+            prompts_of("pixart"), **SETTINGS, **options_of("pixart")
+        )
+
+
+def in_eight_bits(values):
+    """As bitsandbytes stores the matrices of blocks: whole numbers and a scale for each row."""
+    stored = {}
+    for name, value in values.items():
+        stored[name] = value
+        if value.ndim == 2 and name.startswith("transformer_blocks") and name.endswith("weight"):
+            scale = value.abs().amax(1)
+            stored[name] = (value / scale[:, None] * 127).round().to(torch.int8)
+            stored[name.removesuffix("weight") + "SCB"] = scale
+    return stored
 
 
 def test_the_built_in_model_settles_on_its_way():

@@ -159,6 +159,24 @@ def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
     assert reports[-1].planned is not None
 
 
+def test_in_bfloat16_ranks_equal_one_process(job, monkeypatch):
+    """With as many patches, or as many bands. History: stages of Flux kept what depends on time for all steps."""
+    coarse = {"dtype": torch.bfloat16}
+    stages = {"method": "pipefusion", "num_patches": 2, **coarse}
+    bands = {"method": "distrifusion", "warmup_steps": 1, **coarse}
+    jobs = [job("flux", **stages), job("pixart", **stages), job("pixart", **bands)]
+    jobs += [job("stable_diffusion", **bands)]
+    found = run_ranks(latents_of_each, 2, jobs)
+    expected = latents_of_each(0, jobs[:2])
+    monkeypatch.setattr("lightning_diffpipe.sampling.methods.make_sampler", BothBands)
+    expected += latents_of_each(
+        0, [(*each[:3], {"method": "single", **coarse}) for each in jobs[2:]]
+    )
+    for number, latents in enumerate(expected):
+        assert latents.dtype == torch.bfloat16
+        assert all(torch.equal(rank[number], latents) for rank in found), number
+
+
 def test_exact_methods_equal_one_process(job, tmp_path):
     drawing = diffusers.DDPMScheduler(clip_sample=False)
     jobs = [
@@ -327,10 +345,10 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
         "LayoutError": job("stable_diffusion"),
         "divides the two branches": job("pixart", changes={"guidance_scale": 1.0}, guidance=2),
         "CheckpointError": (broken, *pixart[1:]),
-        "cannot use 2 ranks as data=3; these fit this request: sequence on sequence=2": job(
+        "2 ranks cannot be divided as data=3; choose sizes whose product divides 2": job(
             "pixart", method="auto", data=3
         ),
-        "no method takes nonsense": job("pixart", method="auto", nonsense=1),
+        "method=auto takes no 'nonsense'; it takes axis,": job("pixart", method="auto", nonsense=1),
         "prompts of this model are texts": (pixart[0], [4], *pixart[2:]),
         "`negative_prompt` should be the same type": job(
             "stable_diffusion", changes={"negative_prompt": 3}, method="single"

@@ -339,3 +339,25 @@ def sample_plainly(request: Request) -> Tensor:
 
 def _scales(scheduler) -> bool:
     return hasattr(scheduler, "scale_model_input")
+
+
+class TooLarge(nn.Module):
+    """A part for which memory suffices as long as it is given all tokens of a picture, or not even then."""
+
+    def __init__(self, inner, num_tokens=None):
+        super().__init__()
+        self.inner, self.num_tokens = inner, num_tokens
+
+    def forward(self, x):
+        if x.shape[1] != self.num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return self.inner(x)
+
+
+def too_large(num_tokens: int | None = None) -> Tiny:
+    """SD3, one of whose blocks runs out of memory unless it is given so many tokens."""
+    tiny = build("sd3")
+    model = copy.deepcopy(tiny.model)
+    block = model.transformer_blocks[2]
+    block.ff = TooLarge(block.ff, num_tokens)
+    return tiny._replace(model=model)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import diffusers
 import pytest
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.sampling_candidates import MIN_STEPS
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import emulate
 from tests.sampling.distrifusion import models as bands
-from tests.sampling.models import B, build, request_for
+from tests.sampling.models import B, build, request_for, too_large
 
 
 def test_a_profile_counts_attention_however_it_is_called():
@@ -37,7 +38,24 @@ def test_a_scheduler_that_cannot_be_tried_keeps_patches_out_of_the_choice():
     scheduler = diffusers.DDPMScheduler(variance_type="learned_range")  # wants twice the channels
     scheduler.set_timesteps(MIN_STEPS)
     request = request_for("dit", scheduler, tiny=build("dit"))
-    assert "in 2 patches this model fails" in profile_request(request, 2 * B, 1).refusal
+    said = (
+        "DDPMScheduler fails when it steps a prediction of the latents' shape, in parts or at once"
+    )
+    assert profile_request(request, 2 * B, 1).refusal == said
+
+
+def test_patches_that_do_not_fit_beside_each_other_stay_in_the_choice():
+    """One rank keeps keys of all blocks there. History: PipeFusion was left out, as if the model had refused."""
+    request = request_for("sd3", num_steps=MIN_STEPS, tiny=too_large(num_tokens=96))
+    profile = profile_request(request, B, 1)
+    assert (profile.refusal, profile.num_blocks, profile.call_s) == ("", 4, 0.0)
+
+
+def test_a_step_that_does_not_fit_is_told_to_all_ranks():
+    """What is raised for rank 0 alone has to be an error that ranks share."""
+    request = request_for("sd3", num_steps=MIN_STEPS, tiny=too_large())
+    with pytest.raises(ConfigurationError, match=r"method=auto measures .* name a method and its"):
+        profile_request(request, B, 1)
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling import pipefusion, sequence_parallel
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly
+from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly, too_large
 from tests.sampling.ranks_in_threads import sample_together
 
 
@@ -76,6 +76,15 @@ def test_the_operator_that_mixes_tokens_is_named(num_ranks):
             "sd3", tiny._replace(model=model), num_ranks,
             lambda m, links: PipeFusion(m, links, num_patches=2), free_foreign=num_ranks > 1,
         )  # fmt: skip
+
+
+def test_memory_that_does_not_suffice_is_no_fault_of_the_model():
+    """History: a LayoutError said that a block expects all tokens, after which auto left PipeFusion out."""
+    for patches, where in ((None, "while it is probed"), (96, "in 2 patches")):
+        tiny = too_large(patches)
+        said = f"more memory {where} than there is: CUDA out of memory; take more stages"
+        with pytest.raises(ConfigurationError, match=said):
+            PipeFusion(tiny.model, num_patches=2).sample(request_for("sd3", tiny=tiny))
 
 
 def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():

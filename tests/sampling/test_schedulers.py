@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import diffusers
 import pytest
 import torch
@@ -16,6 +18,7 @@ from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     for_samples,
     is_elementwise,
+    refuse_unless_elementwise,
 )
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -112,6 +115,13 @@ def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
         knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny).sample(request)
     whole = knowing(PipeFusion(tiny.model, num_patches=1), "pixart", tiny)
     whole.sample(request)  # one patch is the whole
+
+
+def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name(tiny):
+    """History: one that takes a predicted variance ended in a TypeError."""
+    scheduler = make("DDPMScheduler", variance_type="learned_range")
+    with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
+        refuse_unless_elementwise(request_for("pixart", scheduler, tiny=tiny), -2)
 
 
 def test_trying_leaves_the_random_state_alone():
@@ -215,6 +225,37 @@ def test_generators_of_samples_are_divided_with_them():
     part = call.samples(1, 3)
     assert part.step_arguments["generator"] == generators[1:]
     assert part.scheduler is scheduler
+
+
+def test_generators_of_samples_travel_to_other_ranks():
+    """History: a list of them arrived as their states, of which no scheduler draws."""
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    call = Call(
+        "pixart", [{}], torch.zeros(2, 4, 4, 4), make("DDPMScheduler"), {"scale": 1.0}, 1, torch.float32,
+        {"generator": generators, "eta": 1.0},
+    )  # fmt: skip
+    packed = pickle.loads(pickle.dumps(call.packed()))
+    first, second = (packed.unpacked(torch.device("cpu")).step_arguments for _ in range(2))
+    assert first["eta"] == 1.0
+    expected = [torch.randn(3, generator=each) for each in generators]
+    for steps in (first, second):  # each request's own, from the same state
+        found = [torch.randn(3, generator=each) for each in steps["generator"]]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_noise_of_patches_with_a_generator_for_each_sample(name, tiny, synchronous):
+    def request():
+        return request_for(
+            "pixart",
+            make(name),
+            tiny=tiny,
+            generator=[generator(), torch.Generator().manual_seed(4)],
+        )
+
+    torch.testing.assert_close(
+        synchronous.sample(request()), sample_plainly(request()), rtol=0, atol=1e-9
+    )
 
 
 def test_one_process_samples_with_a_scheduler_that_scales_nothing():

@@ -25,12 +25,12 @@ from lightning_diffpipe.sampling.distrifusion.verification import (
     error_beside,
     failing_on,
     first_difference,
-    needing_memory,
     profiled,
     refusal,
 )
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.links import Links
+from lightning_diffpipe.sampling.memory import needing_memory
 from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch
 

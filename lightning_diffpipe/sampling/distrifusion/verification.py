@@ -19,8 +19,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
+from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
+from lightning_diffpipe.sampling.memory import needing_memory, release_memory
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def error_beside(plain: Callable[[], Any], bands: Any) -> float:
         )
         return 0.0
     finally:
-        _release_memory()
+        release_memory()
 
 
 class Profiles(TorchFunctionMode):
@@ -130,34 +131,6 @@ def failing_on(bands: Bands) -> Iterator[None]:
             f"positions for all rows by itself: {type(error).__name__}: {error}; sample it with PipeFusion, "
             "sequence parallelism or one process"
         ) from error
-
-
-@contextlib.contextmanager
-def needing_memory(where: str, remedy: str) -> Iterator[None]:
-    """Turns running out of memory into an error that ranks agree on, after which another method may be taken.
-
-    Args:
-        where: What needed it.
-        remedy: What to do about it.
-
-    Raises:
-        ConfigurationError: Memory did not suffice.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise ConfigurationError(
-            f"this model needs more memory {where} than there is: {reason}; {remedy}"
-        ) from error
-    finally:
-        _release_memory()
-
-
-def _release_memory() -> None:
-    """Gives back what torch keeps of a call that is over; what follows needs less, in other sizes."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def profiled(run: Callable[[], Any]) -> list[Profile]:

@@ -191,10 +191,7 @@ class Call:
         twin = copy.copy(self.scheduler)
         if torch.is_tensor(getattr(twin, "timesteps", None)):
             twin.timesteps = twin.timesteps.to(device)
-        steps = {
-            k: v.generator() if isinstance(v, _Generator) else v
-            for k, v in self.step_arguments.items()
-        }
+        steps = {k: _Generator.restored(v) for k, v in self.step_arguments.items()}
         return replace(
             self, arguments=arguments, latents=latents, scheduler=twin, step_arguments=steps
         )
@@ -249,7 +246,13 @@ class _Generator:
             return value
         return cls(value.get_state(), value.device.type)
 
-    def generator(self) -> torch.Generator:
-        generator = torch.Generator(self.device)
-        generator.set_state(self.state)
+    @classmethod
+    def restored(cls, value: Any) -> Any:
+        """The inverse of `of`; every rank has generators of its own."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(cls.restored(v) for v in value)
+        if not isinstance(value, cls):
+            return value
+        generator = torch.Generator(value.device)
+        generator.set_state(value.state)
         return generator

@@ -139,6 +139,7 @@ class _Loop:
         **kwargs: Any,
     ) -> Any:
         if self._result is None:
+            _refuse_predicted_variance(scheduler, plain, model_output, sample)
             self._result = self._sample(self._call(scheduler, plain, sample, kwargs))
             self._num_steps = len(scheduler.timesteps)
         self._calls_per_step.append(len(self._arguments))
@@ -176,3 +177,16 @@ class _Loop:
                 f"denoiser each, but its scheduler has {self._num_steps} timesteps and every step must "
                 "look alike; leave out options that change single steps, such as skipped layers"
             )
+
+
+def _refuse_predicted_variance(
+    scheduler: Any, plain: type, model_output: Tensor, sample: Tensor
+) -> None:
+    """Raises ConfigurationError if the scheduler wants what the pipeline cuts off, which no step would survive."""
+    kind = getattr(getattr(scheduler, "config", None), "variance_type", None)
+    if kind in ("learned", "learned_range") and model_output.shape[1] != 2 * sample.shape[1]:
+        raise ConfigurationError(
+            f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
+            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
+            "take another scheduler"
+        )

@@ -20,10 +20,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
 
 _NAMES_SHOWN = 3
+_STEM = "diffusion_pytorch_model"
 
 
 class Weights(Protocol):
@@ -61,14 +62,16 @@ class SafetensorsFolder:
 
     @staticmethod
     def _paths(folder: Path, variant: str | None) -> list[Path]:
-        stem = "diffusion_pytorch_model" + (f".{variant}" if variant else "")
-        whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        infix = f".{variant}" if variant else ""
+        whole = folder / f"{_STEM}{infix}.safetensors"
         if whole.exists():
             return [whole]
-        if not index.exists():
+        # The second is how older releases of diffusers named it.
+        names = [f"{_STEM}.safetensors.index{infix}.json", f"{_STEM}.safetensors{infix}.index.json"]
+        index = next((folder / n for n in names if (folder / n).exists()), None)
+        if index is None:
             raise CheckpointError(
-                f"{folder} has neither {whole.name} nor {index.name}; a rank reads only its own tensors, "
-                "which needs safetensors: write them with pipeline.save_pretrained(folder)"
+                f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder)}"
             )
         paths = sorted({folder / n for n in json.loads(index.read_text())["weight_map"].values()})
         if missing := [path for path in paths if not path.exists()]:
@@ -85,6 +88,25 @@ class SafetensorsFolder:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(n for n in names if self._file_of[n] == path):
                     yield name, file.get_tensor(name)
+
+
+def _what_to_do(folder: Path) -> str:
+    """What to do about weights that are not there."""
+    found = set[str]()
+    for path in folder.glob(f"{_STEM}.*.safetensors"):
+        found.add(
+            path.name.removeprefix(f"{_STEM}.").partition("-")[0].removesuffix(".safetensors")
+        )
+    if found:
+        return (
+            f"it has other variants: take variant={' or variant='.join(map(repr, sorted(found)))}"
+        )
+    if any(folder.glob(f"{_STEM}*.safetensors")):
+        return "it has files without a variant: leave variant out"
+    return (
+        "a rank reads only its own tensors, which needs safetensors: write them with "
+        "pipeline.save_pretrained(folder)"
+    )
 
 
 class StateDict:
@@ -127,18 +149,36 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _created_in(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which tensors are of this type unless somebody says otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def skeleton(
     cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
     """Builds a diffusers model whose parameters are all placeholders; its buffers are real.
 
+    Types are those of `cls.from_pretrained(folder, dtype=dtype)`: what is stored is cast, what the model makes for
+    itself, such as a table of positions in float32, is left as it was made.
+
     Args:
         cls: Class of the model.
         config: Its stored config.
         device: Where it will compute.
-        dtype: Of its floating parameters and buffers; modules the class wants in fp32 keep it.
+        dtype: Of all that is stored and floating; modules the class wants in fp32 keep it.
+
+    Raises:
+        ConfigurationError: Its weights are stored quantized.
     """
-    with _parameters_without_memory():
+    _refuse_quantized(cls, config)
+    with _parameters_without_memory(), _created_in(dtype):
         model = cls.from_config(dict(config))
     kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
 
@@ -157,8 +197,21 @@ def skeleton(
                 module._parameters[key] = stand_ins[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = buffer.to(device, wanted(f"{path}.{key}", buffer))
+                is_stored = key not in module._non_persistent_buffers_set
+                type_of = wanted(f"{path}.{key}", buffer) if is_stored else buffer.dtype
+                module._buffers[key] = buffer.to(device, type_of)
     return model.eval()
+
+
+def _refuse_quantized(cls: Any, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unknown method")
+        raise ConfigurationError(
+            f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
+            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from; "
+            "dtype=torch.bfloat16 halves them, and method=pipefusion divides them among the ranks"
+        )
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
@@ -184,7 +237,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
         names: Parameters to read; None means all.
 
     Raises:
-        CheckpointError: A stored tensor is missing or has another shape.
+        CheckpointError: A stored tensor is missing, has another shape, or holds whole numbers for others.
     """
     check_weights(model, weights)
     parameters = dict(model.named_parameters())
@@ -196,6 +249,12 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
             raise CheckpointError(
                 f"{name} in {weights.origin} has shape {tuple(value.shape)}, but the config of the "
                 f"{type(model).__name__} says {tuple(stored[name].shape)}"
+            )
+        if stored[name].is_floating_point() and not value.is_floating_point():
+            raise CheckpointError(
+                f"{name} in {weights.origin} is stored as {value.dtype}, so probably quantized without saying so "
+                f"in its config.json, but the {type(model).__name__} computes in floating numbers, whose scale is "
+                "not known: take a folder with plain weights"
             )
         if name in parameters:
             parameter = parameters[name]

@@ -121,13 +121,21 @@ class DiffusersFolder:
         leads: Load the other parts, too.
         device: Where to compute.
         dtype: Of all weights.
+        variant: Of the files with weights, such as `"fp16"`.
 
     Raises:
         ConfigurationError: The pipeline is of a kind that is not known.
         CheckpointError: Weights are missing.
     """
 
-    def __init__(self, path: Path, leads: bool, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        path: Path,
+        leads: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        variant: str | None = None,
+    ) -> None:
         index = _config(diffusers.DiffusionPipeline, path)
         self.family = family_of(index["_class_name"])
         _refuse_entries(path, index, self.family)
@@ -139,13 +147,14 @@ class DiffusersFolder:
                 f"{diffusers.__version__}"
             )
         cls = getattr(diffusers, class_name)
-        weights = SafetensorsFolder(folder)
+        weights = SafetensorsFolder(folder, variant)
         self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
         check_weights(self.denoiser, weights)
         self.weights: Weights | None = weights
         self._pipeline = None
         if leads:
-            self._pipeline = _load_others(path, index, self.family, self.denoiser, device, dtype)
+            parts = {self.family.denoiser: self.denoiser}
+            self._pipeline = _load_others(path, index, parts, device, dtype=dtype, variant=variant)
 
     def draw(self, settings: Settings, sample: Sample) -> list[Any]:
         """Calls the pipeline around `sample`."""
@@ -174,18 +183,17 @@ def _refuse_entries(path: Path, index: Mapping[str, Any], family: Family) -> Non
 def _load_others(
     path: Path,
     index: Mapping[str, Any],
-    family: Family,
-    denoiser: nn.Module,
+    parts: Mapping[str, nn.Module],
     device: torch.device,
-    dtype: torch.dtype,
+    **options: Any,
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
     try:
-        pipeline = cls.from_pretrained(str(path), dtype=dtype, **{family.denoiser: denoiser})
+        pipeline = cls.from_pretrained(str(path), **options, **parts)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for name, part in pipeline.components.items():
-        if isinstance(part, nn.Module) and name != family.denoiser:
+        if isinstance(part, nn.Module) and name not in parts:
             part.to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
