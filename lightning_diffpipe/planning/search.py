@@ -27,6 +27,7 @@ from lightning_diffpipe.planning.evaluation import (
     preference,
     preference_s,
 )
+from lightning_diffpipe.planning.fitting import StageNeeds
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -231,15 +232,15 @@ class Search:
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether all ranks that hold one copy of the model have enough memory together."""
-        model, limit = self.model, self.model.cluster.memory_bytes
-        if limit is None:
-            return True
-        whole, holders = (
-            LayerRun(0, 0, model.num_layers()),
-            shape.num_stages // shape.stages_per_rank,
-        )
+        limit = self.model.cluster.memory_bytes
+        return limit is None or self.least_bytes(shape) <= limit
+
+    def least_bytes(self, shape: Shape) -> float:
+        """What the fullest rank needs at least: an even share of the model with one microbatch."""
+        model, whole = self.model, LayerRun(0, 0, self.model.num_layers())
+        holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
-        return need <= holders * (limit - model.frozen_bytes)
+        return model.frozen_bytes + need / holders
 
     def _promising(
         self, bounds: Bounds, cuts: Iterable[tuple[Cut, ...]]
@@ -255,32 +256,42 @@ class Search:
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
             if bound_s >= self.best_s * (1 - WORTHWHILE):
                 break
-            start = Proposal(shape, cuts)
-            if self._leads_on(bounds, bound_s, start):
-                starts.append((self._try(start), cuts))
+            start = self._start(bounds, bound_s, Proposal(shape, cuts))
+            if start is not None:
+                starts.append((self._try(start), start.cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
             if step_s < HOPELESS * self.best_s:
                 self._climb(shape, cuts, bounds)
 
-    def _leads_on(self, bounds: Bounds, bound_s: float, start: Proposal) -> bool:
-        """Whether a start, or cuts that it leads to, may be the best; takes less time than simulating it.
+    def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
+        """Where to start moving layers, if that may lead to the best; takes less time than simulating it.
 
         Args:
             bounds: Those of its shape.
             bound_s: What the pipeline takes at least, however layers are moved.
-            start: Where to start from.
+            start: Cuts that are fast; where they do not fit, the fastest that do are returned.
         """
-        if not self._is_better(self._least_s(bounds, bound_s)):
-            return False
-        if self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s:
-            return False
+        if not self._is_better(self._least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
+            return None
+        if self.evaluator.fits(start):
+            return start
+        if start.shape.stages_per_rank == 1:
+            needs = StageNeeds.of(self.model, self.evaluator.frame(start))
+            cuts = needs.fastest(bounds, self._most_s(bounds))
+            start = Proposal(start.shape, cuts or ())
+            if cuts is None or self._is_hopeless(bounds, start):
+                return None
         # A move of layers changes two stages: it does not help where more ranks than theirs are too full.
         most_helped = 2 * max(start.replicas)
         too_full = list(islice(self.evaluator.too_full(start), most_helped + 1))
         if not too_full or len(too_full) > most_helped:
-            return not too_full
+            return None if too_full else start
         nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts))
-        return any(map(self.evaluator.fits, nearby))
+        return start if any(map(self.evaluator.fits, nearby)) else None
+
+    def _is_hopeless(self, bounds: Bounds, start: Proposal) -> bool:
+        """Whether cuts are so slow that moving layers gains less."""
+        return self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
@@ -383,7 +394,7 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     assert limit is not None
     if options.filling == "auto":
         options = replace(options, filling="none")
-    need, where = min(_least_memory(model, options), key=lambda found: found[0])
+    need, where = _least_memory(model, options)
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
         "data_parallel": "auto", "schedule": "auto", "filling": "none",
@@ -395,7 +406,7 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
         together = _would_fit(model, options, {name: freed[name] for name in fixed})
         remedy = f"{together} together would fit" if together else remedy
     reason = f"the smallest needs {need:,} ({where}), {need - limit:,} too many"
-    if need <= limit:  # which counts even shares
+    if need <= limit and options.filling != "none":  # which counts even shares
         reason = (
             f"the smallest would need {need:,} ({where}) with even shares of the frozen work, but bubbles "
             "are uneven, and so are shares"
@@ -417,15 +428,32 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
     return ", ".join(f"{name}={found[name]}" for name in changes)
 
 
-def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:
-    """For every shape, what its most even cut needs."""
+def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, str]:
+    """What the smallest of all cuts needs on its fullest rank, and which stages and microbatches it has."""
     roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
     search = Search(Evaluator(roomy, options))
-    for shape in shapes(roomy, options):
-        weights = search.resident_bytes(shape)
-        firsts = even_cuts(weights, shape.num_stages)
-        for replicas in replicas_of(options, shape):
-            cuts = zip(firsts, (*firsts[1:], len(weights)), replicas, strict=True)
-            need = max(search.evaluator.peak_bytes(Proposal(shape, tuple(cuts))))
-            yield need, f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
+    least, where = math.inf, ""
+    for shape in sorted(shapes(roomy, options), key=search.least_bytes):
+        if search.least_bytes(shape) >= least:
             break
+        for cuts in _small_cuts(search, shape, least):
+            need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
+            if need < least:
+                least = need
+                where = f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
+    return int(least), where
+
+
+def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:
+    """Of every share of ranks the cut that needs least, where some need less than `below` bytes."""
+    if search.options.partition != "auto":
+        yield from baseline_cuts(search.model, search.options, shape)
+        return
+    weights = search.resident_bytes(shape)
+    edges = (*even_cuts(weights, shape.num_stages), len(weights))
+    for replicas in replicas_of(search.options, shape):
+        cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
+        if shape.stages_per_rank == 1:
+            frame = search.evaluator.frame(Proposal(shape, cuts))
+            cuts = StageNeeds.of(search.model, frame).smallest(below) or cuts
+        yield cuts
