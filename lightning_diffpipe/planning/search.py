@@ -432,16 +432,18 @@ def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, str]:
     """What the smallest of all cuts needs on its fullest rank, and which stages and microbatches it has."""
     roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
     search = Search(Evaluator(roomy, options))
-    least, where = math.inf, ""
+    found: tuple[float, int, int] = (
+        math.inf,
+        0,
+        0,
+    )  # Among equals fewer stages, then fewer microbatches.
     for shape in sorted(shapes(roomy, options), key=search.least_bytes):
-        if search.least_bytes(shape) >= least:
+        if search.least_bytes(shape) > found[0]:
             break
-        for cuts in _small_cuts(search, shape, least):
+        for cuts in _small_cuts(search, shape, found[0] + 1):
             need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
-            if need < least:
-                least = need
-                where = f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
-    return int(least), where
+            found = min(found, (need, shape.num_stages, len(shape.sizes)))
+    return int(found[0]), f"num_stages={found[1]}, num_microbatches={found[2]}"
 
 
 def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:

@@ -11,7 +11,7 @@ from lightning_diffpipe.errors import ConfigurationError, PartitionError, PlanEr
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
 from lightning_diffpipe.planning.search import find_plan
 
@@ -98,7 +98,7 @@ def test_profiles_round_trip():
 def test_times_are_linear_between_and_beyond_what_was_measured():
     seconds = Seconds.of({2: 1.0, 4: 3.0, 8: 4.0})
     assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
-    assert seconds.at(1) == 0.0  # The line would go below zero.
+    assert Seconds.of({2: 3.0, 4: 4.0}).at(1) == 2.5
     assert Seconds.per_sample(0.5).at(3) == 1.5
 
 
@@ -106,6 +106,16 @@ def test_more_samples_are_never_free():
     """History: times that fell by noise reached zero at a large microbatch, which the planner then took."""
     fell = Seconds.of({8: 1.0, 16: 0.9})
     assert [fell.at(n) for n in (8, 12, 16, 24, 512)] == [1.0, 0.95, 0.9, 0.9, 0.9]
+
+
+def test_few_samples_are_never_free():
+    """History: below the first count a line through noise fell to zero, and a plan of 0 seconds was promised."""
+    rose = Seconds.of({8: 0.010, 32: 0.060})
+    assert [rose.at(n) for n in (1, 4, 8, 20)] == pytest.approx([0.00125, 0.005, 0.010, 0.035])
+    layers = tuple(LayerProfile(f"layer{i}", rose, rose.scaled(2)) for i in range(4))
+    profile = ModelProfile("noisy", (BackboneProfile("unet", layers),))
+    plan = find_plan(profile, Cluster(2), PlanOptions(64, num_stages=2))
+    assert plan.planned.iteration_s > 64 * 4 * 3 * 0.00125 / 2
 
 
 @pytest.mark.parametrize(
