@@ -26,6 +26,7 @@ from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import Auto, PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
+from lightning_diffpipe.planning.plan_checks import SAME_STEP
 from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.search import find_plan
@@ -36,9 +37,6 @@ BEST = "the best of all plans"
 
 BOTTLENECK = 0.03
 """Where no part costs this share of the step, ranks compute nearly all the time."""
-
-SAME_STEP = 1e-6
-"""Steps that differ by a smaller share are the same: they were simulated from the same costs."""
 
 WORTH_TELLING = 1e-3
 """Changes that gain a smaller share of the step are not worth a line."""

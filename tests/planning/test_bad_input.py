@@ -9,6 +9,7 @@ import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PartitionError, PlanError, ProfileError
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.instruction import parse_program
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
@@ -284,6 +285,61 @@ def test_plans_round_trip(frozen_share, schedule):
     assert again.digest == plan.digest
     assert again.timeline == plan.timeline
     assert PipelinePlan.from_json(again.to_json()) == plan
+
+
+@pytest.mark.parametrize("filling", ["none", "shares", "diffusionpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_what_a_plan_promises_is_what_its_costs_give(schedule, filling):
+    """So that a plan without a digest may be held to it."""
+    num_stages = 6 if schedule == "interleaved" else 3
+    options = PlanOptions(14, num_stages=num_stages, schedule=schedule, filling=filling)
+    plan = find_plan(equal_profile(6, 0.5), Cluster(3, p2p=Link(10, 0.1)), options)
+    document = json.loads(plan.to_json())
+    del document["digest"]
+    assert PipelinePlan.from_json(json.dumps(document)) == plan
+
+
+def edited_plan(**members):
+    """Six layers in three stages, with other members and without a digest."""
+    document = json.loads(PLAN.to_json())
+    del document["digest"]
+    return json.dumps(document | members)
+
+
+def test_an_edited_plan_does_not_keep_the_promise_of_another():
+    """History: with another order of work 2.80 s were still promised, where its own timeline took 4.24 s."""
+    programs = json.loads(PLAN.to_json())["programs"]
+    slow = {rank: text.split("F")[0] + "F0 B0 F1 B1 F2 B2 F3 B3" for rank, text in programs.items()}
+    plan = replace(
+        PLAN, programs=tuple(parse_program(text, stage) for stage, text in enumerate(slow.values()))
+    )
+    promised_s, simulated_s = PLAN.planned.iteration_s, plan.timeline.iteration_s
+    assert simulated_s > 1.2 * promised_s
+    complaint = f"{promised_s:.7g} s are promised, but these programs take {simulated_s:.7g} s"
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(edited_plan(programs=slow))
+    handwritten = json.loads(edited_plan(programs=slow))
+    del handwritten["costs"]
+    assert PipelinePlan.from_json(json.dumps(handwritten)).programs == plan.programs
+
+
+def test_costs_of_other_stages_are_refused():
+    """History: stages of other layers kept the memory and the times of those that were planned."""
+    stages = json.loads(PLAN.to_json())["stages"]
+    stages[0]["last_layer"] -= 1
+    stages[1]["first_layer"] -= 1
+    complaint = "stages that begin at layers [0, 2, 4], but the plan's begin at [0, 1, 4]"
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(edited_plan(stages=stages))
+
+
+def test_plans_that_do_not_say_what_their_costs_are_of_are_read():
+    """As earlier versions wrote them."""
+    assert PLAN.costs is not None
+    old = replace(PLAN, costs=replace(PLAN.costs, first_layers=()))
+    assert "costs" in json.loads(old.to_json())
+    assert "first_layers" not in json.loads(old.to_json())["costs"]
+    assert PipelinePlan.from_json(old.to_json()) == old
 
 
 def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
