@@ -8,7 +8,7 @@ best is chosen stage by stage (`partition.best_chain`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +134,9 @@ class StageNeeds:
         """The cut whose fullest rank needs least; None if all need `below_bytes` or more."""
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
+            kept = self.model.need_bytes(0, *self.held[stage][0].waiting)
+            most = below_bytes - self.model.frozen_bytes + kept[first]
+            stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)
 
         num_layers = self.model.num_layers()

@@ -205,8 +205,10 @@ class Search:
         return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
 
     def order(self, shape: Shape) -> tuple[bool, float, int, int]:
-        """By this shapes are sorted: the long ones are only needed where nothing else fits into memory."""
-        return is_long(shape), *self.estimate_s(shape)
+        """By this shapes are sorted: the long ones are only needed where nothing else fits, and the shortest do."""
+        estimate_s, num_stages, num_microbatches = self.estimate_s(shape)
+        first = num_microbatches if is_long(shape) else estimate_s
+        return is_long(shape), first, num_stages, num_microbatches
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
@@ -254,13 +256,13 @@ class Search:
         """From the cuts with the best bounds, moves layers to where they are best."""
         starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
-            if bound_s >= self.best_s * (1 - WORTHWHILE):
+            if bound_s >= self.best_s * (1 - WORTHWHILE) or self._is_done_with(shape):
                 break
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
                 starts.append((self._try(start), start.cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
-            if step_s < HOPELESS * self.best_s:
+            if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
                 self._climb(shape, cuts, bounds)
 
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
@@ -326,8 +328,14 @@ class Search:
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)
 
+    def _is_done_with(self, shape: Shape) -> bool:
+        """Whether a long shape fits: the bound of its cuts, all but exact there, is a better guide than time."""
+        return is_long(shape) and self.best is not None
+
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
         for cut in cuts:
+            if self._is_done_with(shape):
+                break
             proposal = Proposal(shape, cut)
             if self.evaluator.fits(proposal):  # First, as a simulation takes longer.
                 self._try(proposal)
@@ -394,7 +402,7 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     assert limit is not None
     if options.filling == "auto":
         options = replace(options, filling="none")
-    need, where = _least_memory(model, options)
+    need, of = _least_memory(model, options)
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
         "data_parallel": "auto", "schedule": "auto", "filling": "none",
@@ -405,10 +413,10 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     if not alone and len(fixed) > 1:
         together = _would_fit(model, options, {name: freed[name] for name in fixed})
         remedy = f"{together} together would fit" if together else remedy
-    reason = f"the smallest needs {need:,} ({where}), {need - limit:,} too many"
+    reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
     if need <= limit and options.filling != "none":  # which counts even shares
         reason = (
-            f"the smallest would need {need:,} ({where}) with even shares of the frozen work, but bubbles "
+            f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
             "are uneven, and so are shares"
         )
     return PlanError(f"no plan fits into {limit:,} bytes a rank: {reason}; {remedy}")
@@ -428,22 +436,29 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
     return ", ".join(f"{name}={found[name]}" for name in changes)
 
 
-def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, str]:
-    """What the smallest of all cuts needs on its fullest rank, and which stages and microbatches it has."""
-    roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
-    search = Search(Evaluator(roomy, options))
+def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[str, str]]:
+    """What the smallest of all cuts needs on its fullest rank, and in words whether and which it is.
+
+    After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
+    """
+    search, until_s = Search(Evaluator(model, options)), time.perf_counter() + REMEDY_S
     found: tuple[float, int, int] = (
         math.inf,
         0,
         0,
     )  # Among equals fewer stages, then fewer microbatches.
-    for shape in sorted(shapes(roomy, options), key=search.least_bytes):
+    smallest = "the smallest"
+    for shape in sorted(shapes(model, options), key=lambda s: (is_long(s), search.least_bytes(s))):
         if search.least_bytes(shape) > found[0]:
+            continue
+        if found[1] and time.perf_counter() > until_s:
+            smallest = "the smallest found"
             break
         for cuts in _small_cuts(search, shape, found[0] + 1):
             need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
             found = min(found, (need, shape.num_stages, len(shape.sizes)))
-    return int(found[0]), f"num_stages={found[1]}, num_microbatches={found[2]}"
+    where = f"num_stages={found[1]}, num_microbatches={found[2]}"
+    return int(found[0]), (smallest, where)
 
 
 def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:
@@ -456,6 +471,8 @@ def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cu
     for replicas in replicas_of(search.options, shape):
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         if shape.stages_per_rank == 1:
-            frame = search.evaluator.frame(Proposal(shape, cuts))
-            cuts = StageNeeds.of(search.model, frame).smallest(below) or cuts
+            proposal = Proposal(shape, cuts)
+            needs = StageNeeds.of(search.model, search.evaluator.frame(proposal))
+            most = min(below, max(search.evaluator.peak_bytes(proposal)) + 1)
+            cuts = needs.smallest(most) or cuts
         yield cuts

@@ -243,6 +243,28 @@ def test_there_are_more_microbatches_where_fewer_do_not_fit(num_ranks, num_stage
     assert max(plan.planned.peak_memory_bytes) == 200
 
 
+def test_pipelines_of_many_microbatches_are_planned_quickly():
+    """History: of all numbers above 256 the largest was tried first, with every cut: half a minute."""
+    profile = equal_profile(16, parameter_bytes=10, activation_bytes_per_sample=10)
+    options, cluster = PlanOptions(20_000, 4, data_parallel=1), Cluster(4, memory_bytes=6000)
+    start = time.process_time()
+    plan = find_plan(profile, cluster, options)
+    assert time.process_time() - start < 5
+    # Four layers keep 160 bytes for each sample of a microbatch, four of which wait, beside 40 of weights.
+    assert 256 < plan.num_microbatches <= 625
+    assert 40 + 160 * (20_000 / 625) <= 6000
+
+
+def test_the_least_memory_counts_as_many_microbatches_as_there_can_be():
+    """History: it was counted for up to 256 of them, though more would have been planned."""
+    profile = equal_profile(4, activation_bytes_per_sample=10)
+    options = PlanOptions(1000, num_stages=2, data_parallel=1)
+    with pytest.raises(
+        PlanError, match=r"the smallest needs 30 \(.*num_microbatches=1000\), 1 too"
+    ):
+        find_plan(profile, Cluster(2, memory_bytes=29), options)
+
+
 def test_as_many_microbatches_are_tried_as_there_is_time_for():
     model = CostModel(equal_profile(2), Cluster(1))
     assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
