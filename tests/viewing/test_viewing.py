@@ -174,8 +174,8 @@ def test_what_would_help_chooses_its_own_groups_of_frozen_work():
 def test_no_advice_is_to_have_none_of_something():
     """History: "0 microbatches" and "0 stages" were told as what would help."""
     profile = equal_profile(8)
-    plan = find_plan(profile, Cluster(2), PlanOptions(16))
-    assert (plan.num_stages, plan.num_microbatches) == (1, 1)
+    options = PlanOptions(16, num_stages=1, num_microbatches=2, data_parallel=2)
+    plan = find_plan(profile, Cluster(2), options)
     told = [change.description for change in explain(plan, profile, Cluster(4)).changes]
     assert told
     assert not any(words.startswith("0 ") for words in told)
