@@ -235,6 +235,7 @@ def _make_plan(
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
+        _warn_of_unused(options)
         plan = _given_plan(options.plan, process.world_size, num_samples(subject.batch))
         num_pipelines = process.world_size // plan.ranks_per_pipeline
         check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
@@ -244,6 +245,21 @@ def _make_plan(
     data_parallel = _data_parallel(options, process.world_size)
     wishes = options.wishes(num_samples(subject.batch) * data_parallel, data_parallel)
     return find_plan(profile, cluster, wishes)
+
+
+def _warn_of_unused(options: PipelineOptions) -> None:
+    """Names what only matters for planning, where a plan is given."""
+    unset = {
+        "profile": ("measure", None),
+        "cluster": ("measure",),
+        "optimizer_bytes_factor": ("auto",),
+    }
+    unused = [name for name, values in unset.items() if getattr(options, name) not in values]
+    if unused:
+        _log.warning(
+            "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
+            "with it, without plan", " and ".join(unused),
+        )  # fmt: skip
 
 
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:

@@ -75,7 +75,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
-            what the plan has is refused.
+            what the plan has is refused; of what is only planned with (`profile`, `cluster`,
+            `optimizer_bytes_factor`) a warning says that it changes nothing.
         profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
             times from operation counts; or a profile, or the path of one.
         cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its

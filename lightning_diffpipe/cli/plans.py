@@ -271,14 +271,21 @@ def show(config: DictConfig) -> None:
 def _explained(
     plan: Any, profile: str, cluster: dict[str, Any] | None, disk_bytes_per_s: float
 ) -> Any:
-    """The plan with the changes that would help, which are searched for."""
+    """The plan with the changes that would help, which are searched for; both by the costs of this profile."""
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
+    from lightning_diffpipe.viewing.units import seconds
 
     costs = ModelProfile.from_json(_read(profile), profile)
     ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
     why = explain(plan, costs, ranks, disk_bytes_per_s=disk_bytes_per_s)
-    return replace(plan, changes=why.changes)
+    if why.plan is not plan:
+        links = "free links, as no cluster is given" if cluster is None else "this cluster"
+        print(
+            f"With profile {profile} and {links} these stages take {seconds(why.plan.planned.iteration_s)} a step, "
+            f"instead of {seconds(plan.planned.iteration_s)} as planned. What follows is by these costs.\n"
+        )
+    return replace(why.plan, changes=why.changes)
 
 
 @verb("say how two plans differ: diffpipe diff before.json after.json")

@@ -8,7 +8,7 @@ gradient must go back through the layers in front, or its own gradients must be 
 
 holds for every schedule of one backbone with whole backwards, however the other layers are cut. The
 bound of a stage grows with `stop` and falls with `first`. Hence a cut that meets a given time is found
-greedily: let every stage reach as far as it can.
+greedily: let every stage reach as far as it can, if only so far as the stage before it.
 
 Of a whole cut more is known. The first gradient reaches a stage when a microbatch has been through all
 stages after it and back. If its rank has forwarded all that its warm-up lets it before, it waits:
@@ -223,35 +223,47 @@ class Bounds:
         return (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
 
     def cuts_within(self, limit_s: float, replicas: Sequence[int]) -> tuple[Cut, ...] | None:
-        """Cuts whose stages are bound by at most `limit_s` and fit into memory; None if there are none.
+        """Cuts whose stages are bound by at most `limit_s` and fit into memory; None only if there are none.
+
+        Messages are not counted as memory. Where a layer is too much for one stage and not for a later one, the
+        cuts are a start only, and may be above the limits.
 
         Args:
             limit_s: Seconds.
             replicas: Ranks of every stage.
         """
         num_layers, later_ranks = self.model.num_layers(), sum(replicas)
-        first, cuts = 0, []
+        first, stops = 0, []
         for stage, r in enumerate(replicas):
             later_ranks -= r
             last = num_layers - (len(replicas) - stage - 1)
-            stop = self._furthest(first, last, r, later_ranks, limit_s)
-            if stop == first:
+            first = self._furthest(first, last, r, later_ranks, limit_s)
+            if first <= stage:
                 return None
-            cuts.append((first, stop, r))
-            first = stop
-        return tuple(cuts) if first == num_layers else None
+            stops.append(first)
+        if first < num_layers:
+            return None
+        for stage in reversed(
+            range(len(stops) - 1)
+        ):  # Stages that hold nothing take a layer from those before.
+            stops[stage] = min(stops[stage], stops[stage + 1] - 1)
+        return tuple(zip((0, *stops), stops, replicas, strict=False))
 
     def _furthest(self, first: int, last: int, r: int, later_ranks: int, limit_s: float) -> int:
         """The furthest `stop <= last` of a stage that starts at `first`; `first` if there is none."""
-        # Looked up with a little slack in running sums, then counted exactly.
-        stop = min(last, self._furthest_in_time(first, r, limit_s + _SLACK * abs(limit_s)))
-        if self.model.cluster.memory_bytes is not None:
-            stop = min(stop, self._furthest_in_memory(first, r, later_ranks))
+        stop = min(last, self.reach(first, r, later_ranks, limit_s))
         while stop > first and not (
             self.stage_s(first, stop, r) <= limit_s and self.fits(first, stop, r, later_ranks)
         ):
             stop -= 1
         return max(stop, first)
+
+    def reach(self, first: int, r: int, later_ranks: int, limit_s: float) -> int:
+        """No stage that starts at `first` reaches further; looked up in running sums, with a little slack."""
+        stop = self._furthest_in_time(first, r, limit_s + _SLACK * abs(limit_s))
+        if self.model.cluster.memory_bytes is not None:
+            stop = min(stop, self._furthest_in_memory(first, r, later_ranks))
+        return stop
 
     def _furthest_in_time(self, first: int, r: int, limit_s: float) -> int:
         work = self._work_s(r)
@@ -298,18 +310,21 @@ class Bounds:
 
         Returns:
             A lower bound on the step, for any cuts with these replicas, and cuts that meet it within
-            `precision`; None if there are none within `limit_s` or memory.
+            `precision`, or come close (see `cuts_within`); None if there are none within `limit_s` or memory.
         """
         if self.all_work_s > limit_s or (cuts := self.cuts_within(limit_s, replicas)) is None:
             return None
-        low, high = self.frozen_s, max(self.stage_s(*cut) for cut in cuts)
+        cuts_s = max(self.stage_s(*cut) for cut in cuts)
+        low, high = self.frozen_s, min(limit_s, cuts_s)
         while high - low > precision * high:
             middle = (low + high) / 2
             better = self.cuts_within(middle, replicas)
             if better is None:
                 low = middle
             else:
-                cuts, high = better, min(middle, max(self.stage_s(*cut) for cut in better))
+                better_s = max(self.stage_s(*cut) for cut in better)
+                high = min(middle, better_s)
+                cuts, cuts_s = (better, better_s) if better_s < cuts_s else (cuts, cuts_s)
         return low, cuts
 
 

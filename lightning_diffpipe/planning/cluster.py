@@ -6,16 +6,18 @@ Format `diffpipe-cluster/1`, what a run has measured; the same keys as in a Hydr
      "p2p": {"bandwidth_bytes_per_s": 3e9, "latency_s": 1e-5, "holds_sender": true},
      "all_reduce": {"bandwidth_bytes_per_s": 2e9, "latency_s": 3e-5}}
 
-What is left out has no limit: a link without a bandwidth is infinitely fast. `"device": "h100"` says what
-models on paper are timed on.
+What is left out has no limit: a link without a bandwidth is infinitely fast. `all_reduce_between_hosts` is the
+bus bandwidth among all ranks; of groups with fewer ranks on a host it is scaled down. `"device": "h100"` says
+what models on paper are timed on.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import Node
@@ -79,7 +81,8 @@ class Cluster:
         p2p: Between two ranks of one host.
         all_reduce: Among ranks of one host.
         p2p_between_hosts: Between two ranks of different hosts; None means like `p2p`.
-        all_reduce_between_hosts: Among ranks of different hosts; None means like `all_reduce`.
+        all_reduce_between_hosts: Among all ranks of several hosts; None means like `all_reduce`. Its bandwidth
+            counts the adapters of all ranks of a host; see `all_reduce_among`.
         device: What a rank computes on, if known; models on paper are timed on it.
     """
 
@@ -172,11 +175,26 @@ class Cluster:
         return self.p2p
 
     def all_reduce_among(self, ranks: tuple[int, ...]) -> Link:
-        """The link that an all-reduce among these ranks runs at: its slowest part."""
-        hosts = {self.host_of(rank) for rank in ranks}
-        if self.all_reduce_between_hosts is not None and len(hosts) > 1:
-            return self.all_reduce_between_hosts
-        return self.all_reduce
+        """The link that an all-reduce among these ranks runs at: its slowest part.
+
+        Between hosts as many rings run side by side as a host has ranks, each over an adapter of its own. A
+        group with fewer ranks on some host has so many rings less, but at least the adapter of one rank.
+
+        Example:
+            >>> cluster = Cluster(
+            ...     16, 8, p2p_between_hosts=Link(20e9), all_reduce_between_hosts=Link(140e9)
+            ... )
+            >>> [cluster.all_reduce_among(g).bandwidth_bytes_per_s / 1e9 for g in ((0, 8), tuple(range(16)))]
+            [20.0, 140.0]
+        """
+        counts = Counter(map(self.host_of, ranks))
+        whole = self.all_reduce_between_hosts
+        if whole is None or len(counts) == 1 or self.ranks_per_host is None:
+            return self.all_reduce
+        share = min(1.0, min(counts.values()) / self.ranks_per_host)
+        single = self.p2p_between_hosts or self.p2p
+        bandwidth = max(share * whole.bandwidth_bytes_per_s, single.bandwidth_bytes_per_s)
+        return replace(whole, bandwidth_bytes_per_s=min(bandwidth, whole.bandwidth_bytes_per_s))
 
 
 def _link(node: Node) -> Link:

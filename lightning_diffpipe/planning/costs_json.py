@@ -26,6 +26,7 @@ def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
         "all_gather_s": costs.all_gather_s,
         **({"holds_sender": True} if costs.holds_sender else {}),
         **({"split_s": _table_to_json(costs.split_s, first)} if costs.split_s else {}),
+        **({"first_layers": list(costs.first_layers)} if costs.first_layers else {}),
     }
 
 
@@ -40,7 +41,7 @@ def costs_from_node(node: Node) -> PipelineCosts:
         DiffPipeError: Of the node's type; names the bad key.
     """
     keys = ("sizes", *TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
-    node.check_keys(keys, ("holds_sender", "split_s"))
+    node.check_keys(keys, ("holds_sender", "split_s", "first_layers"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
     feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
     forward, backward, weight, activation, gradient = (
@@ -59,7 +60,14 @@ def costs_from_node(node: Node) -> PipelineCosts:
         all_gather_s=node["all_gather_s"].number(),
         holds_sender="holds_sender" in node and node["holds_sender"].flag(),
         split_s=_read_table(node["split_s"], sizes) if "split_s" in node else (),
+        first_layers=_read_first_layers(node),
     )
+
+
+def _read_first_layers(node: Node) -> tuple[int, ...]:
+    if "first_layers" not in node:
+        return ()
+    return tuple(element.integer() for element in node["first_layers"].elements())
 
 
 def _read_numbers(node: Node) -> tuple[float, ...]:

@@ -99,10 +99,17 @@ class FrozenLoad:
             model.read_bytes_per_sample(r) for s, r in enumerate(runs) if s not in self.read
         )
         read = sum(n * model.read_bytes_per_sample(runs[stage]) for stage, n in self.read.items())
-        made = self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
-        working = self.working * model.working_bytes_per_sample
+        made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
         exchanged = read + max(read, self.made * others)
         return read + (made + working if self.beside else 0), made + max(working, exchanged)
+
+    def beside_bytes(self, model: CostModel, stage: int) -> tuple[int, float]:
+        """Samples of which a stage reads encodings, and bytes of those made beside its activations."""
+        working = self.working * model.working_bytes_per_sample
+        return self.read[stage], self._made_bytes(model) + working if self.beside else 0.0
+
+    def _made_bytes(self, model: CostModel) -> float:
+        return self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
 
 
 def frozen_loads(
@@ -186,11 +193,16 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
     counted.
     """
     num_bytes = 0.0
-    for stage, (samples, microbatches) in peak.items():
-        run, each = runs[stage], samples / max(microbatches, 1)
+    for stage, waiting in peak.items():
+        run, (front, behind) = runs[stage], boundary_samples(waiting)
         if stage + 1 not in peak:
-            num_bytes += model.boundary_bytes(run, samples + _EXPECTED * each)
+            num_bytes += model.boundary_bytes(run, behind)
         if stage - 1 not in peak and run.first:
-            before = LayerRun(run.backbone, 0, run.first)
-            num_bytes += model.boundary_bytes(before, _UNDER_WAY * each)
+            num_bytes += model.boundary_bytes(LayerRun(run.backbone, 0, run.first), front)
     return num_bytes
+
+
+def boundary_samples(waiting: Waiting) -> tuple[float, float]:
+    """Samples of the messages in front of a stage, and behind it; see `message_bytes`."""
+    each = waiting.samples / max(waiting.microbatches, 1)
+    return _UNDER_WAY * each, waiting.samples + _EXPECTED * each

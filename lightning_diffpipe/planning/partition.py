@@ -73,6 +73,9 @@ class Stage:
         return f"stage {self.index}: layers {self.first_layer}-{self.last_layer}{ranks}"
 
 
+StageValues = Callable[[int, int, range], Iterable[tuple[int, float]]]
+"""Maps a stage, its first layer and where it may stop to the stops that are possible, and what each costs."""
+
 Cut = tuple[int, int, int]
 """A stage to be: (first layer, one past the last layer, replicas)."""
 
@@ -274,3 +277,43 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
         stop = cut[s][stop]
         firsts.append(stop)
     return tuple(reversed(firsts))
+
+
+def best_chain(
+    num_layers: int, num_stages: int, values: StageValues, below: float = math.inf
+) -> tuple[int, ...] | None:
+    """Cuts a chain so that the dearest stage is as cheap as possible, whatever stages cost. Exact.
+
+    Args:
+        num_layers: Layers of the chain.
+        num_stages: Number of non-empty stages.
+        values: What a stage costs; a stop that it leaves out is not possible.
+        below: Only stages that cost less are of interest; saves time.
+
+    Returns:
+        The first layer of every stage and the number of layers; None if there is no such way.
+
+    Example:
+        >>> times = [1, 1, 1, 3, 1, 1]
+        >>> best_chain(6, 3, lambda stage, first, stops: [(s, sum(times[first:s])) for s in stops])
+        (0, 3, 4, 6)
+    """
+    best, came_from = {0: -math.inf}, list[dict[int, int]]()
+    for stage in range(num_stages):
+        later = num_stages - stage - 1
+        reached: dict[int, float] = {}
+        origin: dict[int, int] = {}
+        for first, before in best.items():
+            stops = range(first + 1 if later else num_layers, num_layers - later + 1)
+            for stop, value in values(stage, first, stops):
+                dearest = max(before, value)
+                if dearest < below and dearest < reached.get(stop, math.inf):
+                    reached[stop], origin[stop] = dearest, first
+        best = reached
+        came_from.append(origin)
+    if num_layers not in best:
+        return None
+    edges = [num_layers]
+    for origin in reversed(came_from):
+        edges.append(origin[edges[-1]])
+    return tuple(reversed(edges))

@@ -44,6 +44,7 @@ class PipelineCosts:
         holds_sender: See `Costs`.
         split_s: What `BackwardInput` and `BackwardWeight` together take longer than `Backward`; nothing
             if empty.
+        first_layers: Where the stages begin that these are the costs of; empty where that is not known.
     """
 
     sizes: tuple[int, ...]
@@ -58,6 +59,7 @@ class PipelineCosts:
     all_gather_s: float = 0.0
     holds_sender: bool = False
     split_s: Table = ()
+    first_layers: tuple[int, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
         """See `Costs`."""
@@ -219,4 +221,5 @@ def pipeline_costs(
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
         split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
+        first_layers=tuple([run.first for run in runs]),
     )

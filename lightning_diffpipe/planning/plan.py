@@ -14,8 +14,8 @@ Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the
 which follows from them. Where a rank holds several stages, every stage names its ranks: stage 2 of
 four on two ranks has `"ranks": [0]`. `layers` is optional; with it a plan is refused for a model of other
 layers, without it only for one of another number of layers. `costs` is optional; with it a plan can be
-drawn and simulated without its profile. `changes`, optional too, is what `diffpipe plan` found that would
-help.
+drawn and simulated without its profile, and must take as long as it promises, if it has no digest: somebody
+edited it. `changes`, optional too, is what `diffpipe plan` found that would help.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
-from lightning_diffpipe.planning.plan_checks import check_costs, check_encodes, check_options
+from lightning_diffpipe.planning.plan_checks import (
+    check_costs,
+    check_encodes,
+    check_options,
+    check_promise,
+)
 from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.simulator import simulate
@@ -243,8 +248,8 @@ class PipelinePlan:
 
         Raises:
             PlanError: Names the first key that is missing, unknown, or has a bad value; or says
-                that the digest does not belong to the content, that a law is broken, or that it
-                hangs.
+                that the digest does not belong to the content, that a law is broken, that it
+                hangs, or that an edited plan takes another time than it promises.
         """
         return _read(Node.of_text(text, PlanError, source))
 
@@ -324,6 +329,10 @@ def _read(node: Node) -> PipelinePlan:
         tuple(map(_read_change, node["changes"].elements())) if "changes" in node else (),
     )
     plan.validate()
+    if (
+        "digest" not in node
+    ):  # With it the numbers are as they were promised, if by another version.
+        check_promise(plan)
     if "digest" in node and node["digest"].value != plan.digest:
         raise node["digest"].expected(
             f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from lightning_diffpipe.errors import PlanError
@@ -11,6 +12,9 @@ from lightning_diffpipe.planning.instruction import Encode
 if TYPE_CHECKING:
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.plan import PipelinePlan
+
+SAME_STEP = 1e-6
+"""Steps that differ by a smaller share are the same; sums of seconds depend on their order."""
 
 _DEFAULTS = {"schedule": "1f1b"}
 """Of the strategy, where it is not `auto`: nobody has asked for it."""
@@ -55,10 +59,10 @@ def check_options(plan: PipelinePlan) -> None:
 
 
 def check_costs(plan: PipelinePlan) -> None:
-    """Costs are there for every microbatch, stage, frozen part and rank.
+    """Costs are there for every microbatch, stage, frozen part and rank, and are those of these stages.
 
     Raises:
-        PlanError: A table has another length; says which.
+        PlanError: A table has another length, or is of another cut; says which.
     """
     costs = plan.costs
     if costs is None:
@@ -80,6 +84,30 @@ def check_costs(plan: PipelinePlan) -> None:
     for name, got, wanted, what in rows:
         if got != wanted:
             raise PlanError(f"plan: costs.{name}: {got} numbers, but there are {wanted} {what}")
+    first_layers = tuple(stage.first_layer for stage in plan.stages)
+    if costs.first_layers not in ((), first_layers):
+        raise PlanError(
+            "plan: costs.first_layers: the costs are of stages that begin at layers "
+            f"{list(costs.first_layers)}, but the plan's begin at {list(first_layers)}; remove costs, or "
+            "have these stages planned"
+        )
+
+
+def check_promise(plan: PipelinePlan) -> None:
+    """The step that is promised is what the programs take by the plan's own costs.
+
+    Raises:
+        PlanError: Not so; names both.
+    """
+    if plan.costs is None:
+        return
+    promised_s, simulated_s = plan.planned.iteration_s, plan.timeline.iteration_s
+    if not math.isclose(promised_s, simulated_s, rel_tol=SAME_STEP, abs_tol=1e-12):
+        raise PlanError(
+            f"plan: planned.iteration_s: {promised_s:.7g} s are promised, but these programs take "
+            f"{simulated_s:.7g} s by the plan's own costs; remove costs, whose step, memory and bubbles would be "
+            "told for another plan, or let `diffpipe plan` make the plan, with the options that you want"
+        )
 
 
 def check_encodes(plan: PipelinePlan) -> None:

@@ -66,7 +66,10 @@ class Seconds:
         return cls(((1, seconds),))
 
     def at(self, samples: float) -> float:
-        """Seconds for that many samples; never negative, and beyond the last count never less than there."""
+        """Seconds for that many samples.
+
+        Beyond the last count never less than there; below the first never less than a sample's share of it.
+        """
         if samples <= 0:
             return 0.0
         if len(self.points) == 1:
@@ -77,7 +80,8 @@ class Seconds:
         (n0, t0), (n1, t1) = self.points[index - 1 : index + 1]
         if samples > n1 and t1 < t0:
             return t1  # fell by noise: far beyond, more samples would be free
-        return max(t0 + (t1 - t0) * (samples - n0) / (n1 - n0), 0.0)
+        line_s = t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
+        return max(line_s, t0 * samples / n0) if samples < n0 else line_s
 
     def scaled(self, factor: float) -> Seconds:
         """The same, that many times as long."""

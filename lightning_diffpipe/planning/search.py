@@ -27,6 +27,7 @@ from lightning_diffpipe.planning.evaluation import (
     preference,
     preference_s,
 )
+from lightning_diffpipe.planning.fitting import StageNeeds
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, even_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -204,8 +205,10 @@ class Search:
         return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
 
     def order(self, shape: Shape) -> tuple[bool, float, int, int]:
-        """By this shapes are sorted: the long ones are only needed where nothing else fits into memory."""
-        return is_long(shape), *self.estimate_s(shape)
+        """By this shapes are sorted: the long ones are only needed where nothing else fits, and the shortest do."""
+        estimate_s, num_stages, num_microbatches = self.estimate_s(shape)
+        first = num_microbatches if is_long(shape) else estimate_s
+        return is_long(shape), first, num_stages, num_microbatches
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
         """A guess that decides which shape is tried first; no result depends on it but the time."""
@@ -231,15 +234,15 @@ class Search:
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether all ranks that hold one copy of the model have enough memory together."""
-        model, limit = self.model, self.model.cluster.memory_bytes
-        if limit is None:
-            return True
-        whole, holders = (
-            LayerRun(0, 0, model.num_layers()),
-            shape.num_stages // shape.stages_per_rank,
-        )
+        limit = self.model.cluster.memory_bytes
+        return limit is None or self.least_bytes(shape) <= limit
+
+    def least_bytes(self, shape: Shape) -> float:
+        """What the fullest rank needs at least: an even share of the model with one microbatch."""
+        model, whole = self.model, LayerRun(0, 0, self.model.num_layers())
+        holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
-        return need <= holders * (limit - model.frozen_bytes)
+        return model.frozen_bytes + need / holders
 
     def _promising(
         self, bounds: Bounds, cuts: Iterable[tuple[Cut, ...]]
@@ -253,34 +256,44 @@ class Search:
         """From the cuts with the best bounds, moves layers to where they are best."""
         starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
-            if bound_s >= self.best_s * (1 - WORTHWHILE):
+            if bound_s >= self.best_s * (1 - WORTHWHILE) or self._is_done_with(shape):
                 break
-            start = Proposal(shape, cuts)
-            if self._leads_on(bounds, bound_s, start):
-                starts.append((self._try(start), cuts))
+            start = self._start(bounds, bound_s, Proposal(shape, cuts))
+            if start is not None:
+                starts.append((self._try(start), start.cuts))
         for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
-            if step_s < HOPELESS * self.best_s:
+            if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
                 self._climb(shape, cuts, bounds)
 
-    def _leads_on(self, bounds: Bounds, bound_s: float, start: Proposal) -> bool:
-        """Whether a start, or cuts that it leads to, may be the best; takes less time than simulating it.
+    def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
+        """Where to start moving layers, if that may lead to the best; takes less time than simulating it.
 
         Args:
             bounds: Those of its shape.
             bound_s: What the pipeline takes at least, however layers are moved.
-            start: Where to start from.
+            start: Cuts that are fast; where they do not fit, the fastest that do are returned.
         """
-        if not self._is_better(self._least_s(bounds, bound_s)):
-            return False
-        if self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s:
-            return False
+        if not self._is_better(self._least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
+            return None
+        if self.evaluator.fits(start):
+            return start
+        if start.shape.stages_per_rank == 1:
+            needs = StageNeeds.of(self.model, self.evaluator.frame(start))
+            cuts = needs.fastest(bounds, self._most_s(bounds))
+            start = Proposal(start.shape, cuts or ())
+            if cuts is None or self._is_hopeless(bounds, start):
+                return None
         # A move of layers changes two stages: it does not help where more ranks than theirs are too full.
         most_helped = 2 * max(start.replicas)
         too_full = list(islice(self.evaluator.too_full(start), most_helped + 1))
         if not too_full or len(too_full) > most_helped:
-            return not too_full
+            return None if too_full else start
         nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts))
-        return any(map(self.evaluator.fits, nearby))
+        return start if any(map(self.evaluator.fits, nearby)) else None
+
+    def _is_hopeless(self, bounds: Bounds, start: Proposal) -> bool:
+        """Whether cuts are so slow that moving layers gains less."""
+        return self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
@@ -315,8 +328,14 @@ class Search:
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)
 
+    def _is_done_with(self, shape: Shape) -> bool:
+        """Whether a long shape fits: the bound of its cuts, all but exact there, is a better guide than time."""
+        return is_long(shape) and self.best is not None
+
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
         for cut in cuts:
+            if self._is_done_with(shape):
+                break
             proposal = Proposal(shape, cut)
             if self.evaluator.fits(proposal):  # First, as a simulation takes longer.
                 self._try(proposal)
@@ -383,7 +402,7 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     assert limit is not None
     if options.filling == "auto":
         options = replace(options, filling="none")
-    need, where = min(_least_memory(model, options), key=lambda found: found[0])
+    need, of = _least_memory(model, options)
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
         "data_parallel": "auto", "schedule": "auto", "filling": "none",
@@ -394,10 +413,10 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     if not alone and len(fixed) > 1:
         together = _would_fit(model, options, {name: freed[name] for name in fixed})
         remedy = f"{together} together would fit" if together else remedy
-    reason = f"the smallest needs {need:,} ({where}), {need - limit:,} too many"
-    if need <= limit:  # which counts even shares
+    reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
+    if need <= limit and options.filling != "none":  # which counts even shares
         reason = (
-            f"the smallest would need {need:,} ({where}) with even shares of the frozen work, but bubbles "
+            f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
             "are uneven, and so are shares"
         )
     return PlanError(f"no plan fits into {limit:,} bytes a rank: {reason}; {remedy}")
@@ -417,15 +436,43 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
     return ", ".join(f"{name}={found[name]}" for name in changes)
 
 
-def _least_memory(model: CostModel, options: PlanOptions) -> Iterator[tuple[int, str]]:
-    """For every shape, what its most even cut needs."""
-    roomy = replace(model, cluster=replace(model.cluster, memory_bytes=None))
-    search = Search(Evaluator(roomy, options))
-    for shape in shapes(roomy, options):
-        weights = search.resident_bytes(shape)
-        firsts = even_cuts(weights, shape.num_stages)
-        for replicas in replicas_of(options, shape):
-            cuts = zip(firsts, (*firsts[1:], len(weights)), replicas, strict=True)
-            need = max(search.evaluator.peak_bytes(Proposal(shape, tuple(cuts))))
-            yield need, f"num_stages={shape.num_stages}, num_microbatches={len(shape.sizes)}"
+def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[str, str]]:
+    """What the smallest of all cuts needs on its fullest rank, and in words whether and which it is.
+
+    After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
+    """
+    search, until_s = Search(Evaluator(model, options)), time.perf_counter() + REMEDY_S
+    found: tuple[float, int, int] = (
+        math.inf,
+        0,
+        0,
+    )  # Among equals fewer stages, then fewer microbatches.
+    smallest = "the smallest"
+    for shape in sorted(shapes(model, options), key=lambda s: (is_long(s), search.least_bytes(s))):
+        if search.least_bytes(shape) > found[0]:
+            continue
+        if found[1] and time.perf_counter() > until_s:
+            smallest = "the smallest found"
             break
+        for cuts in _small_cuts(search, shape, found[0] + 1):
+            need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
+            found = min(found, (need, shape.num_stages, len(shape.sizes)))
+    where = f"num_stages={found[1]}, num_microbatches={found[2]}"
+    return int(found[0]), (smallest, where)
+
+
+def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:
+    """Of every share of ranks the cut that needs least, where some need less than `below` bytes."""
+    if search.options.partition != "auto":
+        yield from baseline_cuts(search.model, search.options, shape)
+        return
+    weights = search.resident_bytes(shape)
+    edges = (*even_cuts(weights, shape.num_stages), len(weights))
+    for replicas in replicas_of(search.options, shape):
+        cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
+        if shape.stages_per_rank == 1:
+            proposal = Proposal(shape, cuts)
+            needs = StageNeeds.of(search.model, search.evaluator.frame(proposal))
+            most = min(below, max(search.evaluator.peak_bytes(proposal)) + 1)
+            cuts = needs.smallest(most) or cuts
+        yield cuts

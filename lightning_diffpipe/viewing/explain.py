@@ -6,11 +6,12 @@ away; every change by planning again with that change. So each number is a promi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_diffpipe.errors import DiffPipeError
+from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.caching import (
     DISK_BYTES_PER_S,
     cacheable_encoders,
@@ -20,12 +21,13 @@ from lightning_diffpipe.planning.caching import (
 )
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import Auto, PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.plan_checks import SAME_STEP
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
@@ -102,15 +104,19 @@ def explain(
 
     Args:
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
-        profile: With the cluster, lets changes be tried; without, those kept in the plan are told.
-        cluster: Where the plan shall run.
+        profile: With the cluster, lets changes be tried; without, those kept in the plan are told. Where it is
+            another measurement than the plan was made from, the plan's stages are simulated with it first.
+        cluster: Where the plan shall run; changes may use more ranks than it does.
         budget_s: Seconds to spend on changes; searches that take longer are cut short.
         disk_bytes_per_s: What each rank reads, where encodings are stored.
 
     Raises:
         ConfigurationError: A rate that cannot be.
+        PlanError: The profile is of other layers than the plan's.
     """
     check_data(disk_bytes_per_s)
+    if profile is not None and cluster is not None:
+        plan = _recosted(plan, profile, cluster)
     parts = () if plan.costs is None else _parts(plan, plan.costs)
     if profile is None or cluster is None:
         return Explanation(plan, parts, plan.changes)
@@ -121,6 +127,46 @@ def explain(
             helpful.append(change)
     changes = sorted(helpful, key=lambda change: change.iteration_s)
     return Explanation(plan, parts, tuple(changes))
+
+
+def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
+    """The plan's own stages with these costs; the plan itself where they promise the same step."""
+    _check_layers(plan, profile)
+    own = replace(cluster, num_ranks=plan.num_ranks)
+    model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
+    cuts = tuple((stage.first_layer, stage.stop, stage.num_replicas) for stage in plan.stages)
+    again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
+    step_s = again.planned.iteration_s
+    if math.isclose(step_s, plan.planned.iteration_s, rel_tol=SAME_STEP):
+        return plan
+    return again
+
+
+def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
+    """Refuses a profile of another model, or of another way to divide this one into layers."""
+    names = tuple(layer.name for layer in profile.backbones[0].layers)
+    if plan.num_layers != len(names):
+        raise PlanError(
+            f"the plan cuts {plan.num_layers} layers and profile {profile.name!r} has {len(names)}; use the "
+            "profile that the plan was made from, or one of the same layers"
+        )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"layer {position} of the plan is {planned!r}, and of profile {profile.name!r} {name!r}; use the "
+                "profile that the plan was made from, or one of the same layers"
+            )
+
+
+def _shape(plan: PipelinePlan) -> Shape:
+    """Everything about a plan but where it cuts."""
+    return Shape(
+        plan.num_pipelines,
+        plan.ranks_per_pipeline,
+        plan.num_stages,
+        plan.microbatch_sizes,
+        plan.options.schedule,
+    )
 
 
 def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
@@ -207,12 +253,11 @@ def _changes(
     stored = cacheable_encoders(profile)
     storing = f"storing encodings ({', '.join(stored)})"
     read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
+    counts, numbers = (2 * count, count // 2), (stages - 1, stages + 1)
     tries: list[tuple[str, PlanOptions, ModelProfile]] = [
-        (f"{2 * count} microbatches", replace(fixed, num_microbatches=2 * count), profile),
-        (f"{count // 2} microbatches", _with(fixed, num_microbatches=count // 2), profile),
+        *((f"{n} microbatches", replace(fixed, num_microbatches=n), profile) for n in counts if n),
         ("cutting the layers anew", free, profile),
-        (f"{stages - 1} stages", _with(free, num_stages=stages - 1), profile),
-        (f"{stages + 1} stages", _with(free, num_stages=stages + 1), profile),
+        *((f"{n} stages", replace(free, num_stages=n), profile) for n in numbers if n),
         ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
     ]
     if stored:
@@ -248,17 +293,8 @@ def _wished_group_size(plan: PipelinePlan, profile: ModelProfile, cluster: Clust
     """`"auto"` where the plan has the size that it would choose itself, as changed plans choose theirs anew."""
     options = replace(plan.options, frozen_group_size="auto")
     evaluator = Evaluator(CostModel(profile, cluster), options)
-    ranks, sizes = plan.ranks_per_pipeline, plan.microbatch_sizes
-    shape = Shape(plan.num_pipelines, ranks, plan.num_stages, sizes, options.schedule)
-    chosen = evaluator.group_size(shape) or max(sizes)
+    chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
     return "auto" if plan.options.frozen_group_size == chosen else plan.options.frozen_group_size
-
-
-def _with(options: PlanOptions, **values: int) -> PlanOptions:
-    """Replaces numbers, never below one."""
-    return PlanOptions.from_dict(
-        options.to_dict() | {name: max(value, 1) for name, value in values.items()}
-    )
 
 
 def _with_largest_layer_split(
@@ -283,7 +319,26 @@ def _with_largest_layer_split(
     )
     layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
     finer = replace(backbone, layers=layers)
-    return replace(profile, backbones=(finer, *others)), whole.name
+    encoders = tuple(_with_readers_split(encoder, index) for encoder in profile.encoders)
+    return replace(profile, backbones=(finer, *others), encoders=encoders), whole.name
+
+
+def _with_readers_split(encoder: EncoderProfile, index: int) -> EncoderProfile:
+    """The encoder where layer `index` of the backbone is two, both of which read what it read."""
+    results = tuple(
+        replace(
+            result,
+            readers=tuple(
+                position
+                for reader in result.readers
+                for position in (
+                    (index, index + 1) if reader == index else (reader + (reader > index),)
+                )
+            ),
+        )
+        for result in encoder.results
+    )
+    return replace(encoder, results=results)
 
 
 def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:

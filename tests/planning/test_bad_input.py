@@ -9,9 +9,10 @@ import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PartitionError, PlanError, ProfileError
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.instruction import parse_program
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
 from lightning_diffpipe.planning.search import find_plan
 
@@ -98,7 +99,7 @@ def test_profiles_round_trip():
 def test_times_are_linear_between_and_beyond_what_was_measured():
     seconds = Seconds.of({2: 1.0, 4: 3.0, 8: 4.0})
     assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
-    assert seconds.at(1) == 0.0  # The line would go below zero.
+    assert Seconds.of({2: 3.0, 4: 4.0}).at(1) == 2.5
     assert Seconds.per_sample(0.5).at(3) == 1.5
 
 
@@ -106,6 +107,16 @@ def test_more_samples_are_never_free():
     """History: times that fell by noise reached zero at a large microbatch, which the planner then took."""
     fell = Seconds.of({8: 1.0, 16: 0.9})
     assert [fell.at(n) for n in (8, 12, 16, 24, 512)] == [1.0, 0.95, 0.9, 0.9, 0.9]
+
+
+def test_few_samples_are_never_free():
+    """History: below the first count a line through noise fell to zero, and a plan of 0 seconds was promised."""
+    rose = Seconds.of({8: 0.010, 32: 0.060})
+    assert [rose.at(n) for n in (1, 4, 8, 20)] == pytest.approx([0.00125, 0.005, 0.010, 0.035])
+    layers = tuple(LayerProfile(f"layer{i}", rose, rose.scaled(2)) for i in range(4))
+    profile = ModelProfile("noisy", (BackboneProfile("unet", layers),))
+    plan = find_plan(profile, Cluster(2), PlanOptions(64, num_stages=2))
+    assert plan.planned.iteration_s > 64 * 4 * 3 * 0.00125 / 2
 
 
 @pytest.mark.parametrize(
@@ -274,6 +285,61 @@ def test_plans_round_trip(frozen_share, schedule):
     assert again.digest == plan.digest
     assert again.timeline == plan.timeline
     assert PipelinePlan.from_json(again.to_json()) == plan
+
+
+@pytest.mark.parametrize("filling", ["none", "shares", "diffusionpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_what_a_plan_promises_is_what_its_costs_give(schedule, filling):
+    """So that a plan without a digest may be held to it."""
+    num_stages = 6 if schedule == "interleaved" else 3
+    options = PlanOptions(14, num_stages=num_stages, schedule=schedule, filling=filling)
+    plan = find_plan(equal_profile(6, 0.5), Cluster(3, p2p=Link(10, 0.1)), options)
+    document = json.loads(plan.to_json())
+    del document["digest"]
+    assert PipelinePlan.from_json(json.dumps(document)) == plan
+
+
+def edited_plan(**members):
+    """Six layers in three stages, with other members and without a digest."""
+    document = json.loads(PLAN.to_json())
+    del document["digest"]
+    return json.dumps(document | members)
+
+
+def test_an_edited_plan_does_not_keep_the_promise_of_another():
+    """History: with another order of work 2.80 s were still promised, where its own timeline took 4.24 s."""
+    programs = json.loads(PLAN.to_json())["programs"]
+    slow = {rank: text.split("F")[0] + "F0 B0 F1 B1 F2 B2 F3 B3" for rank, text in programs.items()}
+    plan = replace(
+        PLAN, programs=tuple(parse_program(text, stage) for stage, text in enumerate(slow.values()))
+    )
+    promised_s, simulated_s = PLAN.planned.iteration_s, plan.timeline.iteration_s
+    assert simulated_s > 1.2 * promised_s
+    complaint = f"{promised_s:.7g} s are promised, but these programs take {simulated_s:.7g} s"
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(edited_plan(programs=slow))
+    handwritten = json.loads(edited_plan(programs=slow))
+    del handwritten["costs"]
+    assert PipelinePlan.from_json(json.dumps(handwritten)).programs == plan.programs
+
+
+def test_costs_of_other_stages_are_refused():
+    """History: stages of other layers kept the memory and the times of those that were planned."""
+    stages = json.loads(PLAN.to_json())["stages"]
+    stages[0]["last_layer"] -= 1
+    stages[1]["first_layer"] -= 1
+    complaint = "stages that begin at layers [0, 2, 4], but the plan's begin at [0, 1, 4]"
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(edited_plan(stages=stages))
+
+
+def test_plans_that_do_not_say_what_their_costs_are_of_are_read():
+    """As earlier versions wrote them."""
+    assert PLAN.costs is not None
+    old = replace(PLAN, costs=replace(PLAN.costs, first_layers=()))
+    assert "costs" in json.loads(old.to_json())
+    assert "first_layers" not in json.loads(old.to_json())["costs"]
+    assert PipelinePlan.from_json(old.to_json()) == old
 
 
 def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():

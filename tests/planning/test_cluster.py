@@ -53,6 +53,33 @@ def test_a_link_between_hosts_that_was_not_measured_is_changed_from_that_inside_
 
 
 @pytest.mark.parametrize(
+    ("ranks", "gigabytes_per_s"),
+    [
+        ((0, 8), 20),
+        ((0, 1, 8, 9), 35),
+        ((0, 1, 2, 3, 8), 20),
+        (tuple(range(16)), 140),
+        ((0, 7), 230),
+    ],
+)
+def test_sums_between_hosts_run_over_the_adapters_of_their_ranks_alone(ranks, gigabytes_per_s):
+    """History: two pipelines over two hosts, whose groups have one adapter a host, were planned with all eight."""
+    inside, single, all_ranks = Link(230e9, 3e-5), Link(20e9, 2e-5), Link(140e9, 6e-5)
+    cluster = Cluster(16, 8, None, inside, inside, single, all_ranks)
+    n = len(ranks)
+    ring_s = 2 * (n - 1) / n * 3e9 / (gigabytes_per_s * 1e9)
+    latency_s = 3e-5 if ranks == (0, 7) else 6e-5
+    found_s = cluster.all_reduce_among(ranks).all_reduce_s(3e9, n)
+    assert found_s == pytest.approx(latency_s + ring_s)
+
+
+def test_an_adapter_that_ranks_of_a_host_share_is_not_divided():
+    """As gloo has it: one ring over all ranks is as fast as a message between hosts."""
+    cluster = Cluster(4, 2, None, Link(3e9), Link(2e9), Link(1e9), Link(0.9e9))
+    assert cluster.all_reduce_among((0, 2)) == Link(0.9e9)
+
+
+@pytest.mark.parametrize(
     ("values", "complaint"),
     [
         ({"p2p": {"latency": 1}}, "unknown key 'p2p.latency'"),

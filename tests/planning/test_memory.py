@@ -193,8 +193,8 @@ def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():
     cluster = Cluster(2, memory_bytes=1350)
     with pytest.raises(PlanError) as error:
         find_plan(profile, cluster, replace(options, filling="shares"))
-    assert "no plan fits into 1,350 bytes a rank: the smallest needs 1,520" in str(error.value)
-    assert "170 too many" in str(error.value)
+    assert "no plan fits into 1,350 bytes a rank: the smallest needs 1,480" in str(error.value)
+    assert "130 too many" in str(error.value)
     assert "filling=none would fit" in str(error.value)
     assert find_plan(profile, cluster, replace(options, filling="auto")).options.filling == "none"
     # Two ranks a stage leave no choice of stages, and two stages none of ranks: both have to go.

@@ -20,9 +20,15 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.plan_checks import check_wishes
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
 from lightning_diffpipe.planning.proposals import (
     all_cuts,
+    count_of_cuts,
     microbatch_counts,
     replicas_of,
     shapes,
@@ -237,6 +243,28 @@ def test_there_are_more_microbatches_where_fewer_do_not_fit(num_ranks, num_stage
     assert max(plan.planned.peak_memory_bytes) == 200
 
 
+def test_pipelines_of_many_microbatches_are_planned_quickly():
+    """History: of all numbers above 256 the largest was tried first, with every cut: half a minute."""
+    profile = equal_profile(16, parameter_bytes=10, activation_bytes_per_sample=10)
+    options, cluster = PlanOptions(20_000, 4, data_parallel=1), Cluster(4, memory_bytes=6000)
+    start = time.process_time()
+    plan = find_plan(profile, cluster, options)
+    assert time.process_time() - start < 5
+    # Four layers keep 160 bytes for each sample of a microbatch, four of which wait, beside 40 of weights.
+    assert 256 < plan.num_microbatches <= 625
+    assert 40 + 160 * (20_000 / 625) <= 6000
+
+
+def test_the_least_memory_counts_as_many_microbatches_as_there_can_be():
+    """History: it was counted for up to 256 of them, though more would have been planned."""
+    profile = equal_profile(4, activation_bytes_per_sample=10)
+    options = PlanOptions(1000, num_stages=2, data_parallel=1)
+    with pytest.raises(
+        PlanError, match=r"the smallest needs 30 \(.*num_microbatches=1000\), 1 too"
+    ):
+        find_plan(profile, Cluster(2, memory_bytes=29), options)
+
+
 def test_as_many_microbatches_are_tried_as_there_is_time_for():
     model = CostModel(equal_profile(2), Cluster(1))
     assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
@@ -267,6 +295,70 @@ def test_the_search_is_optimal_within_memory(seed):
         plan = find_plan(profile, cluster, options)
         assert plan.planned.iteration_s == pytest.approx(best_s)
         assert max(plan.planned.peak_memory_bytes) <= cluster.memory_bytes
+
+
+def needs_by_cut(profile, num_ranks, options):
+    """What the fullest rank of every way to cut needs, and the evaluator that says so."""
+    model = CostModel(profile, Cluster(num_ranks))
+    evaluator = Evaluator(model, options)
+    proposals = [
+        Proposal(shape, cuts)
+        for shape in shapes(model, options)
+        for cuts in all_cuts(model, options, shape)
+    ]
+    return evaluator, {found: max(evaluator.peak_bytes(found)) for found in proposals}
+
+
+def check_limits(profile, num_ranks, options, shares_of_least, slower):
+    """Near the least memory of all cuts a plan is found, so much slower at most than the best; below it none."""
+    evaluator, needs = needs_by_cut(profile, num_ranks, options)
+    least = min(needs.values())
+    for share in shares_of_least:
+        limit = int(share * least)
+        plan = find_plan(profile, Cluster(num_ranks, memory_bytes=limit), options)
+        assert max(plan.planned.peak_memory_bytes) <= limit
+        best_s = min(evaluator.step_s(found) for found, need in needs.items() if need <= limit)
+        assert best_s * (1 - 1e-9) <= plan.planned.iteration_s <= slower * best_s
+    with pytest.raises(PlanError, match=rf"the smallest needs {least:,} .*, 1 too many"):
+        find_plan(profile, Cluster(num_ranks, memory_bytes=least - 1), options)
+
+
+def layers_that_keep(rng, num_layers, boundaries, activations):
+    """Layers of nearly the same time and 8 bytes of weights and gradients, with messages and activations."""
+
+    def layer(i):
+        forward, backward = (Seconds.per_sample(scale * rng.uniform(0.8, 1.2)) for scale in (1, 2))
+        sizes = (4, 4, rng.choice(boundaries), rng.choice(activations))
+        return LayerProfile(f"layer{i}", forward, backward, None, *sizes)
+
+    layers = tuple(map(layer, range(num_layers)))
+    return ModelProfile("keeping", (BackboneProfile("unet", layers),))
+
+
+@pytest.mark.parametrize("seed", seeds(14, 4))
+def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
+    """History: stages were filled to the limit before messages were counted, most ranks were then too full, and
+    "no plan fits" was the answer to half of these, up to a fifth above the least memory.
+    """
+    profile = layers_that_keep(random.Random(seed), 20, [1], range(2, 9))
+    options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1)
+    model = CostModel(profile, Cluster(4))
+    (shape,) = shapes(model, options)
+    assert count_of_cuts(model, shape) > search_module.MOST_CUTS_TRIED
+    check_limits(profile, 4, options, (1, 1.05, 1.2), slower=1.001)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b_deep", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("seed", seeds(30, 6))
+def test_a_cut_that_fits_is_found_whatever_layers_and_messages_weigh(seed, schedule, monkeypatch):
+    """History: a layer too much for an early stage, but not for a later one, ended the search as well."""
+    monkeypatch.setattr(search_module, "MOST_CUTS_TRIED", 0)
+    rng = random.Random(seed)
+    num_ranks = rng.randint(2, 4)
+    profile = layers_that_keep(rng, rng.randint(5, 9), [1, 5, 30], [1, 3, 360])
+    stages, microbatches = rng.randint(2, num_ranks), rng.choice([3, 4, 8])
+    options = PlanOptions(8, stages, microbatches, data_parallel=1, schedule=schedule)
+    check_limits(profile, num_ranks, options, (1, 1.1, 1.3), slower=1.3)
 
 
 @pytest.mark.parametrize("seed", seeds(60, 20))

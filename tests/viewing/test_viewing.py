@@ -6,14 +6,14 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.caching import advise
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.instruction import Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import EncoderProfile, FrozenResult, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
@@ -21,7 +21,7 @@ from lightning_diffpipe.viewing.ascii import indent, render, side_by_side, waiti
 from lightning_diffpipe.viewing.cache_advice import cache_advice
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
 from lightning_diffpipe.viewing.cost_table import cost_table
-from lightning_diffpipe.viewing.explain import explain
+from lightning_diffpipe.viewing.explain import _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plan_diff import diff
 from lightning_diffpipe.viewing.report import report
 from lightning_diffpipe.viewing.units import percent, seconds, size
@@ -169,6 +169,67 @@ def test_what_would_help_chooses_its_own_groups_of_frozen_work():
     # Stages of 6 s a sample; each rank encodes 8 samples, in groups of 4 instead of 2.
     assert changes_of("auto", **options)["8 microbatches"] == 11 * 24 + 2 * 43
     assert "8 microbatches" not in changes_of(1, **options)  # as the user wants it
+
+
+def test_no_advice_is_to_have_none_of_something():
+    """History: "0 microbatches" and "0 stages" were told as what would help."""
+    profile = equal_profile(8)
+    options = PlanOptions(16, num_stages=1, num_microbatches=2, data_parallel=2)
+    plan = find_plan(profile, Cluster(2), options)
+    told = [change.description for change in explain(plan, profile, Cluster(4)).changes]
+    assert told
+    assert not any(words.startswith("0 ") for words in told)
+
+
+def test_another_measurement_is_compared_with_the_same_stages():
+    """History: advice by a second, faster measurement was held against the step of the first."""
+    profile, cluster, plan = plan_of()
+    backbone = profile.backbones[0]
+    layers = tuple(
+        replace(x, forward_s=x.forward_s.scaled(0.1), backward_s=x.backward_s.scaled(0.1))
+        for x in backbone.layers
+    )
+    faster = replace(profile, backbones=(replace(backbone, layers=layers),))
+    why = explain(plan, faster, cluster)
+    assert why.plan.stages == plan.stages
+    assert why.plan.programs == plan.programs
+    step_s = why.plan.planned.iteration_s
+    assert step_s == find_plan(faster, cluster, plan.options).planned.iteration_s
+    assert 0.1 * plan.planned.iteration_s < step_s < plan.planned.iteration_s
+    assert all(change.iteration_s < step_s for change in why.changes)
+    assert explain(plan, profile, cluster).plan is plan
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "complaint"), [(5, "8 layers and profile 'equal' has 5"), (8, "layer 0")]
+)
+def test_the_profile_of_another_model_gives_no_advice(num_layers, complaint):
+    """History: what would help another model was told, such as "12 ms instead of 1.92 s"."""
+    _, cluster, plan = plan_of()
+    other = equal_profile(num_layers)
+    backbone = other.backbones[0]
+    layers = tuple(replace(layer, name=f"other.{layer.name}") for layer in backbone.layers)
+    with pytest.raises(PlanError, match=complaint):
+        explain(plan, replace(other, backbones=(replace(backbone, layers=layers),)), cluster)
+
+
+def test_the_readers_of_an_encoding_move_with_the_layers():
+    """History: when a layer was split in two, the readers behind it stayed a layer too far in front."""
+    profile, _, plan = plan_of()
+    layers = list(profile.backbones[0].layers)
+    layers[3] = replace(layers[3], forward_s=layers[3].forward_s.scaled(2))
+    (vae,) = profile.encoders
+    results = (FrozenResult(5, (1, 3, 7)), FrozenResult(6, (2,)), FrozenResult(7, (4,)))
+    profile = replace(
+        profile,
+        backbones=(replace(profile.backbones[0], layers=tuple(layers)),),
+        encoders=(replace(vae, results=results),),
+    )
+    finer, name = _with_largest_layer_split(plan, profile)
+    names = [layer.name for layer in finer.backbones[0].layers]
+    assert name == names[3] == names[4]
+    readers = [[names[reader] for reader in result.readers] for result in finer.encoders[0].results]
+    assert readers == [["layer1", name, name, "layer7"], ["layer2"], ["layer4"]]
 
 
 def test_data_parallelism_is_told_beside_interleaved_stages():
