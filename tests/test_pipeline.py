@@ -309,7 +309,7 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
     card = SimpleNamespace(total_memory=100 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
-    cluster = _cluster(PipelineOptions(profile=profile), process)
+    cluster = _cluster(PipelineOptions(profile=profile), process, None)
     assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
 
 
