@@ -770,7 +770,7 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
     assert not {"LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE"} & os.environ.keys(), "none for the next"
     for number, (_, _, _, *command) in enumerate(Job.started):
         assert command == [
-            *("train", "model=glyph_unet", f"trainer.devices={number + 1}"),
+            *("train", "--config-name=train", "model=glyph_unet", f"trainer.devices={number + 1}"),
             *(f"hydra.job.num={number}", f"hydra.job.id={number}"),
             *(f"hydra.run.dir='{tmp_path}/a sweep/{number}'", "hydra.output_subdir=null"),
         ]
@@ -779,6 +779,18 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
         assert f"dir: {tmp_path}/a sweep/{number} " in " ".join(
             out.split()
         )  # long paths are wrapped
+
+
+def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp_path):
+    """History: `--config-name` was dropped, and each job trained the default config."""
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nnum_threads: 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.subprocess, "Popen", Job)
+    monkeypatch.setattr(Job, "started", [])
+    named = (f"--config-dir={tmp_path}", "--config-name=mine")
+    call(capsys, monkeypatch, "train", *named, "-m", "seed=1", "hydra/job_logging=none")
+    (command,) = Job.started
+    assert command[3:8] == ["train", *named, "seed=1", "hydra/job_logging=none"]
 
 
 def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):

@@ -91,6 +91,19 @@ def test_every_experiment_composes_and_opens_with_its_command_and_result(name, o
         assert word in header, f"{name}.yaml does not say its {word}"
 
 
+STRATEGIES = sorted(path.stem for path in CONF.glob("strategy/*.yaml"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("config", ["demo", "glyphs"])
+def test_any_strategy_trains_what_has_two_stages_otherwise(config, strategy, output_dir):
+    """History: experiments set `num_stages`, which `strategy=ddp`, there for comparison, was then called with."""
+    verb = ("demo",) if config == "demo" else ("train", f"experiment={config}")
+    built = hydra.utils.instantiate(composed(*verb, f"strategy={strategy}", output_dir).strategy)
+    assert getattr(built, "_ddp_kwargs", {}) == {}
+    assert composed(*verb, output_dir).strategy.num_stages == 2
+
+
 def test_any_value_can_be_overridden(output_dir):
     config = composed(
         *("train", "experiment=glyphs", "strategy.num_stages=2", "trainer.max_steps=200"),

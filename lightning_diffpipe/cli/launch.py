@@ -27,6 +27,8 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.processes import open_meeting_place
 
 _GRACE_S = 15.0
+_FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
+"""Hydra's options for places of configs, by who named a place and what it is; this package's own needs none."""
 
 
 def is_job_of_sweep(values: Any) -> bool:
@@ -47,13 +49,19 @@ def run_job(verb: str) -> None:
     """
     hydra = HydraConfig.get()
     # Of Hydra's own settings those that change what a job sees, not those of the sweep.
-    kept = [o for o in hydra.overrides.hydra if o.startswith(("hydra.searchpath", "hydra.job."))]
-    sources = hydra.runtime.config_sources
-    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    kept = [
+        override
+        for override in hydra.overrides.hydra
+        if override.startswith(("hydra.searchpath", "hydra.job.", "hydra/"))
+        and not override.startswith(("hydra/launcher", "hydra/sweeper"))
+    ]
+    places = {(s.provider, s.schema): s.path for s in hydra.runtime.config_sources}
+    flags = [f"--config-{_FLAGS[kind]}={path}" for kind, path in places.items() if kind in _FLAGS]
+    flags.append(f"--config-name={hydra.job.config_name}")
     # The sweep has written what there is to say about the job into its folder.
     place = [f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}", "hydra.output_subdir=null"]
     number = [f"hydra.job.num={hydra.job.num}", f"hydra.job.id={hydra.job.id}"]
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *folders]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *flags]
     job = subprocess.Popen(
         [*command, *hydra.overrides.task, *kept, *number, *place], cwd=hydra.runtime.cwd
     )

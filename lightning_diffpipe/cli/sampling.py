@@ -27,6 +27,7 @@ def sample(config: DictConfig) -> Any:
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
     require_writable_folder("output", values["output"])
+    _refuse_missing_gpus(values, num_ranks)
     _share_cores(values, num_ranks)
     prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))
@@ -52,11 +53,50 @@ def _share_cores(values: dict[str, Any], num_ranks: int) -> None:
     if values["num_threads"] is None and num_ranks > 1:
         import torch
 
-        # A container or a job of a cluster may have some of the machine's cores only.
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        cores = _num_cores(0)
+        # A container has some of the machine's cores for all processes; a launcher may give each its own.
+        is_bound = _is_launched() and cores < _num_cores(os.getppid())
         here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        torch.set_num_threads(max(1, cores // here))
+        torch.set_num_threads(cores if is_bound else max(1, cores // here))
+
+
+def _num_cores(process: int) -> int:
+    """Cores that a process may run on; 0 stands for this one."""
+    try:
+        return len(os.sched_getaffinity(process))
+    except (AttributeError, OSError):  # not on this system; not for another user's process
+        return os.cpu_count() or 1
+
+
+def _is_launched() -> bool:
+    """Whether a launcher has started the processes, rather than this command."""
+    return "WORLD_SIZE" in os.environ
+
+
+def _processes_here(num_ranks: int) -> int:
+    """Processes on this machine; what is known of them where a launcher does not say."""
+    if "LOCAL_WORLD_SIZE" in os.environ or not _is_launched():
+        return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    return int(os.environ.get("LOCAL_RANK", "0")) + 1
+
+
+def _refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
+    """Refuses more processes than this machine has GPUs, before they wait for each other."""
+    if values["trainer"]["accelerator"] == "cpu":
+        return
+    import torch
+
+    present, here = torch.cuda.device_count(), _processes_here(num_ranks)
+    if here > present and not _sees_its_own_gpu(present):
+        raise ConfigurationError(
+            f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
+            "take fewer, or trainer.accelerator=cpu"
+        )
+
+
+def _sees_its_own_gpu(present: int) -> bool:
+    """Whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
+    return present == 1 and _is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def _sample(values: dict[str, Any]) -> Any:
@@ -106,16 +146,12 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
 
     device = "cpu"
     if values["trainer"]["accelerator"] != "cpu":
-        present = torch.cuda.device_count()
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        if local_rank >= present:
-            raise ConfigurationError(
-                f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
-                "take fewer, or trainer.accelerator=cpu"
-            )
-        device = f"cuda:{local_rank}"
+        index = int(os.environ.get("LOCAL_RANK", rank))
+        if _sees_its_own_gpu(torch.cuda.device_count()):
+            index = 0
+        device = f"cuda:{index}"
         ask_for_queues()
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(index)
     return {
         "device": device,
         "dtype": getattr(torch, str(values["dtype"])),

@@ -6,6 +6,7 @@ the one that reads it. Give a planned and a measured timeline to see them on one
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 
@@ -46,12 +47,13 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
         JSON in the trace event format; times in microseconds.
     """
     events: list[Event] = []
+    numbers = itertools.count()  # viewers tell arrows apart by number, also between processes
     for process, (name, timeline) in enumerate(timelines.items()):
         events.append(_named("process_name", name, process))
         for rank in range(timeline.num_ranks):
             events.append(_named("thread_name", f"rank {rank}", process, rank))
         events += [_slice(span, process) for span in timeline.spans]
-        events += _arrows(timeline, process)
+        events += _arrows(timeline, process, numbers)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -77,15 +79,20 @@ def _slice(span: Span, process: int) -> Event:
     return event
 
 
-def _arrows(timeline: Timeline, process: int) -> Iterator[Event]:
+def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterator[Event]:
     spans = {(span.rank, span.instruction): span for span in timeline.spans}
-    for number, transfer in enumerate(timeline.transfers):
+    for transfer in timeline.transfers:
         message = transfer.message
         maker = _first_known(spans, message.from_rank, _makers(message))
         reader = _first_known(spans, message.to_rank, _readers(message))
         if maker is None or reader is None:
             continue
-        common: Event = {"name": message.kind, "cat": "message", "id": number, "pid": process}
+        common: Event = {
+            "name": message.kind,
+            "cat": "message",
+            "id": next(numbers),
+            "pid": process,
+        }
         # An arrow must begin and end within a slice to be drawn.
         yield {
             **common,

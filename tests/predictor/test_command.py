@@ -1,5 +1,6 @@
 """`diffpipe sample` as a user calls it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from PIL import Image
 from lightning_diffpipe import predictor
 from lightning_diffpipe.cli import sampling
 from lightning_diffpipe.cli.sampling import _as_pictures
+from lightning_diffpipe.errors import ConfigurationError
 from tests.command import ROOT, call, run
 from tests.modules.tiny_parts import save_with_averages
 
@@ -113,6 +115,42 @@ def test_processes_share_the_cores_they_may_use(monkeypatch, num_ranks, local, t
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     sampling._share_cores({"num_threads": None}, num_ranks)
     assert chosen == [threads]
+
+
+@pytest.mark.parametrize(("parents", "threads"), [(6, 1), (48, 6)])
+def test_processes_with_cores_of_their_own_use_them(monkeypatch, parents, threads):
+    """History: cores that a launcher had given to each process were shared out once more."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    cores = lambda pid: set(range(parents if pid else 6))
+    monkeypatch.setattr(os, "sched_getaffinity", cores, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    sampling._share_cores({"num_threads": None}, 8)
+    assert chosen == [threads]
+
+
+GPUS = {
+    "too few": (1, {}, False),
+    "enough": (2, {}, True),
+    "too few for torchrun": (1, {"LOCAL_WORLD_SIZE": "2"}, False),
+    "half of them on each host": (1, {"LOCAL_WORLD_SIZE": "1"}, True),
+    "its own for each task": (1, {"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3"}, True),
+    "first rank of a silent launcher": (1, {"LOCAL_RANK": "0"}, True),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_missing_gpus_are_noticed_before_anybody_waits(monkeypatch, name):
+    """History: only ranks without a GPU noticed, and the others waited for them for two minutes."""
+    present, launched, works = GPUS[name]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: present)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for variable, value in {**launched, **({"WORLD_SIZE": "2"} if launched else {})}.items():
+        monkeypatch.setenv(variable, value)
+    values = {"trainer": {"accelerator": "gpu", "devices": 2}}
+    with contextlib.nullcontext() if works else pytest.raises(ConfigurationError, match="has 1"):
+        sampling._refuse_missing_gpus(values, 2)
 
 
 def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):

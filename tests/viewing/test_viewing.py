@@ -107,6 +107,10 @@ def test_the_trace_has_every_span_and_an_arrow_for_every_message():
     assert sum(event["ph"] == "X" for event in events) == 2 * len(planned.spans)
     for phase in "sf":
         assert sum(event["ph"] == phase for event in events) == 2 * len(planned.transfers)
+    # History: viewers tell arrows apart by number alone, and those of both timelines had the same.
+    ends = {phase: {e["id"]: e["pid"] for e in events if e["ph"] == phase} for phase in "sf"}
+    assert ends["s"] == ends["f"]
+    assert len(ends["s"]) == 2 * len(planned.transfers)
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["planned", "measured"]
     first = next(event for event in events if event["ph"] == "X")
