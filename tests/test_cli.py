@@ -51,6 +51,7 @@ def test_every_verb_has_its_config():
     assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli.VERBS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
     [
@@ -207,6 +208,7 @@ class Own:
             json.loads("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "message", "code"),
     [
@@ -261,6 +263,7 @@ RANKS = [  # what torchrun, srun and Lightning tell the processes that they star
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_mistake_of_all_ranks_is_told_once(ranks, capsys, monkeypatch):
     """History: under srun, and where Lightning starts the processes, each took itself for the first."""
@@ -271,6 +274,7 @@ def test_a_mistake_of_all_ranks_is_told_once(ranks, capsys, monkeypatch):
     assert told == ["diffpipe show: cannot cut 2 layers into 3 stages\n", "", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("built", [False, True])
 def test_an_error_of_one_rank_is_told_by_that_rank(built, ranks, capsys, monkeypatch):
@@ -284,6 +288,7 @@ def test_an_error_of_one_rank_is_told_by_that_rank(built, ranks, capsys, monkeyp
     assert told == [f"diffpipe show: rank {r}: there is no checkpoint last.ckpt\n" for r in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_misspelled_setting_is_told_once(capsys, monkeypatch):
     told = []
     for rank in ("0", "1"):
@@ -340,6 +345,7 @@ def test_runs_of_loggers_end_with_a_job():
         pass
 
 
+@pytest.mark.slow
 def test_help_lists_the_groups_of_a_verb(capsys, monkeypatch):
     """History: `diffpipe show` has clusters, but did not say so."""
     _, out, _ = call(capsys, monkeypatch, "show", "--help")
@@ -398,6 +404,7 @@ def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
     return path, out
 
 
+@pytest.mark.slow
 def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeypatch):
     path, printed = plan_for(3, profile_path, capsys, monkeypatch)
     assert json.loads(path.read_text())["planned"]["bubble_ratio"] == pytest.approx(2 / 6)
@@ -407,6 +414,7 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
     assert timeline in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -476,6 +484,7 @@ def test_folders_of_outputs_are_made(profile_path, capsys, monkeypatch):
     assert b"<svg" in picture.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_need_not_know_its_memory(profile_path, capsys, monkeypatch):
     """History: `[]` was read and then broke the report."""
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)
@@ -494,6 +503,7 @@ def test_a_plan_by_hand_need_not_know_its_memory(profile_path, capsys, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_pipelines_says_what_to_load(profile_path, capsys, monkeypatch):
     """History: a plan for 64 samples in 4 pipelines was trained with batches of 64, and refused."""
     two = ("cluster.num_ranks=2", "strategy.data_parallel=2", "strategy.num_microbatches=1")
@@ -504,6 +514,7 @@ def test_a_plan_of_several_pipelines_says_what_to_load(profile_path, capsys, mon
     assert printed.endswith(f"wrote {path}\n")
 
 
+@pytest.mark.slow
 def test_a_profile_is_shown(profile_path, capsys, monkeypatch):
     _, one, _ = call(capsys, monkeypatch, "show", str(profile_path))
     assert one.startswith("six equal layers: times of 1 sample;")
@@ -512,6 +523,7 @@ def test_a_profile_is_shown(profile_path, capsys, monkeypatch):
     assert four.splitlines()[-1].split()[:2] == ["all", "24.0"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys, monkeypatch):
     path, printed = plan_for(3, profile_path, capsys, monkeypatch)
     helps = "\n  backwards in two parts (schedule=zero_bubble): "
@@ -571,6 +583,7 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     assert planned["iteration_s"] > 2.0  # the second that a message takes is kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "start"),
     [
@@ -587,6 +600,7 @@ def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     assert output.read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lr=0.1/plan.json", "a,b.json", "it's.json", "日本.json"])
 def test_a_plan_is_shown_whatever_it_is_called(name, profile_path, capsys, monkeypatch):
     """History: Hydra read the names of files, and took `lr=0.1/plan.json` for a setting."""
@@ -606,6 +620,7 @@ def test_a_text_in_quotes_is_read_back(text):
     assert override.value() == text
 
 
+@pytest.mark.slow
 def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
     three, _ = plan_for(3, profile_path, capsys, monkeypatch)
     one, _ = plan_for(1, profile_path, capsys, monkeypatch)
@@ -781,6 +796,7 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
         )  # long paths are wrapped
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp_path):
     """History: `--config-name` was dropped, and each job trained the default config."""
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nnum_threads: 1\n")
@@ -803,6 +819,7 @@ def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):
     assert not launch.is_job_of_sweep({"trainer": {}})
 
 
+@pytest.mark.slow
 def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained_unet")

@@ -115,6 +115,7 @@ def test_any_value_can_be_overridden(output_dir):
     assert config.model.optimization.lr == 1e-5
 
 
+@pytest.mark.slow
 def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_dir):
     """History: `model=pretrained` trained Stable Diffusion at 5e-4, and drew glyphs with it."""
     config = composed("train", "model=pretrained", "model.path=mine", output_dir)
@@ -142,6 +143,7 @@ def test_without_a_logger_no_learning_rate_is_monitored(output_dir, setting):
     assert not [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
 
 
+@pytest.mark.slow
 def test_what_lets_wandb_upload(output_dir):
     """History: the README named `WANDB_MODE=online` alone, which an offline logger overwrites."""
     offline = lambda *settings: (

@@ -374,6 +374,7 @@ def test_a_network_compiled_as_a_whole_is_named(compiled):
         warn_of_whole_compiled(module, graph)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_layers(recwarn):
     net = blocks()
     for block in net:

@@ -67,6 +67,7 @@ class ReturnsMore(TinyDiffusion):
         return {"loss": loss, "half": loss / 2, "pred": batch["image"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module_class", [ReturnsMore, TinyDiffusion])
 def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn):
     """History: it was dropped without a word, and a callback got a KeyError behind the first step."""

@@ -174,6 +174,7 @@ def test_a_run_has_a_folder_of_its_own(folder, own, tmp_path, monkeypatch):
     assert run_folder(trainer) == (None if own is None else Path(own))
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_the_first_look_is_explained_too():
     _, samples, report = fit_monitored(
         0, None, 1, {"max_steps": 1}, {"num_stages": 1, "num_microbatches": 2}

@@ -73,6 +73,7 @@ def train(rank, devices, options, trainer_options=None, **loading):
     return set(Asks.answers), Asks.made, recorder.rates, recorder.losses
 
 
+@pytest.mark.slow
 def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
     """History: the set-up ended in errors of Lightning's, as it runs steps before there are optimizers."""
     runs, passes = [], []

@@ -45,6 +45,7 @@ class Residual(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", [False, True])
 def test_bytes_are_those_of_folded_stages(skips):
     module, batch = Residual(skips).train(), torch.randn(4, WIDTH)

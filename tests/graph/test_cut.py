@@ -74,6 +74,7 @@ def graphs(draw):
     return make_graph(reads, tail)
 
 
+@pytest.mark.slow
 @given(graphs(), st.data())
 def test_laws_of_cuts(graph, data):
     n = len(graph.path)

@@ -359,6 +359,7 @@ def test_containers_with_random_glue_stay_expanded():
     assert reference(root, step, rows(), 1, folded)[0] == loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fake", "real"])
 def test_compiled_blocks_are_layers_of_their_own(mode):
     root = Tower()

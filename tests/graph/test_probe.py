@@ -42,6 +42,7 @@ def test_layers_are_the_cheapest_calls_that_are_fine_enough():
     assert [call.name for call in fine.calls] == ["encoder", *(f"blocks.{i}" for i in range(6))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fake", "real"])
 def test_layers_of_another_granularity_are_found_again_by_their_names(mode):
     """Whatever the probe chooses by itself: what it found finer or coarser follows from names alone."""

@@ -98,6 +98,7 @@ def test_random_numbers_of_python_and_numpy(mode):
     assert random.random() == random.Random(99).random()
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_folding_when_layers_draw():
     """Folded blocks seed the layers inside them, so that masks are those of the fine graph."""
     with in_double():
@@ -136,6 +137,7 @@ def test_long_skips_pass_through_the_stages_between():
     assert (0, 0) in stages[2].sent
 
 
+@pytest.mark.slow
 def test_locked_parameters_get_no_gradient():
     with in_double():
         root = build("ControlNet with a locked U-Net")

@@ -33,6 +33,7 @@ def drawn(model):
     return model.sample(["a"], num_inference_steps=2, generator=generator)
 
 
+@pytest.mark.slow
 def test_a_saved_folder_draws_what_the_adapters_draw(adapted, make_model, tmp_path):
     """History: names of adapters went into the folder, and attention was loaded with random weights."""
     before = sorted(adapted.state_dict())
@@ -45,6 +46,7 @@ def test_a_saved_folder_draws_what_the_adapters_draw(adapted, make_model, tmp_pa
     open_source(tmp_path, False, torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_off_or_fused_are_saved_as_they_draw(adapted, tmp_path):
     adapted.unet.disable_adapters()
     adapted.text_encoder.disable_adapters()
@@ -72,6 +74,7 @@ def test_a_checkpoint_alone_rebuilds_a_model_with_adapters(adapted, batch, tmp_p
     torch.testing.assert_close(drawn(source._module), drawn(adapted), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_without_settings_are_refused_with_the_remedy(adapted, make_model, tmp_path):
     """Such folders and checkpoints were written before settings were kept."""
     checkpoint = {"state_dict": adapted.state_dict(), "hyper_parameters": dict(adapted.hparams)}

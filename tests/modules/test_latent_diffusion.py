@@ -29,6 +29,7 @@ def loss_of(model, batch, seed=0):
         return model.training_step(batch, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prediction", "denoiser"),
     [
@@ -48,6 +49,7 @@ def test_training_lowers_the_loss(make_model, batch, tmp_path, denoiser, predict
     assert sum(after) < sum(before)
 
 
+@pytest.mark.slow
 def test_only_the_denoiser_is_trained(make_model, batch, tmp_path):
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -56,6 +58,7 @@ def test_only_the_denoiser_is_trained(make_model, batch, tmp_path):
     assert changed == {"unet"}
 
 
+@pytest.mark.slow
 def test_frozen_parts_stay_in_evaluation_mode(make_model, batch, tmp_path):
     model = make_model()
     model.train()
@@ -161,6 +164,7 @@ def test_a_learned_variance_is_left_out(make_model):
     assert model.denoise(torch.zeros(2, 4, 4, 4), torch.ones(2), states, mask).shape == (2, 4, 4, 4)
 
 
+@pytest.mark.slow
 def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path):
     model = make_model().eval()
     model.save_pretrained(tmp_path)
@@ -254,6 +258,7 @@ def test_half_precision_files_load_as_fp32(make_model, tmp_path):
     assert {p.dtype for p in again.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_stable_diffusion_folder_stays_one(batch, tmp_path):
     clip_config = {
         "vocab_size": 384,
@@ -294,6 +299,7 @@ def test_a_checkpoint_alone_rebuilds_the_model(make_model, batch, tmp_path):
     assert again.tokenizer.model_max_length == 24
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_lightnings_own_averaging_is_read(make_model, batch, tmp_path):
     """History: its callback is called EMA..., too, and a KeyError was raised in place of our averages."""
     averaging = EMAWeightAveraging(decay=0.5)

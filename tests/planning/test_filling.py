@@ -178,6 +178,7 @@ def test_without_frozen_work_there_is_nothing_to_fill():
     assert (plan.options.filling, plan.pieces) == ("none", ())
 
 
+@pytest.mark.slow
 def test_filling_is_never_slower_than_not_filling():
     for seed in range(20):
         rng = random.Random(seed)

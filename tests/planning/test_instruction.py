@@ -63,6 +63,7 @@ def test_programs_round_trip(program, stage):
     assert parse_program(format_program(program, stage), stage) == tuple(program)
 
 
+@pytest.mark.slow
 @given(st.lists(instructions, unique=True))
 def test_different_instructions_have_different_texts(program):
     assert len({str(instruction) for instruction in program}) == len(program)

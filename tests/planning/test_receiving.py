@@ -66,6 +66,7 @@ def stuck_at(lowered, due):
     return [str(lowered.programs[rank][positions[rank]]) for rank in running()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNNABLE, "interleaved"])
 def test_any_rank_may_wait_for_its_device_anywhere(name):
     """History: receives began where they are posted, before what they depend on; see the test below."""

@@ -120,6 +120,7 @@ def test_two_backbones_in_opposite_directions(S, times):
         assert expected <= 3 * (2 * M + S - 1)
 
 
+@pytest.mark.slow
 def test_two_backbones_keep_as_much_as_one_pipeline_each():
     for S, M in SIZES:
         for program in bidirectional(S, M).programs:

@@ -105,6 +105,7 @@ def slowest(costs, S):
     return max(stages + links)
 
 
+@pytest.mark.slow
 def test_free_links_are_never_slower_than_the_slowest_stage_everywhere():
     for seed in range(400):
         rng = random.Random(seed)
@@ -114,6 +115,7 @@ def test_free_links_are_never_slower_than_the_slowest_stage_everywhere():
         assert simulate(one_f_one_b(S, M), costs).iteration_s <= bound + 1e-9
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_dynamic_program_holds_with_deep_warmup():
     for seed in range(400):
         rng = random.Random(seed)
@@ -123,6 +125,7 @@ def test_the_bound_of_the_dynamic_program_holds_with_deep_warmup():
         assert simulate(one_f_one_b(S, M, deep_warmup=True), costs).iteration_s <= bound + 1e-9
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_dynamic_program_needs_deep_warmup():
     broken = 0
     for seed in range(400):

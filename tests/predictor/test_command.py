@@ -75,6 +75,7 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     assert "LPIPS         not measured: lpips cannot be imported" in out
 
 
+@pytest.mark.slow
 def test_a_comparison_that_fails_loses_nothing(capsys, monkeypatch, tmp_path):
     """History: the second model was loaded beside the first, and without it there was no report.json."""
     monkeypatch.chdir(tmp_path)
@@ -153,6 +154,7 @@ def test_missing_gpus_are_noticed_before_anybody_waits(monkeypatch, name):
         sampling._refuse_missing_gpus(values, 2)
 
 
+@pytest.mark.slow
 def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
     """History: one for each prompt was written, then the command ended in a traceback."""
     monkeypatch.chdir(tmp_path)
@@ -170,6 +172,7 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     capsys, monkeypatch, tmp_path
 ):
@@ -190,6 +193,7 @@ def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     assert (folder / "grid.png").stat().st_size > len("earlier")
 
 
+@pytest.mark.slow
 def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, tmp_path):
     """History: trained weights, asked for by ema=false, were compared with the averaged ones."""
     monkeypatch.chdir(tmp_path)
@@ -238,6 +242,7 @@ def test_two_processes_draw_and_report(tmp_path):
     assert len(list(tmp_path.rglob(".hydra"))) == 1  # the second process writes none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

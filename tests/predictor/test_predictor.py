@@ -63,6 +63,7 @@ def test_one_process_equals_the_pipeline_bit_for_bit(name, dtype, folder_of):
     assert expected.std() > 5
 
 
+@pytest.mark.slow
 def test_options_of_the_pipeline_are_passed_on(folder_of):
     path, settings = folder_of("stable_diffusion"), options_of("stable_diffusion")
     options = {"negative_prompt": ["bad", "ugly"], "guidance_rescale": 0.5}
@@ -72,6 +73,7 @@ def test_options_of_the_pipeline_are_passed_on(folder_of):
     assert (as_array(found) == expected).all()
 
 
+@pytest.mark.slow
 def test_one_negative_prompt_is_that_of_all_prompts(folder_of):
     """History: pipelines that want one for each prompt ended in a traceback."""
     settings = SETTINGS | options_of("stable_diffusion")
@@ -89,6 +91,7 @@ def test_a_model_of_the_project_takes_texts_only():
         predictor([4])
 
 
+@pytest.mark.slow
 def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
     predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="auto")
     found = predictor(prompts_of("stable_diffusion"), **SETTINGS, **options_of("stable_diffusion"))
@@ -99,6 +102,7 @@ def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
     assert "chosen        there is one rank" in str(predictor.report)
 
 
+@pytest.mark.slow
 def test_the_automatic_choice_weighs_memory(folder_of, monkeypatch):
     monkeypatch.setattr("lightning_diffpipe.predictor.free_memory", lambda device: 1000)
     predictor = Predictor.from_pretrained(folder_of("pixart"), method="auto")
@@ -125,6 +129,7 @@ def test_a_second_request_does_not_know_of_the_first(folder_of):
     assert (as_array(again) == as_array(once)).all()
 
 
+@pytest.mark.slow
 def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
     save_with_averages(tmp_path / "last.ckpt")
     for ema in (True, False):
@@ -253,6 +258,7 @@ def test_what_cannot_work_is_told_before_a_model_is_looked_for(options, message,
         Predictor.from_module(perturbed_latent_diffusion(), dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_path):
     path = with_scheduler(folder_of("pixart"), tmp_path / "thresholding", thresholding())
     predictor = Predictor.from_pretrained(path, num_patches=2)
@@ -324,6 +330,7 @@ def test_devices_types_and_times_that_do_not_exist_are_refused(options, message,
         Predictor.from_pretrained(folder_of("pixart"), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "20KB"])
 def test_a_folder_with_files_of_a_variant_only(shard, folder_of, tmp_path):
     """History: it could not be opened, with the advice to write safetensors, which it has."""
@@ -442,6 +449,7 @@ def in_eight_bits(values):
     return stored
 
 
+@pytest.mark.slow
 def test_the_built_in_model_settles_on_its_way():
     """Its prediction never did: under guidance it changes by a quarter at the start, and by a third at the end."""
     with Predictor.from_pretrained(

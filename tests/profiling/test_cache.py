@@ -103,6 +103,7 @@ NAMES_OF_TF32 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "name", "value"), NAMES_OF_TF32)
 def test_precision_is_known_by_whatever_name_it_was_set(place, name, value):
     """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings

@@ -101,6 +101,7 @@ def test_has_every_layer_once_with_its_bytes():
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [True, False])
 def test_leaves_no_activations_behind(splits, monkeypatch):
     """History: a forward without backward, and one that could not be split, stayed for all of training."""
@@ -165,6 +166,7 @@ def test_finds_dear_layers_and_their_weight_gradients():
     assert middle.weight_gradient_s.at(512) < 0.9 * middle.backward_s.at(512)
 
 
+@pytest.mark.slow
 def test_times_what_halves_of_a_backward_add():
     module, step, batch, graph = toy(num_samples=64, width=128)
     profile = measured(module, step, batch, graph, sample_counts=(2, 64), repeats=3)
@@ -200,6 +202,7 @@ def test_frozen_layers_within_the_gradient_path_have_no_weight_gradient():
     assert head.backward_s.at(4) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_counts_as_backward_of_its_layer(reentrant):
     class Checkpointed(Toy):

@@ -74,6 +74,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [Positions, Reshapes])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parameters_shaped_like_activations(schedule, block):

@@ -213,6 +213,7 @@ class InInferenceMode(Tower):
         return (self.run(z * 1.5) - z).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_frozen_encoders_in_inference_mode():
     """History: no cut ran, as what stands for the encoder on other stages was made in that mode, too."""
     with in_double():
@@ -236,6 +237,7 @@ def test_denoisers_of_diffusers(name):
         check(root, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -259,6 +261,7 @@ def test_unequal_replicas_and_other_schedules(schedule):
         check(Twice().double(), batches, (3,), replicas=(1, 3, 2), schedule=schedule)
 
 
+@pytest.mark.slow
 def test_unfolded():
     batches = [rows(5).double() for _ in range(NUM_STEPS)]
     with in_double():

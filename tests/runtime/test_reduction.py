@@ -60,6 +60,7 @@ def poll(under_way):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("polled", [False, True])
 def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled):
     """History: what is filled into the wait ended with the first buckets, behind which the rest blocked."""

@@ -45,6 +45,7 @@ def step(module, batch):
     return module(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_frozen_layers_in_training_mode_see_all_samples_once(num_stages):
     """History: every rank encoded its own microbatches, so that statistics were those of some samples, others on

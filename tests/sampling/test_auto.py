@@ -14,6 +14,7 @@ from tests.sampling.distrifusion import models as bands
 from tests.sampling.models import B, build, request_for, too_large
 
 
+@pytest.mark.slow
 def test_a_profile_counts_attention_however_it_is_called():
     """Flux gives query, key and value by name, which once ended in a TypeError."""
     profile = profile_request(request_for("flux", num_steps=MIN_STEPS), B, 1)
@@ -44,6 +45,7 @@ def test_a_scheduler_that_cannot_be_tried_keeps_patches_out_of_the_choice():
     assert profile_request(request, 2 * B, 1).refusal == said
 
 
+@pytest.mark.slow
 def test_patches_that_do_not_fit_beside_each_other_stay_in_the_choice():
     """One rank keeps keys of all blocks there. History: PipeFusion was left out, as if the model had refused."""
     request = request_for("sd3", num_steps=MIN_STEPS, tiny=too_large(num_tokens=96))
@@ -71,6 +73,7 @@ def test_weights_that_are_yet_to_be_loaded_are_counted():
     assert profile.activation_bytes == 0  # hosts do not count it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd", "unet2d, padding 0", "sd, two calls", "pixart"])
 def test_a_profile_counts_what_bands_tell_each_other(name):
     """History: messages of convolutions were not counted, of which a U-Net has more than of any other kind."""

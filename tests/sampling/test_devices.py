@@ -87,6 +87,7 @@ class Device:
         self.posted[source].popleft().has_begun = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "num_patches", "warmup_steps"),
     [(2, 4, 1), (2, 4, "auto"), (2, 2, 0), (3, 4, 1), (3, 2, 0), (4, 2, 1)],

@@ -29,6 +29,7 @@ def patched(name, num_ranks=1, warmup_steps=1, **options):
     return Freshness.joined(sampler.statistics.freshness for sampler in samplers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_patch_m_reads_m_plus_1_of_M_fresh_keys(num_ranks):
     freshness = patched("pixart", num_ranks)
@@ -64,6 +65,7 @@ def bands_of(name, num_bands, **options):
     return latents, Freshness.joined(sampler.statistics.freshness for sampler in samplers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bands", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_band_reads_its_own_share_fresh(num_bands):
     """Keys and statistics: 1 / N, of even bands and of the mean over uneven ones. Halos: all but the border."""
@@ -99,12 +101,14 @@ def test_other_modes_of_bands(options, share, age):
     assert set(freshness.ages) == {0, age}
 
 
+@pytest.mark.slow
 def test_rules_of_group_norm_are_told_apart():
     for rule, ages in {"separate": {0, None}, "synchronous": {0}, "stale": {0, 1}}.items():
         _, freshness = bands_of("unet2d", 2, warmup_steps=1, group_norm=rule)
         assert set(freshness.of(kind="statistics").ages) == ages, rule
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_unasked_and_recording_changes_nothing():
     tiny = banded.build("sd3")
     request = banded.request_for("sd3", tiny, num_steps=STEPS)

@@ -158,6 +158,7 @@ def test_a_known_layout_does_not_fit_other_code_between_blocks():
     assert not fits(layout, other)
 
 
+@pytest.mark.slow
 def test_flux_looks_into_the_result_of_its_last_module_only():
     glue = probe(request_for("flux", tiny=build("flux"))).glue
     assert {place[1]: call.passed for place, call in glue.local.items()} == {

@@ -90,6 +90,7 @@ def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     assert messages == {"prediction": 2 * num_ranks * STEPS}
 
 
+@pytest.mark.slow
 def test_bands_send_whole_predictions():
     """Every rank of a half steps all rows, so each sends the whole branch to its partner; but no variance."""
     model, call = pixart_call()

@@ -39,6 +39,7 @@ NAMES = ["pixart", "sd3", "flux", "qwen", "pixart, two calls", "lumina2", "wan, 
 FAST = {("pixart", "ring")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

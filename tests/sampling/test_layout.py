@@ -46,6 +46,7 @@ def test_text_stands_behind_the_image_in_sd3():
     assert layout.rows_per_unit == 2  # a token covers two rows
 
 
+@pytest.mark.slow
 def test_rows_of_a_video_are_strided_tokens():
     owner = layout_of("wan").blocks[0].attention[0].owner
     assert owner.tolist() == [unit for _ in range(3) for unit in range(8) for _ in range(6)]
@@ -77,6 +78,7 @@ def test_a_block_that_cannot_do_without_text_gets_a_ghost():
     assert not layout_of("flux").ghost
 
 
+@pytest.mark.slow
 def test_weights_do_not_matter():
     """Rank 0 probes before anything is loaded. A norm once made equal features those of any time."""
     tiny = build("pixart")
@@ -124,6 +126,7 @@ def test_a_layout_fits_requests_of_its_shapes():
     assert not fits(layout, request)
 
 
+@pytest.mark.slow
 def test_a_probe_keeps_no_activations(monkeypatch):
     """History: of the run on latents as they are, every result was kept twice; 40 GB of a large model."""
     kept_bytes, independent = [], kept._independent
@@ -163,6 +166,7 @@ def as_data(layout):
     return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

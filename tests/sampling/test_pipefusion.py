@@ -72,6 +72,7 @@ def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
         assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("name", "microbatches"),
@@ -100,6 +101,7 @@ def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tin
     torch.testing.assert_close(expected, whole, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_unequal_shares_of_samples_with_masks_of_their_own(monkeypatch):
     """One sample, then two, each with a prompt of another length. History: shares had to be equal."""
     monkeypatch.setitem(MODELS, "qwen, three", lambda: qwen((5, 7, 3)))
@@ -122,6 +124,7 @@ def test_branches_of_guidance_follow_each_other_unless_the_picture_is_exact(
     assert sampler.prepare(request).plan.warmup_microbatches == microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settled", "found", "num_ranks"),
     [
@@ -169,6 +172,7 @@ def test_what_crosses_a_cut(name, tiny_models):
     assert layout.blocks[0].output_bytes == 8 * 4 * tokens * 16
 
 
+@pytest.mark.slow
 def test_long_skips_travel_along_the_chain(tiny_models):
     """HunyuanDiT reads the first block's result again in the last one, on the other side of every cut."""
     tiny = tiny_models("hunyuandit")
@@ -244,6 +248,7 @@ def _keys_swapped(model, layout, part, newest):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_two_requests_in_a_row_are_two_fresh_ones(name, tiny_models):
     """Caches of peers survive a request, so that the second picture depends on the first."""
@@ -275,6 +280,7 @@ def test_nothing_is_left_on_the_model(tiny_models):
     assert {name: set(m.__dict__) for name, m in tiny.model.named_modules()} == before
 
 
+@pytest.mark.slow
 def test_hidden_keys_are_better_than_zeros(tiny_models):
     """Without a synchronous step, nothing is known of later patches: attending to zeros is worse."""
     tiny = tiny_models("sd3")
@@ -375,6 +381,7 @@ def test_a_split_that_leaves_a_rank_without_blocks(tiny_models):
         )
 
 
+@pytest.mark.slow
 def test_a_request_that_changes_its_mind_is_noticed(tiny_models):
     """A closure that calls the model once in one step and twice in the next has no layout."""
     tiny = tiny_models("sd3")

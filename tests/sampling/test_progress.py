@@ -34,6 +34,7 @@ def wait(board, seconds, meanwhile=lambda: None):
     return len(given_up)
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_no_more_is_missed(ranks):
     ranks[1].step()
     ranks[2].note("done")

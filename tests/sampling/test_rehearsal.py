@@ -78,6 +78,7 @@ def test_the_operator_that_mixes_tokens_is_named(num_ranks):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_is_no_fault_of_the_model():
     """History: a LayoutError said that a block expects all tokens, after which auto left PipeFusion out."""
     for patches, where in ((None, "while it is probed"), (96, "in 2 patches")):
@@ -95,6 +96,7 @@ def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():
         sample_together("sd3", counting(), 2, SequenceParallel)
 
 
+@pytest.mark.slow
 def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
     rehearsals, rehearse = [], sequence_parallel.rehearse_sharing
     monkeypatch.setattr(
@@ -114,6 +116,7 @@ def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
     assert [len(sampler._rehearsed) for sampler in samplers] == [1, 0], "rank 0 knows"
 
 
+@pytest.mark.slow
 def test_they_would_give_another_picture():
     tiny = counting()
     sampler = PipeFusion(tiny.model, num_patches=2, verify=False)

@@ -80,6 +80,7 @@ def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny, synchron
     torch.testing.assert_close(result, sample_plainly(request()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"],

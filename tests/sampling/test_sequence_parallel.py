@@ -47,6 +47,7 @@ def test_it_is_exact(name, mode):
             assert dict(sent) == samplers[0].bytes_sent(layout, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ulysses_on_more_than_two_ranks(num_ranks, monkeypatch):
     """Four heads over three ranks, 2 + 1 + 1, and 16 rows of tokens, 6 + 5 + 5."""

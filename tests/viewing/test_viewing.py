@@ -185,6 +185,7 @@ def test_no_advice_is_to_have_none_of_something():
     assert not any(words.startswith("0 ") for words in told)
 
 
+@pytest.mark.slow
 def test_another_measurement_is_compared_with_the_same_stages():
     """History: advice by a second, faster measurement was held against the step of the first."""
     profile, cluster, plan = plan_of()
@@ -242,6 +243,7 @@ def test_data_parallelism_is_told_beside_interleaved_stages():
     assert changes["no pipeline"] == 8 * 24 + 47
 
 
+@pytest.mark.slow
 def test_layers_that_follow_noise_are_not_said_to_be_stored():
     """History: the locked half of a ControlNet was left out as well, and nothing was paid for reading."""
     profile, cluster, plan = plan_of()
@@ -260,6 +262,7 @@ def test_layers_that_follow_noise_are_not_said_to_be_stored():
     assert storing((dear,)).iteration_s == pytest.approx(storing((free,)).iteration_s + 0.04)
 
 
+@pytest.mark.slow
 def test_what_would_help_reads_at_the_rate_of_the_disk():
     """History: storing was said to help and, a few lines below at the rate that was given, not to."""
     profile, cluster, plan = plan_of()

@@ -85,6 +85,7 @@ def test_texts_that_have_seen_the_image_are_no_constants(name):
     assert len(facts_of(name).constant) == 4
 
 
+@pytest.mark.slow
 def test_residuals_of_every_resolution_are_sliced():
     assert len(facts_of("controlled").sliced) == 7
 

@@ -54,6 +54,7 @@ def test_synchronous_bands_compute_what_one_process_computes(name, tiny_models):
     assert relative(naive, wanted) > 1e-6, "the bands would not have needed each other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
     request = request_for(name, tiny_models(name))
@@ -64,6 +65,7 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
         assert not torch.equal(emulate(request, 2, mode=mode, warmup_steps=1)[0], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "group_norm"),
     [
@@ -83,6 +85,7 @@ def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_model
     assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_requests_leave_nothing_behind(name, tiny_models):
     tiny = tiny_models(name)
@@ -104,6 +107,7 @@ def test_requests_leave_nothing_behind(name, tiny_models):
     assert "forward" not in tiny.model.__dict__, "the model is still intercepted"
 
 
+@pytest.mark.slow
 def test_a_model_that_was_changed_between_requests_is_looked_at_anew():
     """History: with other attention processors, or FreeU, bands of the second request had seams."""
     tiny = build("sd")
@@ -138,6 +142,7 @@ def test_one_rank_is_the_plain_loop(tiny_models):
     )
 
 
+@pytest.mark.slow
 def test_texts_may_change_in_the_middle(tiny_models):
     """Keys and values of texts are remembered only for as long as the text stays the same."""
     tiny = tiny_models("sd")
@@ -185,6 +190,7 @@ class Writing(torch.nn.Module):
         return self.model(x, t, encoder_hidden_states=key + self.second(text))
 
 
+@pytest.mark.slow
 def test_texts_may_change_between_two_layers(tiny_models):
     """History: bands of a synchronous step gave the second layer's result of the first step, in every step."""
     tiny, text = tiny_models("sd"), normal(2, 7, 12, seed=3)
@@ -195,6 +201,7 @@ def test_texts_may_change_between_two_layers(tiny_models):
     assert relative(found, OneProcess().sample(request)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd", "pixart"])
 def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(name, tiny_models, monkeypatch):
     """History: the host waited for the GPU in the first cross-attention of every step."""
@@ -234,6 +241,7 @@ class Drawing(diffusers.DDIMScheduler):
         return stepped
 
 
+@pytest.mark.slow
 def test_bands_that_drew_other_noise_are_told_by_whom(tiny_models):
     """History: a bare AssertionError, when all was done."""
     scheduler = Drawing()
@@ -245,6 +253,7 @@ def test_bands_that_drew_other_noise_are_told_by_whom(tiny_models):
         emulate(request, 2, verify=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settled", "num_synchronous"), [(1e9, 1), pytest.param(0.0, 3, marks=pytest.mark.slow)]
 )
@@ -268,6 +277,7 @@ def test_bands_add_little_to_the_rounding_of_low_precision(dtype, tiny_models):
     assert relative(found.double(), wanted) < 2 * relative(plain.double(), wanted)
 
 
+@pytest.mark.slow
 def test_the_weights_say_what_rounding_is_too():
     """History: a model in bfloat16 was refused for its rounding, since latents were in float32."""
     tiny = build("sd")
