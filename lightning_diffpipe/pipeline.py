@@ -300,16 +300,7 @@ def assemble(
             its own.
         GraphError: `verify` found a difference.
     """
-    with raised_by_all():  # all have the same layers and plan
-        graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
-        _require_stateless_glue(graph, plan)
-        _require_unwritten_weights(graph, plan)
-        _require_global_generators(graph, plan)
-        schedule = _without_frozen_parts(plan.schedule)
-        _require_runnable(schedule)
-        pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
-        require_one_home(graph, pieces)
-        require_hooks_within_stages(graph, pieces)
+    graph, positions, schedule, pieces = _cut_as_planned(module, step, small, graph, plan)
     if process.rank == 0:
         warn_of_statistics(graph, pieces, schedule.placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
@@ -347,6 +338,23 @@ def assemble(
         module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
         interception, relay,
     )  # fmt: skip
+
+
+@raised_by_all()  # all have the same layers and plan
+def _cut_as_planned(
+    module: nn.Module, step: Step, small: Any, graph: LayerGraph, plan: PipelinePlan
+) -> tuple[LayerGraph, tuple[int, ...], Schedule, Cut]:
+    """The folded layers, the cut positions among them, the schedule, and the pieces, if all that can be run."""
+    graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+    _require_stateless_glue(graph, plan)
+    _require_unwritten_weights(graph, plan)
+    _require_global_generators(graph, plan)
+    schedule = _without_frozen_parts(plan.schedule)
+    _require_runnable(schedule)
+    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+    require_one_home(graph, pieces)
+    require_hooks_within_stages(graph, pieces)
+    return graph, positions, schedule, pieces
 
 
 def _connect(
