@@ -797,13 +797,15 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("place", ["dir", "path"])
+def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp_path, place):
     """History: `--config-name` was dropped, and each job trained the default config."""
-    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nnum_threads: 1\n")
+    search = "hydra: {searchpath: [pkg://lightning_diffpipe.conf]}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [train, _self_]\n{search}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch.subprocess, "Popen", Job)
     monkeypatch.setattr(Job, "started", [])
-    named = (f"--config-dir={tmp_path}", "--config-name=mine")
+    named = (f"--config-{place}={tmp_path}", "--config-name=mine")
     call(capsys, monkeypatch, "train", *named, "-m", "seed=1", "hydra/job_logging=none")
     (command,) = Job.started
     assert command[3:8] == ["train", *named, "seed=1", "hydra/job_logging=none"]

@@ -69,7 +69,7 @@ def _num_cores(process: int) -> int:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher has started the processes, rather than this command."""
+    """Whether all processes are there: started by a launcher, or this one by the first of this command."""
     return "WORLD_SIZE" in os.environ
 
 
