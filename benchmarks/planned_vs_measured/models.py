@@ -1,4 +1,4 @@
-"""Three kinds of diffusion training, shrunk until a step takes some tenths of a second on two cores.
+"""Five kinds of diffusion training, shrunk until a step takes some tenths of a second on two cores.
 
 Random weights, the real modules of diffusers and transformers, and an ordinary training step each: what
 is timed depends on shapes, not on what was learnt.
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
     ControlNetModel,
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
@@ -156,6 +158,71 @@ class StableDiffusion3(Base):
         return F.mse_loss(predicted.sample, noise - latents)
 
 
+class PixArt(Base):
+    """A transformer over image tokens with cross-attention to text, trained to predict noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.transformer = PixArtTransformer2DModel(
+            sample_size=PIXELS // 8,
+            patch_size=1,
+            in_channels=4,
+            out_channels=4,
+            num_layers=8,
+            attention_head_dim=32,
+            num_attention_heads=6,
+            cross_attention_dim=192,
+            caption_channels=TEXT,
+            use_additional_conditions=False,
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        noisy, t, text, noise, _ = self.encoded(batch)
+        predicted = self.transformer(
+            noisy,
+            encoder_hidden_states=text,
+            timestep=t,
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        )
+        return F.mse_loss(predicted.sample, noise)
+
+
+class Flux(Base):
+    """Joint blocks, then single ones, with rotary positions, trained by flow matching on packed latents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.transformer = FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=3,
+            num_single_layers=5,
+            attention_head_dim=32,
+            num_attention_heads=6,
+            joint_attention_dim=TEXT,
+            pooled_projection_dim=TEXT,
+            guidance_embeds=False,
+            axes_dims_rope=(8, 12, 12),
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        noisy, t, text, noise, latents = self.encoded(batch)
+        edge = noisy.shape[-1]
+        rows, columns = torch.meshgrid(torch.arange(edge), torch.arange(edge), indexing="ij")
+        places = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
+        tokens = lambda picture: picture.flatten(2).transpose(1, 2)
+        predicted = self.transformer(
+            hidden_states=tokens(noisy),
+            timestep=t / 1000,
+            encoder_hidden_states=text,
+            pooled_projections=text[:, -1],
+            img_ids=places.to(noisy),
+            txt_ids=torch.zeros(text.shape[1], 3),
+        )
+        return F.mse_loss(predicted.sample, tokens(noise - latents))
+
+
 def batch_of(size: int) -> dict[str, Any]:
     """Random pictures, hints and token ids."""
     generator = torch.Generator().manual_seed(2)
@@ -186,5 +253,7 @@ CASES = (
     Case("Stable Diffusion", StableDiffusion),
     Case("ControlNet", ControlNet),
     Case("Stable Diffusion 3", StableDiffusion3),
+    Case("PixArt", PixArt),
+    Case("Flux", Flux),
     Case("Stable Diffusion 3, interleaved", StableDiffusion3, num_stages=4, schedule="interleaved"),
 )
