@@ -240,7 +240,7 @@ class Case:
 
     name: str
     make: Callable[[], nn.Module]
-    batch_size: int = 8
+    batch_size: int = 16
     num_stages: int = 2
     num_microbatches: int = 4
     schedule: str = "1f1b"

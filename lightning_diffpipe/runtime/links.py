@@ -1,27 +1,33 @@
 """How fast the ranks that are present talk to each other: bandwidth and latency, as a `Cluster`.
 
 Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
-one way. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the first one
-and between hosts. Through the medians of each size goes the line
-`latency + bytes / bandwidth`, fitted so that relative errors count, since small messages matter as much as large
-ones. All ranks take part and all get rank 0's answer, so that they plan alike.
+one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
+as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
+first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
+so that relative errors count, since small messages matter as much as large ones. All ranks take
+part and all get rank 0's answer, so that they plan alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.runtime.message import MessageLayout
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the messages that are timed."""
@@ -29,7 +35,10 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _log = logging.getLogger(__name__)
 _TAG = 3_777_777
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
+_NUM_TENSORS, _CACHED_BYTES = 4, 1 << 25
 _HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
+
+_Load = TypeVar("_Load")
 
 
 def measure_cluster(
@@ -103,6 +112,27 @@ def fit_link(times: Sequence[tuple[float, float]]) -> Link:
     return Link(1 / slope, latency_s)
 
 
+class _Message:
+    """Some tensors that are sent as one message, as a stage sends what crosses its border.
+
+    There are several sets of them, packed in turn: what a stage sends was made some time ago, and the processor's
+    caches have been used for other things since.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device = device
+        sets = max(1, min(_MAX_REPEATS, _CACHED_BYTES // size))
+        shape = (_NUM_TENSORS, size // (4 * _NUM_TENSORS))
+        self._sets = itertools.cycle(
+            [torch.zeros(shape, device=device).unbind() for _ in range(sets)]
+        )
+        self.layout = MessageLayout.of([TensorSpec.of(tensor) for tensor in next(self._sets)])
+
+    def packed(self) -> torch.Tensor:
+        """The next set in a buffer of its own."""
+        return self.layout.pack(next(self._sets), self.device)
+
+
 class _Bench:
     """One rank's side of the measurement."""
 
@@ -136,15 +166,23 @@ class _Bench:
         """Half of the way from rank 0 to a peer and back; the other ranks just wait."""
         group, ranks = self._group, self._ranks
 
-        def there_and_back(buffer: torch.Tensor) -> None:
-            if self._rank == 0:
-                dist.send(buffer, ranks[peer], group=group, tag=_TAG)
-                dist.recv(buffer, ranks[peer], group=group, tag=_TAG)
-            elif self._rank == peer:
-                dist.recv(buffer, ranks[0], group=group, tag=_TAG)
-                dist.send(buffer, ranks[0], group=group, tag=_TAG)
+        def sent(message: _Message, to: int) -> None:
+            dist.send(message.packed(), ranks[to], group=group, tag=_TAG)
 
-        times = self._times(there_and_back, budget_s)
+        def received(message: _Message, source: int) -> None:
+            buffer = message.layout.empty(message.device)
+            dist.recv(buffer, ranks[source], group=group, tag=_TAG)
+            message.layout.unpack(buffer)
+
+        def there_and_back(message: _Message) -> None:
+            if self._rank == 0:
+                sent(message, peer)
+                received(message, peer)
+            elif self._rank == peer:
+                received(message, 0)
+                sent(message, 0)
+
+        times = self._times(there_and_back, partial(_Message, device=self._device), budget_s)
         return fit_link([(size, seconds / 2) for size, seconds in times])
 
     def all_reduce(self, num_ranks: int, budget_s: float) -> Link:
@@ -155,7 +193,7 @@ class _Bench:
                 if self._rank < num_ranks:
                     dist.all_reduce(buffer, group=group)
 
-            times = self._times(summed, budget_s)
+            times = self._times(summed, self._buffer, budget_s)
         return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
 
     @contextlib.contextmanager
@@ -181,31 +219,29 @@ class _Bench:
                 "figures of your own (strategy.cluster), links inside a host would count as such", counts,
             )  # fmt: skip
 
-    def _times(
-        self, run: Callable[[torch.Tensor], None], budget_s: float
-    ) -> list[tuple[int, float]]:
-        times = []
-        for size in self._sizes:
-            buffer = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
-            times.append((size, self._median_s(run, buffer, budget_s / len(self._sizes))))
-        return times
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size // 4, dtype=torch.float32, device=self._device)
 
-    def _median_s(
-        self, run: Callable[[torch.Tensor], None], buffer: torch.Tensor, budget_s: float
-    ) -> float:
-        self._timed_s(run, buffer)  # warm-up: connections are made
-        first_s = self._timed_s(run, buffer)
+    def _times(
+        self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float
+    ) -> list[tuple[int, float]]:
+        each_s = budget_s / len(self._sizes)
+        return [(size, self._median_s(partial(run, make(size)), each_s)) for size in self._sizes]
+
+    def _median_s(self, run: Callable[[], None], budget_s: float) -> float:
+        self._timed_s(run)  # warm-up: connections are made
+        first_s = self._timed_s(run)
         repeats = torch.tensor(
             [min(max(int(budget_s / max(first_s, 1e-6)), _MIN_REPEATS), _MAX_REPEATS)],
             device=self._device,
         )
         dist.broadcast(repeats, src=self._ranks[0], group=self._group)
-        return statistics.median(self._timed_s(run, buffer) for _ in range(int(repeats)))
+        return statistics.median(self._timed_s(run) for _ in range(int(repeats)))
 
-    def _timed_s(self, run: Callable[[torch.Tensor], None], buffer: torch.Tensor) -> float:
+    def _timed_s(self, run: Callable[[], None]) -> float:
         dist.barrier(self._group)
         start_s = time.perf_counter()
-        run(buffer)
+        run()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start_s
