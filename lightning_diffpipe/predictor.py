@@ -394,11 +394,16 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ConfigurationError(f"device={device!r}; choose cpu or cuda") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
-    if where.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if where.type != "cuda":
+        return where
+    among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if among_several:
         ask_for_queues()
-    if where.type == "cuda" and where.index is None:
+    if where.index is None:
         own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or own)
+        torch.cuda.set_device(where)
+    elif among_several:  # exchanges over NCCL need it
         torch.cuda.set_device(where)
     return where
 
