@@ -46,7 +46,12 @@ from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
-from lightning_diffpipe.sampling.world import World, forget_variables, join_world
+from lightning_diffpipe.sampling.world import (
+    World,
+    forget_variables,
+    join_world,
+    take_place_in_slurm,
+)
 
 OnStep = Callable[[int, int], None]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -396,6 +401,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
     if where.type != "cuda":
         return where
+    take_place_in_slurm()
     among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if among_several:
         ask_for_queues()
