@@ -40,6 +40,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
+from lightning_diffpipe.processes import take_place_in_slurm
 from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
@@ -50,7 +51,6 @@ from lightning_diffpipe.sampling.world import (
     World,
     forget_variables,
     join_world,
-    take_place_in_slurm,
 )
 
 OnStep = Callable[[int, int], None]
@@ -157,6 +157,8 @@ class Predictor:
                 )
             if timeout_s <= 0:
                 raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+        if not alone:
+            take_place_in_slurm()
         where = _device(device)
         world = World.alone(where) if alone else join_world(where, timeout_s)
 
@@ -401,7 +403,6 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
     if where.type != "cuda":
         return where
-    take_place_in_slurm()
     among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if among_several:
         ask_for_queues()

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
@@ -197,30 +196,11 @@ def forget_variables(error: BaseException | None) -> None:
     gc.collect()
 
 
-def take_place_in_slurm() -> None:
-    """Tells the tasks of `srun` what torchrun would: their ranks and a meeting place, in the environment.
-
-    What is there already stays. A batch script without `srun` is one process, whatever it has been granted.
-    """
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
-        return
-    if "WORLD_SIZE" not in os.environ:
-        job, nodes = int(os.environ["SLURM_JOB_ID"]), os.environ["SLURM_NODELIST"]
-        os.environ |= {
-            "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
-            "RANK": os.environ["SLURM_PROCID"],
-            "MASTER_ADDR": SLURMEnvironment.resolve_root_node_address(nodes),
-            "MASTER_PORT": str(15000 + job % 10000),  # no other job's, most probably
-        }
-    os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
-
-
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
-    """Joins the default process group, making it from the environment if a launcher, or SLURM, has set that.
+    """Joins the default process group, making it from the environment if a launcher has set that.
 
     Collective.
     """
-    take_place_in_slurm()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with gloo_of_all_hosts():
             patience = datetime.timedelta(seconds=max(timeout_s, 60.0))
