@@ -140,10 +140,11 @@ class Pipeline:
     basis: Basis | None = None
     runs_ahead: bool = True
 
-    @property
+    @cached_property
     def loss_dtype(self) -> torch.dtype:
-        """The dtype a loss is returned in: double for modules in double precision."""
-        dtypes = {parameter.dtype for parameter in self.trained.values()}
+        """The dtype a loss is returned in, alike on all ranks: double for modules in double precision."""
+        parameters = dict(self.module.named_parameters())
+        dtypes = {parameters[name].dtype for name in self.graph.trained}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     @property

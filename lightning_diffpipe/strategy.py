@@ -47,6 +47,7 @@ from lightning_diffpipe.refusals import (
     refuse_averages,
     refuse_optimizers,
     refuse_unsupported,
+    refusing_norms_of_a_stage,
     warn_of_outputs,
 )
 from lightning_diffpipe.runtime.engine import StepResult
@@ -150,6 +151,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._failed = self._wants_example = self._told_of_outputs = False
         self._counted_pipelines: int | None = None
         self._clip_grad_by_norm: Any = None
+        self._refusing = contextlib.ExitStack()
         self._example_input: Any = None
 
     @property
@@ -428,6 +430,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # checkpoints, so the instance is given another method rather than the plugin another class.
         self._clip_grad_by_norm = self.precision_plugin.clip_grad_by_norm
         self.precision_plugin.clip_grad_by_norm = self.clip_by_global_norm  # type: ignore[method-assign]
+        assert self.pipeline is not None
+        if len(self.pipeline.plan.stages) > 1:
+            trained = self.pipeline.trained.values()
+            self._refusing.enter_context(refusing_norms_of_a_stage(trained))
 
     def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
@@ -467,6 +473,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
+        self._refusing.close()
         if self._example_input is not None:
             assert self.lightning_module is not None
             self.lightning_module.example_input_array = self._example_input
