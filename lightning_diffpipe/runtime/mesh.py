@@ -20,6 +20,7 @@ import datetime
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,7 @@ class Mesh:
         control: This pipeline's ranks on the host.
         transfers: ... where one may be busy for long: for all their weights, and between steps. The others wait
             there for half an hour. One that is gone is missed at once.
+        world: All ranks on the host, as patiently.
         pipeline_group: This pipeline's ranks on their devices.
         data_parallel: The ranks at this position in all pipelines, on the host.
         messages: By edge.
@@ -112,6 +114,7 @@ class Mesh:
     timeout_s: float
     control: dist.ProcessGroup | None = None
     transfers: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
@@ -149,6 +152,7 @@ class Mesh:
             edges: Directed edges (from, to) between positions of a pipeline that carry messages.
         """
         layout = self.layout
+        self.world = self._patient_group(range(layout.world_size))
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
             control = self._new_group(ranks, "gloo")
@@ -198,6 +202,17 @@ class Mesh:
         with self.naming(peers, patient=False):
             dist.all_reduce(total, group=self.data_parallel)
         return int(total)
+
+    def of_rank(self, source: int, value: Any) -> Any:
+        """An object of one rank of the world on all of them, by way of the hosts.
+
+        Raises:
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        box = [value]
+        with self.naming(range(self.layout.world_size)):
+            dist.broadcast_object_list(box, src=source, group=self.world)
+        return box[0]
 
     @contextlib.contextmanager
     def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
@@ -278,7 +293,8 @@ class Mesh:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
-        self.control = self.transfers = self.pipeline_group = self.data_parallel = None
+        self.control = self.transfers = self.world = None
+        self.pipeline_group = self.data_parallel = None
 
     def _message_group(
         self, source: int, target: int, pipeline_group: dist.ProcessGroup
