@@ -146,9 +146,14 @@ class ProcessHooks(ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives an object of one rank to all."""
+        """Gives an object of one rank to all.
+
+        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask behind every batch.
+        """
         if not _distributed_is_initialized():
             return obj
+        if self.pipeline is not None:
+            return self.pipeline.mesh.of_rank(src, obj)
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]

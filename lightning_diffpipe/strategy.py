@@ -211,7 +211,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
-        with early_answers(trainer, self, self._num_pipelines_to_be):
+        with early_answers(trainer, self, self._num_pipelines_to_be()):
             self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         if len(self.pipeline.plan.stages) > 1:
