@@ -290,6 +290,8 @@ class Predictor:
             reports = self._world.gather(worker.report())
         except (ConfigurationError, GraphError) as error:
             error.is_of_all_ranks = True  # they go on together
+            if error.leaves_messages:
+                self._break_off(error)
             raise
         except BaseException as error:
             self._break_off(error)
@@ -312,6 +314,8 @@ class Predictor:
                 )
                 return worker, worker.gather(call, mine)
             except (ConfigurationError, GraphError) as error:
+                if error.leaves_messages:
+                    raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
                     worker.abandon()  # ranks may have sent what others have not received

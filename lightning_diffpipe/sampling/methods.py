@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
@@ -244,7 +244,17 @@ class Worker:
 
         Returns:
             The final latents of this rank's share of the samples.
+
+        Raises:
+            DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
+        try:
+            return self._sample(call, on_step)
+        except DiffPipeError as error:
+            error.leaves_messages = self.place.leaves_messages()
+            raise
+
+    def _sample(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
         self._num_steps = len(call.scheduler.timesteps)
         self._statistics = SamplingStatistics()
         self._before = self._around()
@@ -267,7 +277,9 @@ class Worker:
         was_training = self._model.training
         self._model.eval()
         try:
-            return self._sampler.sample(request, on_step, **prepared)
+            latents: Tensor = self._sampler.sample(request, on_step, **prepared)
+            self.place.branches.finish()
+            return latents
         finally:
             self._model.train(was_training)
 

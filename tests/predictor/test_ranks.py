@@ -28,6 +28,7 @@ from tests.predictor.scenarios import (
     killed_early,
     latents_of_each,
     refused_later,
+    refused_over_nccl,
     requests_in_turn,
     take_a_second,
 )
@@ -404,6 +405,16 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
     predictor._break_off(ValueError("enough"))
     with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
         predictor(prompts, **settings)
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_leaves_messages_behind_over_nccl(job):
+    """History: the next request read what the other rank had sent for this one, of another size."""
+    each = job("pixart", method="pipefusion", num_patches=2, timeout_s=6.0)
+    first, second = run_ranks(refused_over_nccl, 2, *each)
+    assert first == second
+    assert "this model needs more memory in a synchronous step than there is" in first[0]
+    assert "an earlier request ended in the middle" in first[1]
 
 
 @pytest.mark.slow
