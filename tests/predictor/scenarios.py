@@ -17,6 +17,7 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling import pipefusion
 from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.families.skeleton import load_weights
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.nccl_like import pretend_nccl
@@ -257,6 +258,18 @@ def refused_over_nccl(rank, path, prompts, settings, options):
         hook.remove()
         said.append(str(refusal.value))
     return said
+
+
+def draw_with_a_slow_disk(rank, jobs):
+    """As `draw_each`; rank 1 takes six seconds to read its weights."""
+
+    def read_slowly(*arguments):
+        time.sleep(6.0)
+        load_weights(*arguments)
+
+    where = "lightning_diffpipe.sampling.methods.load_weights"
+    with mock.patch(where, read_slowly) if rank == 1 else contextlib.nullcontext():
+        return draw_each(rank, jobs)
 
 
 def take_a_second(done, steps):

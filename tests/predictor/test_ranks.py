@@ -21,6 +21,7 @@ from tests.predictor.scenarios import (
     draw_as_chosen,
     draw_each,
     draw_in_spite,
+    draw_with_a_slow_disk,
     expects_all_tokens,
     failure_of_each,
     hung,
@@ -424,6 +425,19 @@ def test_a_rank_without_a_prompt_waits_for_the_others(job):
     slowly = (path, prompts[:1], settings | {"on_step": take_a_second}, options)
     [(_, (found, _))] = drawn([slowly])
     assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_its_weights_slowly_is_waited_for(job):
+    """Longer than for a message. History: the others did for `timeout_s` only, and ended the request."""
+    slowly = {"timeout_s": 4.0}
+    jobs = [
+        job("pixart", method="pipefusion", num_patches=2, **slowly),
+        job("stable_diffusion", method="distrifusion", **slowly),
+    ]
+    drawn_by_first, _ = run_ranks(draw_with_a_slow_disk, 2, jobs)
+    for each, (found, _) in zip(jobs, drawn_by_first, strict=True):
+        assert len(found) == len(each[1])
 
 
 @pytest.mark.parametrize(
