@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -297,6 +298,8 @@ class Predictor:
             reports = self._world.gather(worker.report())
         except (ConfigurationError, GraphError) as error:
             error.is_of_all_ranks = True  # they go on together
+            if error.leaves_messages:
+                self._break_off(error)
             raise
         except BaseException as error:
             self._break_off(error)
@@ -312,13 +315,16 @@ class Predictor:
             # With generators as they were, whatever was measured or tried before.
             call = packed.unpacked(self.device)
             try:
+                give_up = worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts
+                # All have loaded before the first message, whose receiver waits for `timeout_s` only.
+                prepared = self._world.agree(partial(worker.load, call), give_up)
                 # Ranks without a prompt of their own learn here that the others refuse the request.
-                mine = self._world.agree(
-                    lambda worker=worker, call=call: worker.sample(call, self._step_of(call)),
-                    worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts,
-                )
+                sample = partial(worker.sample, call, self._step_of(call), prepared)
+                mine = self._world.agree(sample, give_up)
                 return worker, worker.gather(call, mine)
             except (ConfigurationError, GraphError) as error:
+                if error.leaves_messages:
+                    raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
                     worker.abandon()  # ranks may have sent what others have not received

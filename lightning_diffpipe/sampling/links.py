@@ -125,7 +125,7 @@ class Links(Protocol):
         """
 
     def finish(self) -> None:
-        """Waits until every send has left."""
+        """Waits until every send has left; what comes has been waited for."""
 
 
 def start_all_gather(
@@ -246,6 +246,8 @@ class ProcessLinks:
         self.control = control
         self._groups, self._together, self._backend = dict(groups), together, backend
         self.occupies_device = backend != "gloo"
+        self.is_under_way = False
+        """Whether anything was sent, or is to be received, since all of it was `finish`ed."""
         self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
         self._streams = SideStreams()
         self._turns: Counter[tuple[bool, int, str]] = Counter()
@@ -311,6 +313,7 @@ class ProcessLinks:
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the buffer is kept alive until it has left."""
+        self.is_under_way = True
         buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
         try:
             work = dist.isend(
@@ -336,6 +339,7 @@ class ProcessLinks:
             return start_one_by_one(self, outgoing, shapes, kind)
         if not outgoing and not shapes:
             return {}
+        self.is_under_way = True
         buffers = {to: _as_bytes(tensor) for to, tensor in outgoing.items()}
         incoming = {peer: self._expected(shape, peer, kind) for peer, shape in shapes.items()}
         group, ranks = self._together, self.ranks
@@ -367,6 +371,7 @@ class ProcessLinks:
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Posts a receive."""
+        self.is_under_way = True
         incoming = self._expected(shape, source, kind)
         self._posted[source].append(incoming)
         if not self.occupies_device:
@@ -410,6 +415,7 @@ class ProcessLinks:
         """Waits until every send has left."""
         while self._held:
             self._await(self._held.popleft()[0], "a sent message", None)
+        self.is_under_way = False
 
     def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
         turn = self._turns[sends, peer, kind]

@@ -12,7 +12,7 @@ from lightning_diffpipe.errors import ConfigurationError
 
 @contextlib.contextmanager
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
-    """Turns running out of memory into an error that ranks agree on, after which another method may be taken.
+    """Turns running out of memory into an error that ranks tell each other; not a fault of the model.
 
     Args:
         where: What needed it.

@@ -231,6 +231,10 @@ class Place:
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 
+    def leaves_messages(self) -> bool:
+        """Whether this rank is in the middle of messages that cannot be taken back."""
+        return any(links.occupies_device and links.is_under_way for links in self._processes())
+
     def disconnect(self) -> None:
         """Destroys the groups made for this place."""
         for links in self._processes():

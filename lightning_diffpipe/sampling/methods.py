@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
@@ -235,39 +235,74 @@ class Worker:
         self._before = self._around()
         self._is_finite = True
 
-    def sample(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
-        """Runs a request with all ranks.
+    def load(self, call: Call) -> dict[str, Any]:
+        """Reads what this rank needs for a request, apart from `sample`, whose messages do not wait for slow disks.
+
+        Args:
+            call: The whole request, the same on all ranks.
+
+        Returns:
+            What was decided about the request on the way, for `sample`.
+        """
+        mine = self._share(call)
+        if not len(mine.latents):
+            return {}
+        with call.drawing_alike(self.world.rank):
+            return self._load(self._request(mine))
+
+    def sample(
+        self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
+    ) -> Tensor:
+        """Runs a request with all ranks, when all have loaded.
 
         Args:
             call: The whole request, the same on all ranks.
             on_step: Called after each denoising step of this rank.
+            prepared: What `load` returned.
 
         Returns:
             The final latents of this rank's share of the samples.
+
+        Raises:
+            DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
         self._num_steps = len(call.scheduler.timesteps)
         self._statistics = SamplingStatistics()
         self._before = self._around()
-        start, stop = self.place.share_of(call.num_samples)[self.place.data]
-        mine = call if self.place.mesh.data == 1 else call.samples(start, stop)
+        mine = self._share(call)
         latents = mine.latents
-        if stop > start:
-            with call.drawing_alike(self.world.rank):
-                latents = self._sample_share(mine, on_step)
+        if len(latents):
+            try:
+                with call.drawing_alike(self.world.rank):
+                    latents = self._sample_share(mine, on_step, prepared)
+            except DiffPipeError as error:
+                error.leaves_messages = self.place.leaves_messages()
+                raise
             self._statistics = self._sampler.statistics
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
-    def _sample_share(self, call: Call, on_step: Callable[[int], None]) -> Tensor:
+    def _share(self, call: Call) -> Call:
+        """The samples that this rank draws, perhaps none."""
+        start, stop = self.place.share_of(call.num_samples)[self.place.data]
+        return call if stop - start == call.num_samples else call.samples(start, stop)
+
+    def _request(self, call: Call) -> Request:
+        """This rank's branch of its share."""
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
-        request = call.request(self._model, exchange)
-        prepared = self._load(request)
+        return call.request(self._model, exchange)
+
+    def _sample_share(
+        self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
+    ) -> Tensor:
         was_training = self._model.training
         self._model.eval()
         try:
-            return self._sampler.sample(request, on_step, **prepared)
+            latents: Tensor = self._sampler.sample(self._request(call), on_step, **prepared)
+            self.place.branches.finish()
+            return latents
         finally:
             self._model.train(was_training)
 

@@ -105,7 +105,8 @@ class PipeFusionRun:
         finally:
             self._interception.uninstall()
         latents = self._share_result(latents)
-        self._links.finish()
+        for links in (self._links, self._sequence):
+            links.finish()
         return latents
 
     def _turns(self) -> Iterator[Turn]:
@@ -319,7 +320,6 @@ class PipeFusionRun:
         gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, "result")()
         for part, values in zip(parts, gathered, strict=True):
             layout.put_rows(latents, part.units, values)
-        self._sequence.finish()
 
 
 class _Announced(NamedTuple):

@@ -98,8 +98,10 @@ class World:
         failed = [rank for rank, each in enumerate(errors) if each is not None]
         if failed:  # on all ranks the same, and what was lost because of another error only if there is none
             rank = min(failed, key=lambda rank: isinstance(errors[rank], PipelineTimeoutError))
+            chosen = error if error is not None and rank == self.rank else errors[rank]
+            chosen.leaves_messages = any(errors[rank].leaves_messages for rank in failed)
             with raised_by_all():
-                raise error if error is not None and rank == self.rank else errors[rank]
+                raise chosen
         return value
 
     def _errors(

@@ -17,8 +17,10 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling import pipefusion
 from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.families.skeleton import load_weights
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
+from tests.nccl_like import pretend_nccl
 
 
 def draw(rank, path, prompts, settings, options):
@@ -236,6 +238,38 @@ def cancelled(rank, path, prompts, settings, options, who, kind):
                 errors.append((type(error).__name__, time.monotonic() - started_s))
         pictures = predictor(prompts, **settings)
     return errors, None if rank else as_array(pictures)
+
+
+def refused_over_nccl(rank, path, prompts, settings, options):
+    """What two requests are told, over NCCL as far as a CPU has it; a block of rank 1 is too large at first."""
+
+    def too_large(module, args, out):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    pretend_nccl()
+    said = []
+    with mock.patch("lightning_diffpipe.sampling.world._why_not_nccl", return_value=""):
+        predictor = Predictor.from_pretrained(path, **options)
+    block = predictor.source.denoiser.transformer_blocks[-1]
+    hook = block.ff.register_forward_hook(too_large if rank == 1 else lambda *call: None)
+    for _ in range(2):
+        with pytest.raises(DiffPipeError) as refusal:
+            predictor(prompts, **settings)
+        hook.remove()
+        said.append(str(refusal.value))
+    return said
+
+
+def draw_with_a_slow_disk(rank, jobs):
+    """As `draw_each`; rank 1 takes six seconds to read its weights."""
+
+    def read_slowly(*arguments):
+        time.sleep(6.0)
+        load_weights(*arguments)
+
+    where = "lightning_diffpipe.sampling.methods.load_weights"
+    with mock.patch(where, read_slowly) if rank == 1 else contextlib.nullcontext():
+        return draw_each(rank, jobs)
 
 
 def take_a_second(done, steps):

@@ -21,6 +21,7 @@ from tests.predictor.scenarios import (
     draw_as_chosen,
     draw_each,
     draw_in_spite,
+    draw_with_a_slow_disk,
     expects_all_tokens,
     failure_of_each,
     hung,
@@ -28,6 +29,7 @@ from tests.predictor.scenarios import (
     killed_early,
     latents_of_each,
     refused_later,
+    refused_over_nccl,
     requests_in_turn,
     take_a_second,
 )
@@ -407,12 +409,35 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
 
 
 @pytest.mark.slow
+def test_a_step_that_does_not_fit_leaves_messages_behind_over_nccl(job):
+    """History: the next request read what the other rank had sent for this one, of another size."""
+    each = job("pixart", method="pipefusion", num_patches=2, timeout_s=6.0)
+    first, second = run_ranks(refused_over_nccl, 2, *each)
+    assert first == second
+    assert "this model needs more memory in a synchronous step than there is" in first[0]
+    assert "an earlier request ended in the middle" in first[1]
+
+
+@pytest.mark.slow
 def test_a_rank_without_a_prompt_waits_for_the_others(job):
     """Longer than for a message: six steps of a second."""
     path, prompts, settings, options = job("dit", 6, method="single", timeout_s=4.0)
     slowly = (path, prompts[:1], settings | {"on_step": take_a_second}, options)
     [(_, (found, _))] = drawn([slowly])
     assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_its_weights_slowly_is_waited_for(job):
+    """Longer than for a message. History: the others did for `timeout_s` only, and ended the request."""
+    slowly = {"timeout_s": 4.0}
+    jobs = [
+        job("pixart", method="pipefusion", num_patches=2, **slowly),
+        job("stable_diffusion", method="distrifusion", **slowly),
+    ]
+    drawn_by_first, _ = run_ranks(draw_with_a_slow_disk, 2, jobs)
+    for each, (found, _) in zip(jobs, drawn_by_first, strict=True):
+        assert len(found) == len(each[1])
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ class Tracks:
                 whole = profiled(plain)
             name = first_difference(whole, profiled(on_bands), bands, tolerance)
             names = [self._links.broadcast_object(lambda: name)]
+            self._links.finish()  # all ranks refuse together, with nothing under way
             raise refusal(error, tolerance, bands, names[0] or name)
 
     def _new_track(self, facts: Facts, latents: Tensor) -> Track:
