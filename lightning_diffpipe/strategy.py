@@ -10,6 +10,7 @@
     clip_gradients              global norm over all stages                           runtime/reduction.py
     (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
+    (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
 
@@ -37,6 +38,7 @@ from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.lockstep import LockStep
+from lightning_diffpipe.metric_sync import MetricSync
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -147,6 +149,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
         self._lock_step: LockStep | None = None
+        self._metric_sync: MetricSync | None = None
         self._accumulating = False
         self._failed = self._wants_example = self._told_of_outputs = False
         self._counted_pipelines: int | None = None
@@ -203,6 +206,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert module is not None
         # Lightning has told the module that it is on its device before anything was moved there.
         module.cpu()
+        self._metric_sync = MetricSync(
+            trainer, lambda: self.pipeline.mesh if self.pipeline else None
+        )
         self._wants_example = True
         try:
             batch, arguments = example_batch(trainer, self)
@@ -264,7 +270,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
-        with self.precision_plugin.train_step_context():
+        assert self._metric_sync is not None
+        with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._told_of_outputs:  # it is being probed
             self._told_of_outputs = warn_of_outputs(out)
@@ -478,10 +485,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             assert self.lightning_module is not None
             self.lightning_module.example_input_array = self._example_input
             self._example_input = None
-        for replacement in (self.transfer, self._lock_step):
+        for replacement in (self.transfer, self._lock_step, self._metric_sync):
             if replacement is not None:
                 replacement.uninstall()
         self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
+        self._metric_sync = None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)

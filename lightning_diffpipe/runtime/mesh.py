@@ -104,6 +104,7 @@ class Mesh:
         world: All ranks on the host, as patiently.
         pipeline_group: This pipeline's ranks on their devices.
         data_parallel: The ranks at this position in all pipelines, on the host.
+        evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
         messages: By edge.
     """
 
@@ -117,6 +118,7 @@ class Mesh:
     world: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
+    evaluation: dist.ProcessGroup | None = None
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _reduction: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
@@ -169,8 +171,9 @@ class Mesh:
         for local in range(layout.ranks_per_pipeline):
             peers = [layout.pipeline_ranks(p)[local] for p in range(layout.num_pipelines)]
             group = self._new_group(peers, "gloo")
+            evaluation = self._patient_group(peers) if len(peers) > 1 else None
             if self.rank in peers:
-                self.data_parallel = group
+                self.data_parallel, self.evaluation = group, evaluation
 
     def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
         """A few numbers of every rank of the pipeline, by position, on all of them.
@@ -293,8 +296,8 @@ class Mesh:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
-        self.control = self.transfers = self.world = None
-        self.pipeline_group = self.data_parallel = None
+        self.control = self.transfers = self.world = self.pipeline_group = None
+        self.data_parallel = self.evaluation = None
 
     def _message_group(
         self, source: int, target: int, pipeline_group: dist.ProcessGroup

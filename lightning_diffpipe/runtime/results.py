@@ -215,5 +215,6 @@ def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         return value.detach().to(device, dtype, non_blocking=True).reshape(())
     raise ConfigurationError(
         f"self.log was given a {type(value).__name__}; a pipeline can carry numbers and tensors of one "
-        "element to all ranks. Log metric.compute() instead of a metric object"
+        "element to all ranks. Of a metric object log the value for the batch: "
+        "self.log(name, metric(preds, target)), and over an epoch compute() in on_train_epoch_end"
     )
