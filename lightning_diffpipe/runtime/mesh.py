@@ -103,7 +103,7 @@ class Mesh:
             there for half an hour. One that is gone is missed at once.
         world: All ranks on the host, as patiently.
         pipeline_group: This pipeline's ranks on their devices.
-        data_parallel: The ranks at this position in all pipelines, on the host.
+        data_parallel: The ranks at this position in all pipelines, on the host; None of one pipeline.
         evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
         messages: By edge.
     """
@@ -154,7 +154,6 @@ class Mesh:
             edges: Directed edges (from, to) between positions of a pipeline that carry messages.
         """
         layout = self.layout
-        self.world = self._patient_group(range(layout.world_size))
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
             control = self._new_group(ranks, "gloo")
@@ -168,10 +167,15 @@ class Mesh:
                 group = self._message_group(source, target, device_group)
                 if self.rank in (source, target):
                     self.messages[edge] = group
+        if (
+            layout.num_pipelines == 1
+        ):  # a group of gloo is a thread that wakes a hundred times a second
+            self.world = self.transfers
+            return
+        self.world = self._patient_group(range(layout.world_size))
         for local in range(layout.ranks_per_pipeline):
             peers = [layout.pipeline_ranks(p)[local] for p in range(layout.num_pipelines)]
-            group = self._new_group(peers, "gloo")
-            evaluation = self._patient_group(peers) if len(peers) > 1 else None
+            group, evaluation = self._new_group(peers, "gloo"), self._patient_group(peers)
             if self.rank in peers:
                 self.data_parallel, self.evaluation = group, evaluation
 
