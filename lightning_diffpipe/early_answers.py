@@ -58,9 +58,10 @@ class _OnFirstUse(list[Any]):
         self._make: Callable[[], list[Any]] | None = make
 
     def _fill(self) -> None:
-        make, self._make = self._make, None
-        if make is not None:
-            self.extend(make())
+        if self._make is not None:
+            made = self._make()  # may fail, and then shall do so again
+            self._make = None
+            self.extend(made)
 
     def __len__(self) -> int:
         self._fill()
