@@ -18,6 +18,7 @@ from lightning_diffpipe.cli.session import plain, prepare, require_writable_fold
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _MAX_COLUMNS = 8
+_REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
@@ -27,10 +28,32 @@ def sample(config: DictConfig) -> Any:
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
     require_writable_folder("output", values["output"])
+    _refuse_files_of_others(Path(values["output"]))
     _refuse_missing_gpus(values, num_ranks)
     _share_cores(values, num_ranks)
     prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))
+
+
+def _written_earlier(folder: Path) -> set[str]:
+    """What an earlier run of this command wrote into a folder, as its report tells."""
+    try:
+        files = json.loads((folder / _REPORT).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {Path(str(name)).name for name in files}
+
+
+@raised_by_all()
+def _refuse_files_of_others(folder: Path) -> None:
+    """Refuses to write over files that no earlier run has written."""
+    there = {path.name for path in folder.glob("[0-9][0-9][0-9].png")}
+    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
+    if foreign := sorted(there - _written_earlier(folder)):
+        raise ConfigurationError(
+            f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier run "
+            f"({', '.join(foreign[:3])}); choose another folder, or move them"
+        )
 
 
 @raised_by_all()
@@ -112,9 +135,11 @@ def _sample(values: dict[str, Any]) -> Any:
     _remove_earlier(folder)
     _write_pictures(pictures, values["prompts"], folder)
     print(f"\n{report}")
-    numbers = report.to_dict()
+    files = [_REPORT, _GRID, *map(_name, range(len(pictures)))]
+    numbers = report.to_dict() | {"files": files}
     _write_numbers(numbers, folder)  # before what may fail, or be killed for memory
     if values["report"]:
+        files.append(_DIFFERENCE)
         _write_numbers(numbers | _compared(pictures, values, folder), folder)
         print(_timelines(report))
         if report.freshness is not None:
@@ -136,7 +161,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
     text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
-    (folder / "report.json").write_text(text + "\n")
+    (folder / _REPORT).write_text(text + "\n")
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -188,19 +213,22 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
 
 def _remove_earlier(folder: Path) -> None:
     """Removes what an earlier run of this command wrote, which might be taken for pictures of this one."""
-    for pattern in ("[0-9][0-9][0-9].png", "grid.png", "difference.png", "report.json"):
-        for path in folder.glob(pattern):
-            path.unlink()
+    for name in _written_earlier(folder):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
     per_prompt = len(pictures) // len(prompts)  # several with num_images_per_prompt
     for number, picture in enumerate(pictures):
-        path = folder / f"{number:03d}.png"
+        path = folder / _name(number)
         picture.save(path)
         print(f"{path}  {prompts[number // per_prompt]}")
-    _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / "grid.png")
-    print(f"{folder / 'grid.png'}  all of them")
+    _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
+    print(f"{folder / _GRID}  all of them")
+
+
+def _name(number: int) -> str:
+    return f"{number:03d}.png"
 
 
 def _as_pictures(drawn: list[Any]) -> list[Any]:
@@ -255,7 +283,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     pairs = list(zip(pictures, reference, strict=True))
     differences = [Image.fromarray(difference(a, b)) for a, b in pairs]
     page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))
-    page.save(folder / "difference.png")
+    page.save(folder / _DIFFERENCE)
     decibels = [psnr(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     told = _how_far(decibels)
@@ -270,7 +298,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
         print(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
     except ConfigurationError as error:
         print(f"{'LPIPS':13} not measured: {error}")
-    print(f"{folder / 'difference.png'}  this, one process, their difference times 8")
+    print(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
     return found
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,10 +181,11 @@ def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "out"
     folder.mkdir()
-    own = ["001.png", "999.png", "difference.png", "report.json", "grid.png", "000.png"]
+    own = ["001.png", "999.png", "1000.png", "difference.png", "report.json", "grid.png", "000.png"]
     foreign = ["1.png", "001_mine.png", "001.jpg", "2026.png", "notes.txt"]
     for name in own + foreign:
         (folder / name).write_text("earlier")
+    (folder / "report.json").write_text(json.dumps({"files": own}))
     settings = ["prompts=[a]", "num_inference_steps=1", "output=out", "progress=false"]
     code, _, err = call(capsys, monkeypatch, "sample", *settings)
     assert code == 0, err
@@ -191,6 +193,19 @@ def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     assert kept == {"000.png", "grid.png", "report.json", *foreign}
     assert all((folder / name).read_text() == "earlier" for name in foreign)
     assert (folder / "grid.png").stat().st_size > len("earlier")
+
+
+@pytest.mark.parametrize("report", [None, '{"files": ["000.png", "report.json"]}', "[1", "{}"])
+def test_files_of_others_are_not_written_over(report, capsys, monkeypatch, tmp_path):
+    """History: a folder of pictures to train on lost a thousand of them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "007.png").write_text("mine")
+    if report is not None:
+        (tmp_path / "report.json").write_text(report)
+    code, _, err = call(capsys, monkeypatch, "sample", "prompts=[a]", "output=.", "progress=false")
+    assert code == 2
+    assert re.search(r"output=\. has [12] files .* \(007.png.*choose another folder", err)
+    assert (tmp_path / "007.png").read_text() == "mine"
 
 
 @pytest.mark.slow
