@@ -38,13 +38,13 @@ _OF_TRAINER = ("val_check_batch",)
 
 
 @contextlib.contextmanager
-def early_answers(trainer: Any, strategy: Any, num_pipelines: Callable[[], int]) -> Iterator[None]:
+def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
     """Inside, a step that is run before training gets what it asks its trainer for.
 
     Args:
         trainer: The trainer being set up.
         strategy: Its strategy, which has no optimizers yet.
-        num_pipelines: How many pipelines will share the training data; asked on all ranks at once.
+        num_pipelines: How many pipelines will share the training data.
     """
     with _optimizers_on_demand(strategy), _loader_on_demand(trainer, strategy, num_pipelines):
         yield
@@ -58,9 +58,10 @@ class _OnFirstUse(list[Any]):
         self._make: Callable[[], list[Any]] | None = make
 
     def _fill(self) -> None:
-        make, self._make = self._make, None
-        if make is not None:
-            self.extend(make())
+        if self._make is not None:
+            made = self._make()  # may fail, and then shall do so again
+            self._make = None
+            self.extend(made)
 
     def __len__(self) -> int:
         self._fill()
@@ -100,9 +101,7 @@ def _optimizers_on_demand(strategy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loader_on_demand(
-    trainer: Any, strategy: Any, num_pipelines: Callable[[], int]
-) -> Iterator[None]:
+def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
     """Inside, Lightning counts the batches of one of so many pipelines; afterwards its loop has no loader again."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:  # a single rank's, which may be made at any time
@@ -116,7 +115,7 @@ def _loader_on_demand(
             return
         with _disable_current_modes(), isolated_random_numbers(0):
             loop._data_source = _DataLoaderSource(_own_loader(loop._data_source), "")
-            with strategy.counting_batches(num_pipelines()):
+            with strategy.counting_batches(num_pipelines), _by_itself(strategy):
                 type(loop).setup_data(loop)
 
     loop.setup_data = set_up_data
@@ -126,6 +125,17 @@ def _loader_on_demand(
         del loop.setup_data
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _by_itself(strategy: Any) -> Iterator[None]:
+    """Inside, Lightning takes this rank's word for that of all: another one's step may never come so far."""
+    strategy.barrier = lambda name=None: None
+    strategy.reduce = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        del strategy.barrier, strategy.reduce
 
 
 def _own_loader(source: Any) -> CombinedLoader:

@@ -84,7 +84,7 @@ class BoundaryError(DiffPipeError):
 
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):
-    """A message did not arrive within the strategy's `timeout_s`."""
+    """A message did not arrive, or a rank did not come, in time."""
 
 
 @contextlib.contextmanager

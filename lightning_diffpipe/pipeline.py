@@ -15,7 +15,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -140,10 +139,11 @@ class Pipeline:
     basis: Basis | None = None
     runs_ahead: bool = True
 
-    @property
+    @cached_property
     def loss_dtype(self) -> torch.dtype:
-        """The dtype a loss is returned in: double for modules in double precision."""
-        dtypes = {parameter.dtype for parameter in self.trained.values()}
+        """The dtype a loss is returned in, alike on all ranks: double for modules in double precision."""
+        parameters = dict(self.module.named_parameters())
+        dtypes = {parameters[name].dtype for name in self.graph.trained}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     @property
@@ -230,11 +230,9 @@ class Pipeline:
 
         Raises:
             ConfigurationError: They did not.
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
-        size = self.mesh.layout.ranks_per_pipeline
-        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(gathered, torch.tensor([checksum]), group=self.mesh.control)
-        values = [int(value) for value in gathered]
+        values = [int(row[0]) for row in self.mesh.gathered([checksum], patient=True)]
         if len(set(values)) > 1:
             raise ConfigurationError(
                 f"batch {number} of this pass differs between the ranks of a pipeline (checksums "

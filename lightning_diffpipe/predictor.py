@@ -41,6 +41,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
+from lightning_diffpipe.processes import take_place_in_slurm
 from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
@@ -154,6 +155,8 @@ class Predictor:
                 )
             if timeout_s <= 0:
                 raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+        if not alone:
+            take_place_in_slurm()
         where = _device(device)
         world = World.alone(where) if alone else join_world(where, timeout_s)
 
@@ -403,11 +406,16 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ConfigurationError(f"device={device!r}; choose cpu or cuda") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device={device!r}, but torch finds no GPU; take device='cpu'")
-    if where.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if where.type != "cuda":
+        return where
+    among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if among_several:
         ask_for_queues()
-    if where.type == "cuda" and where.index is None:
+    if where.index is None:
         own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or own)
+        torch.cuda.set_device(where)
+    elif among_several:  # exchanges over NCCL need it
         torch.cuda.set_device(where)
     return where
 

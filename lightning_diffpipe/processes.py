@@ -146,9 +146,14 @@ class ProcessHooks(ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives an object of one rank to all."""
+        """Gives an object of one rank to all.
+
+        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask behind every batch.
+        """
         if not _distributed_is_initialized():
             return obj
+        if self.pipeline is not None:
+            return self.pipeline.mesh.of_rank(src, obj)
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
@@ -183,6 +188,24 @@ class ProcessHooks(ParallelStrategy):
             ):
                 time.sleep(0.1)
             self._launcher.kill(signal.SIGKILL)
+
+
+def take_place_in_slurm() -> None:
+    """Tells the tasks of `srun` what torchrun would: their ranks and a meeting place, in the environment.
+
+    What is there already stays. A batch script without `srun` is one process, whatever it has been granted.
+    """
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return
+    if "WORLD_SIZE" not in os.environ:
+        job, nodes = int(os.environ["SLURM_JOB_ID"]), os.environ["SLURM_NODELIST"]
+        os.environ |= {
+            "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+            "RANK": os.environ["SLURM_PROCID"],
+            "MASTER_ADDR": SLURMEnvironment.resolve_root_node_address(nodes),
+            "MASTER_PORT": str(15000 + job % 10000),  # no other job's, most probably
+        }
+    os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
 
 
 def open_meeting_place() -> dist.TCPStore:

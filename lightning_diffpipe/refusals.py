@@ -1,4 +1,4 @@
-"""What cannot work with a pipeline, refused before training starts, each with its reason.
+"""What cannot work with a pipeline, refused with its reason: before training starts, or else where it happens.
 
 Silent wrongness is worse than a refusal: Lightning's weight averaging, for one, copies the module
 before it is cut and would then average the weights of one stage into another, without any error.
@@ -6,6 +6,8 @@ before it is cut and would then average the weights of one stage into another, w
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,8 +21,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -198,6 +201,45 @@ def _combines_gradients(class_name: str) -> bool:
     """L-BFGS, learning-rate-free and sharpness-aware optimizers, whichever package they come from."""
     named = ("LBFGS", "Prodigy", "DAdapt")
     return class_name.endswith(("SAM", "DoG", "DoWG")) or any(n in class_name for n in named)
+
+
+@contextlib.contextmanager
+def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, torch takes no norm over gradients of a rank that has those of its own stages only.
+
+    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
+    weights apart, without any error. It is refused with a ConfigurationError.
+
+    Args:
+        trained: Parameters of this rank that get gradients, where there are several stages.
+    """
+    parameters = tuple(trained)
+    total_norm = clip_grad._get_total_norm
+
+    @functools.wraps(total_norm)
+    def refuse(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = {id(p.grad) for p in parameters if p.grad is not None}
+        num_known = sum(id(tensor) in gradients for tensor in tensors)
+        if num_known:
+            raise ConfigurationError(
+                f"torch.nn.utils took a norm over the gradients of {num_known} parameters (clip_grad_norm_, "
+                "get_total_norm), but in a pipeline a rank has those of its own stage only, so that each stage "
+                "would be scaled by another factor. Clip by the norm over all stages, with "
+                "Trainer(gradient_clip_val=...), or in a hook, on all ranks, with self.clip_gradients(optimizer, "
+                "gradient_clip_val=...); self.trainer.strategy.gradient_norm() gives that norm"
+            )
+        return total_norm(tensors, *args, **kwargs)
+
+    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called.
+    owners = ((clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm"))
+    for owner, name in owners:
+        setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        for owner, name in owners:
+            setattr(owner, name, total_norm)
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

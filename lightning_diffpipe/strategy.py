@@ -10,6 +10,7 @@
     clip_gradients              global norm over all stages                           runtime/reduction.py
     (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
+    (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank
 
@@ -37,6 +38,7 @@ from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.lockstep import LockStep
+from lightning_diffpipe.metric_sync import MetricSync
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -47,6 +49,7 @@ from lightning_diffpipe.refusals import (
     refuse_averages,
     refuse_optimizers,
     refuse_unsupported,
+    refusing_norms_of_a_stage,
     warn_of_outputs,
 )
 from lightning_diffpipe.runtime.engine import StepResult
@@ -146,10 +149,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._gradients: GradientsAside | None = None
         self._lock_step: LockStep | None = None
+        self._metric_sync: MetricSync | None = None
         self._accumulating = False
         self._failed = self._wants_example = self._told_of_outputs = False
         self._counted_pipelines: int | None = None
         self._clip_grad_by_norm: Any = None
+        self._refusing = contextlib.ExitStack()
         self._example_input: Any = None
 
     @property
@@ -201,6 +206,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert module is not None
         # Lightning has told the module that it is on its device before anything was moved there.
         module.cpu()
+        self._metric_sync = MetricSync(
+            trainer, lambda: self.pipeline.mesh if self.pipeline else None
+        )
         self._wants_example = True
         try:
             batch, arguments = example_batch(trainer, self)
@@ -209,7 +217,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
-        with early_answers(trainer, self, self._num_pipelines_to_be):
+        with early_answers(trainer, self, self._num_pipelines_to_be()):
             self.pipeline = prepare(module, self._run_training_step, batch, options, self.process)
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         if len(self.pipeline.plan.stages) > 1:
@@ -262,7 +270,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
-        with self.precision_plugin.train_step_context():
+        assert self._metric_sync is not None
+        with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._told_of_outputs:  # it is being probed
             self._told_of_outputs = warn_of_outputs(out)
@@ -428,6 +437,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # checkpoints, so the instance is given another method rather than the plugin another class.
         self._clip_grad_by_norm = self.precision_plugin.clip_grad_by_norm
         self.precision_plugin.clip_grad_by_norm = self.clip_by_global_norm  # type: ignore[method-assign]
+        assert self.pipeline is not None
+        if len(self.pipeline.plan.stages) > 1:
+            trained = self.pipeline.trained.values()
+            self._refusing.enter_context(refusing_norms_of_a_stage(trained))
 
     def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
@@ -467,14 +480,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self._clip_grad_by_norm is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self._clip_grad_by_norm = None
+        self._refusing.close()
         if self._example_input is not None:
             assert self.lightning_module is not None
             self.lightning_module.example_input_array = self._example_input
             self._example_input = None
-        for replacement in (self.transfer, self._lock_step):
+        for replacement in (self.transfer, self._lock_step, self._metric_sync):
             if replacement is not None:
                 replacement.uninstall()
         self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
+        self._metric_sync = None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)

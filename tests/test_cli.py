@@ -20,7 +20,7 @@ from PIL import Image
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
-from lightning_diffpipe.cli.main import _quoted
+from lightning_diffpipe.cli.main import _named, _quoted
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -149,6 +149,16 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
         ),
         (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        # History: 'limit_val_batches' was suggested, and the + told to nobody.
+        (
+            ["train", "trainer.limit_train_batches=3"],
+            "there is no setting or group 'trainer.limit_train_batches' in the config, but what it builds takes "
+            "it: write +trainer.limit_train_batches=...",
+        ),
+        (
+            ["sample", "sampler.ema=false"],
+            "further options of a method are given as +sampler.ema=...",
+        ),
         # History: these ended in a TypeError, and in "Key 'logger' is not in struct".
         (
             ["train", "callbacks.samples=false", "trainer.devices=1"],
@@ -178,6 +188,11 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (
             ["train", "ckpt_path=none.ckpt"],
             "diffpipe train: there is no checkpoint none.ckpt to go on from (ckpt_path)",
+        ),
+        # History: StopIteration, from inside.
+        (
+            ["profile", "data.batch_size=99999", "progress=false"],
+            "training samples make no batch of 99999",
         ),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
@@ -809,6 +824,47 @@ def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp
     call(capsys, monkeypatch, "train", *named, "-m", "seed=1", "hydra/job_logging=none")
     (command,) = Job.started
     assert command[3:8] == ["train", *named, "seed=1", "hydra/job_logging=none"]
+
+
+def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
+    """History: all of them were quoted as one path."""
+    named = _named("sample", ["-m", "path=a/step=500.ckpt,b/step=1000.ckpt"])
+    assert named == ["-m", "path='a/step=500.ckpt','b/step=1000.ckpt'"]
+    (odd := tmp_path / "a=1,b=2.ckpt").touch()
+    assert _named("sample", ["-m", f"path={odd}"]) == ["-m", f"path='{odd}'"]
+    assert _named("sample", ["path=a=1,b=2"]) == ["path='a=1,b=2'"]
+
+
+STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "draw", "SLURM_NODELIST": "node[07-08]"}
+
+
+def test_tasks_of_srun_are_the_processes(monkeypatch):
+    """History: each of them started all processes anew, or took itself for the only one."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.delenv(name)
+    for name, value in (STEP | JOB).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_start_others", lambda *_: pytest.fail("the others are there"))
+    found = launch.on_ranks(
+        8, lambda: [os.environ[n] for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
+    )
+    assert found == ["8", "5", "1"]
+    assert os.environ["MASTER_ADDR"] == "node07"
+    assert int(os.environ["MASTER_PORT"]) > 1024
+    with pytest.raises(ConfigurationError, match=r"trainer.devices=4, but .* started 8"):
+        launch.on_ranks(4, list)
+
+
+def test_a_batch_script_without_srun_is_one_process(monkeypatch):
+    """It was granted several tasks, and started none."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in (STEP | JOB | {"SLURM_PROCID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    launch.on_ranks(1, lambda: None)
+    assert "WORLD_SIZE" not in os.environ
 
 
 def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):

@@ -56,6 +56,13 @@ def output_dir(tmp_path):
     return f"output_dir={tmp_path}"
 
 
+@pytest.mark.parametrize(("trainer", "device"), [("gpu", "cuda"), ("cpu", "cpu")])
+def test_one_device_is_of_the_kind_that_was_asked_for(trainer, device, output_dir):
+    """History: it was the CPU always, which Lightning refuses beside accelerator=gpu."""
+    config = composed("train", "strategy=single_device", f"trainer={trainer}", output_dir)
+    assert hydra.utils.instantiate(config.strategy).root_device.type == device
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_composes_and_explains_itself(verb):
     config = composed(verb)

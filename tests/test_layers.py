@@ -25,7 +25,7 @@ ALLOWED = {
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
        "example_batch", "early_answers", "verification", "step_watch", "demo", "transfer", "checkpointing",
-       "processes", "model_sources", "lockstep", "__init__"}  # fmt: skip
+       "processes", "model_sources", "lockstep", "metric_sync", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.refusals import refuse_optimizers
+from lightning_diffpipe.refusals import refuse_optimizers, refusing_norms_of_a_stage
 
 
 class Prodigy(torch.optim.AdamW):
@@ -69,3 +70,26 @@ def test_optimizers_that_treat_every_parameter_by_itself_are_not():
     torchs = ("Adafactor", "AdamW", "SGD", "RMSprop", "Muon")  # Muon since 2.9
     plain = [getattr(torch.optim, name) for name in torchs if hasattr(torch.optim, name)]
     refuse_optimizers([make(parameters) for make in [*ours, *plain]])
+
+
+def with_gradients(*shapes):
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_imported():
+    """History: every stage was scaled by its own norm, and copies of shared weights drifted apart."""
+    ours, theirs, foreign = with_gradients(2, 3), with_gradients(4), nn.Parameter(torch.zeros(5))
+    refused = pytest.raises(ConfigurationError, match=r"of 2 parameters.*gradient_clip_val=\.\.\.")
+    with refusing_norms_of_a_stage(ours):
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            with refused:
+                clip(iter([*ours, foreign]), 0.1)
+        with refused:
+            nn.utils.get_total_norm([parameter.grad for parameter in ours])
+        assert clip_grad_norm_(theirs, 1.0) == 2
+        assert clip_grad_norm_(foreign, 1.0) == 0
+        clip_grad_value_(ours, 0.5)
+    assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])

@@ -7,9 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
@@ -154,15 +155,18 @@ def test_two_pairs_of_captions_are_those_of_two_samples():
 
 
 class Lit(L.LightningModule):
-    """Has a metric, whose states are no buffers."""
+    """Has metrics, whose states are no buffers."""
 
     def __init__(self):
         super().__init__()
-        self.mean = MeanMetric()
+        self.mean, self.sum = MeanMetric(), SumMetric()
 
 
 def test_metrics_are_where_a_step_is_timed_and_forget_it():
-    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted."""
+    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted.
+
+    Probes of all sizes still did, whose states went back as the tensors that a run had added to.
+    """
     module, there = Lit(), torch.device("meta")  # the only other device a CPU has
     module.mean.update(3.0)
     with placed(module, there):
@@ -172,3 +176,6 @@ def test_metrics_are_where_a_step_is_timed_and_forget_it():
         assert module.mean.compute() == 4.0
     assert module.mean.compute() == 3.0
     assert module.mean.mean_value.device == module.mean.device == HOST
+    with placed(module, HOST), untouched(module):
+        module.sum.update(7.0)  # in place
+    assert module.sum.sum_value == module.sum.update_count == 0

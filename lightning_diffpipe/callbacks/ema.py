@@ -118,6 +118,8 @@ class EMA(L.Callback):
         self._last_step = trainer.global_step
         decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates))
         self._num_updates += 1
+        if not self.averages:  # this rank's layers are frozen; of empty lists torch makes an error
+            return
         weights = dict(pl_module.named_parameters())
         torch._foreach_lerp_(
             list(self.averages.values()),

@@ -2,7 +2,7 @@
 
 The first process starts the others with its own command line, and waits for them at the end. If any ends with an
 error, or is killed, the others find out by a broken connection or a timeout and end, too; what is left is
-killed. Under `torchrun` the processes are there already.
+killed. Under `torchrun` and `srun` the processes are there already.
 
 A job of a sweep (`-m`) is an ordinary call of the verb, without `-m`: further processes that it starts by its own
 command line do that job and no other, and what a job leaves in its environment, or on its GPU, ends with it.
@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
-from lightning_diffpipe.processes import open_meeting_place
+from lightning_diffpipe.processes import open_meeting_place, take_place_in_slurm
 
 _GRACE_S = 15.0
 _FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
@@ -118,6 +118,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
         DiffPipeError: Another process failed, and this one did not.
     """
+    take_place_in_slurm()
     there = os.environ.get("WORLD_SIZE")
     if there is not None:
         if int(there) != num_ranks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import inspect
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -51,27 +53,32 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes.
     """
     names = list(POSITIONS.get(name, ()))
+    sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
     named = []
     for argument in arguments:
         by_position = names and not argument.startswith("-")
         if by_position and Path(argument).is_file():
             named.append(f"{names.pop(0)}={_quoted(argument)}")
         elif by_position and "=" not in argument:
-            named.append(_legible(f"{names.pop(0)}={argument}"))
+            named.append(_legible(f"{names.pop(0)}={argument}", sweeps))
         else:
-            named.append(_legible(argument))
+            named.append(_legible(argument, sweeps))
     return named
 
 
-def _legible(argument: str) -> str:
-    """The argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows."""
+def _legible(argument: str, sweeps: bool) -> str:
+    """The argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
+
+    In a sweep commas are between paths, unless there is a file with them in its name.
+    """
     setting, equals, value = argument.partition("=")
     if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
         return argument
     try:
         OverridesParser.create().parse_overrides([argument])
     except OverrideParseException:
-        return f"{setting}={_quoted(value)}"
+        paths = value.split(",") if sweeps and not Path(value).exists() else [value]
+        return f"{setting}={','.join(map(_quoted, paths))}"
     return argument
 
 
@@ -157,12 +164,28 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
     with flag_override(config, ["struct", "readonly"], False):
         config.pop("hydra")
+    if _takes(config, wrong):
+        return f" in the config, but what it builds takes it: write +{wrong}=..."
     known = [key for key in {*_flatten(config), *groups} if key != wrong]
     last = wrong.rpartition(".")[2]
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
     near = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.0)
     near = near or difflib.get_close_matches(wrong, sorted(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    further = (
+        f"; further options of a method are given as +{wrong}=..."
+        if wrong.startswith("sampler.")
+        else ""
+    )
+    return (f"; did you mean {near[0]!r}?" if near else "") + further
+
+
+def _takes(config: DictConfig, setting: str) -> bool:
+    """Whether what a node of the config builds has a parameter of this name."""
+    node, _, last = setting.rpartition(".")
+    parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
+    if not OmegaConf.is_dict(parent) or "_target_" not in parent:
+        return False
+    return last in inspect.signature(get_object(parent["_target_"])).parameters
 
 
 def _is_of_library(path: str) -> bool:

@@ -37,6 +37,7 @@ def profile(config: DictConfig) -> Any:
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
+    from lightning_diffpipe.example_batch import why_empty
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
 
@@ -44,9 +45,13 @@ def profile(config: DictConfig) -> Any:
     data = hydra.utils.instantiate(config.data)
     data.prepare_data()
     data.setup("fit")
+    loader = data.train_dataloader()
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ConfigurationError(why_empty(loader))
     result = measure(
         module,
-        next(iter(data.train_dataloader())),
+        batch,
         step=in_precision(default_step(module), config.precision, config.device),
         device=config.device,
         sample_counts=config.sample_counts,

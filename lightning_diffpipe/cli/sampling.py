@@ -146,8 +146,9 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
 
     device = "cpu"
     if values["trainer"]["accelerator"] != "cpu":
-        index = int(os.environ.get("LOCAL_RANK", rank))
-        if _sees_its_own_gpu(torch.cuda.device_count()):
+        present = torch.cuda.device_count()
+        index = int(os.environ.get("LOCAL_RANK", rank % max(present, 1)))
+        if _sees_its_own_gpu(present):
             index = 0
         device = f"cuda:{index}"
         ask_for_queues()

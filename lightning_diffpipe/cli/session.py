@@ -40,7 +40,7 @@ def _be_quiet() -> None:
 def _show_log() -> None:
     """Lets the first process say what this package logs, such as the plan."""
     logger = logging.getLogger("lightning_diffpipe")
-    logger.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
+    logger.setLevel(logging.WARNING if own_rank() else logging.INFO)
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler())
         logger.propagate = False
@@ -52,7 +52,17 @@ def _built_in(name: str) -> str:
     return str(built_in(name))
 
 
+def _device_of(accelerator: str) -> str:
+    """The first device of a kind, as Lightning's strategy for a single one wants it."""
+    import torch
+
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"gpu": "cuda:0", "cuda": "cuda:0", "mps": "mps:0"}.get(accelerator, "cpu")
+
+
 OmegaConf.register_new_resolver("built_in", _built_in, replace=True)
+OmegaConf.register_new_resolver("device_of", _device_of, replace=True)
 
 
 def module_of(config: DictConfig) -> Any:

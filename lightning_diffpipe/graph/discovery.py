@@ -212,6 +212,7 @@ class StepProbe:
             left=tracer.attributes.left(),
             form=self._form,
             hooks=_readers_of_hooked(tracer, found, returned),
+            changes_gradients=tracer.provenance.changes_gradients,
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
 

@@ -163,17 +163,18 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Puts back what a real probe changes: buffers, states of metrics, training flags, random number generators."""
+    """Puts back what a real probe changes: buffers, metrics, training flags, random number generators."""
     buffers = [
         (module, key, buffer, buffer.detach().clone())
         for module in root.modules()
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
-    states = [
-        (module, pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own))
-        for module, own in own_tensors(root)
-    ]
+    # A run changes copies: whoever moved the states here may put back the tensors it found.
+    metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(root)]
+    for module, _, own in metrics:
+        copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
+        module.__dict__.update(copies)
     training = [(m, m.training) for m in root.modules()]
     with rng.preserved(host=True):
         try:
@@ -184,7 +185,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
                 for module, key, buffer, value in buffers:
                     buffer.copy_(value)
                     module._buffers[key] = buffer  # the step may have put another in its place
-            for module, own in states:
-                module.__dict__.update(own)
+            for module, attributes, _ in metrics:
+                module.__dict__.update(attributes)
             for module, flag in training:
                 module.training = flag

@@ -2,6 +2,7 @@
 
 torch has two sets of names for this. Once the newer ones are used, the older ones (`allow_tf32`,
 `get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer.
+Before torch 2.9 there are the older ones only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ def float32_precisions() -> tuple[str, str, str]:
         ('none', 'tf32', 'none')
     """
     backends = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        rounds = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        products, convolutions = ("tf32" if tf32 else "none" for tf32 in rounds)
+        on_host = torch.get_float32_matmul_precision()
+        return products, convolutions, "bf16" if on_host == "medium" else "none"
     return (
         backends.cuda.matmul.fp32_precision,
         backends.cudnn.conv.fp32_precision,

@@ -243,6 +243,7 @@ class LayerGraph:
         left: Further attributes that glue sets, and leaves.
         hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
             it before; one past the last layer is the loss. Empty for `retain_grad`.
+        changes_gradients: Hooks are put on tensors, by glue or inside of layers, which may change their gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, if that is known.
     """
@@ -272,6 +273,7 @@ class LayerGraph:
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
+    changes_gradients: bool = field(default=False, compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     form: Form | None = field(default=None, compare=False, repr=False)
 

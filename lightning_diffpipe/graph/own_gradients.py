@@ -8,8 +8,10 @@ it need not, as long as nobody cuts the module: see `calltree.choose_layers`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -22,23 +24,21 @@ _INSIDE = "inside the forward of one small module, which then becomes one layer"
 
 @contextlib.contextmanager
 def gradients_noticed(taken: Callable[[str], None]) -> Iterator[None]:
-    """Calls `taken` with the name of a function of `torch.autograd` that is about to take gradients."""
-    saved = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
+    """Calls `taken` with the name of a function of `torch.autograd` that is about to take gradients.
 
-    def noticed(name: str) -> Callable[..., object]:
-        def take(*args: object, **kwargs: object) -> object:
-            taken(f"torch.autograd.{name}")
-            return saved[name](*args, **kwargs)
+    Both look up the engine when they are called, so that it does not matter by what name a model has imported them.
+    """
+    engine = torch.autograd._engine_run_backward
 
-        return take
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        taken(f"torch.autograd.{inspect.currentframe().f_back.f_code.co_name}")  # type: ignore[union-attr]
+        return engine(*args, **kwargs)
 
-    for name in saved:
-        setattr(torch.autograd, name, noticed(name))
+    torch.autograd._engine_run_backward = noticed
     try:
         yield
     finally:
-        for name, function in saved.items():
-            setattr(torch.autograd, name, function)
+        torch.autograd._engine_run_backward = engine
 
 
 @contextlib.contextmanager

@@ -148,6 +148,7 @@ class Provenance(TorchDispatchMode):
         self.glue_parameter_writes: set[str] = set()
         self.generators = OwnGenerators(module)
         self.hooks: list[Hooked] = []
+        self.changes_gradients = False
         self.batch_writes: set[str] = set()
         self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
@@ -245,6 +246,7 @@ class Provenance(TorchDispatchMode):
 
         Only in glue do stages see parts of a gradient; one that is only kept may be a part.
         """
+        self.changes_gradients |= changes
         if self.current is not None:
             return
         if not changes:

@@ -186,12 +186,14 @@ class StageRun(LayerRun):
         """The half of `backward` that the stage before waits for; `backward_weight` must follow.
 
         Takes and returns what `backward` does. Where the graph cannot be split (activation
-        checkpointing, which would recompute for every question) all of it runs here.
+        checkpointing, which would recompute for every question, and hooks on gradients, which both halves would
+        run) all of it runs here.
         """
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
         leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-        if self.checkpointed:
+        hooked = self._plan.graph.changes_gradients or any(p._backward_hooks for p in self._trained)
+        if self.checkpointed or hooked:
             return self.backward(grad_outputs, loss_scale)
         if roots:
             try:

@@ -99,7 +99,7 @@ class StepRun:
         with self._answering(interception):
             self._stamps.append(self._clock.stamp())
             loss = loss_of(call())
-            if self.checkpointed or not self._outputs:
+            if self.checkpointed or self._graph.changes_gradients or not self._outputs:
                 return None
             start = self._clock.stamp()
             try:

@@ -10,23 +10,19 @@ The word travels along a tree, on the host, and rank 0 has it:
 Everybody waits for the word from above, and nobody for wishes from below: they are heard in the next round, when
 they have long arrived. So a rank that is still busy with the step before keeps none waiting that has work to do.
 
-Between steps ranks may be busy for long, saving or drawing, and are waited for as patiently as weights. One that is
-gone is missed at once.
+Between steps ranks may be busy for long, saving or drawing. Rank 0, which does most of that, is waited for here, as
+patiently as for weights; another rank is missed in the step, after `timeout_s`. One that is gone is missed at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.runtime.mesh import Mesh
 
 _TAG = 3_666_666
@@ -106,13 +102,13 @@ class Agreement:
 
     def _send(self, neighbour: _Neighbour, word: bool) -> None:
         buffer = torch.tensor([word], dtype=torch.uint8)
-        with self._naming(neighbour.rank):
+        with self._mesh.naming([neighbour.rank]):
             work = dist.isend(buffer, neighbour.rank, group=neighbour.group, tag=_TAG)
         self._sent.append(_Message(neighbour.rank, buffer, work))
 
     def _receive(self, neighbour: _Neighbour) -> _Message:
         buffer = torch.zeros(1, dtype=torch.uint8)
-        with self._naming(neighbour.rank):
+        with self._mesh.naming([neighbour.rank]):
             work = dist.irecv(buffer, neighbour.rank, group=neighbour.group, tag=_TAG)
         return _Message(neighbour.rank, buffer, work)
 
@@ -122,26 +118,8 @@ class Agreement:
 
     def _await(self, message: _Message) -> None:
         assert message.work is not None
-        with self._naming(message.peer):
+        with self._mesh.naming([message.peer]):
             message.work.wait(datetime.timedelta(seconds=self._mesh.patience_s))
-
-    @contextlib.contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
-        """Turns what a broken connection or a wait in vain raises into an error that names the peer."""
-        started_s, patience_s = time.monotonic(), self._mesh.patience_s
-        try:
-            yield
-        except RuntimeError as error:
-            lost = time.monotonic() - started_s < 0.9 * patience_s
-            reason = (
-                f"lost rank {peer}, which stopped; its own error says why"
-                if lost
-                else f"it has not come so far for {patience_s:.0f} s, and is stuck in a callback, a hook or its "
-                "data loader"
-            )
-            raise PipelineTimeoutError(
-                f"rank {self._mesh.rank} waited for rank {peer} between two steps: {reason}"
-            ) from error
 
 
 def _neighbours(mesh: Mesh) -> tuple[_Neighbour | None, list[_Neighbour]]:

@@ -12,10 +12,12 @@ Only the first pipeline takes part in `collect`; the others hold copies.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError
@@ -183,8 +185,8 @@ def collect_optimizer_state(
     """Brings an optimizer's state together on world rank 0.
 
     Args:
-        state: `optimizer.state_dict()["state"]`: values by parameter index and name. Every rank
-            numbers all parameters of the module alike, whoever holds them.
+        state: `optimizer.state_dict()["state"]`: values by parameter index and name, tensors perhaps inside of
+            lists and dicts. Every rank numbers all parameters of the module alike, whoever holds them.
         owners: Position in the pipeline that holds each parameter index.
         mesh: This rank's groups.
 
@@ -196,38 +198,32 @@ def collect_optimizer_state(
     own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
     outlines: list[Any] = [None] * mesh.layout.ranks_per_pipeline if mesh.local_rank == 0 else []
     dist.gather_object(
-        {
-            index: {key: _outline(value) for key, value in values.items()}
-            for index, values in own.items()
-        },
+        pytree.tree_map_only(Tensor, _outline, own),
         outlines or None,
         dst=mesh.world_rank(0),
         group=mesh.transfers,
     )
     if mesh.local_rank != 0:
-        for values in own.values():
-            for value in values.values():
-                if isinstance(value, Tensor):
-                    dist.send(
-                        _as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.transfers
-                    )
+        for value in filter(_is_plain, pytree.tree_leaves(own)):
+            dist.send(_as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.transfers)
         return {}
-    whole = {
-        index: {key: _on_host(value) for key, value in values.items()}
-        for index, values in own.items()
-    }
+    whole: dict[int, dict[str, Any]] = pytree.tree_map(_on_host, own)
     for owner, outline in enumerate(outlines[1:], start=1):
-        for index, values in outline.items():
-            whole[index] = {
-                key: _received(value, owner, mesh) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
+        received = partial(_received, owner=owner, mesh=mesh)
+        whole |= pytree.tree_map_only(_is_plain, received, outline)
     return dict(sorted(whole.items()))
 
 
-def _outline(value: Any) -> Any:
-    """A tensor's shape and dtype without its content; other values as they are."""
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+def _outline(value: Tensor) -> Tensor:
+    """A tensor's shape and dtype without its content; one of a class of its own with its content.
+
+    That is on the host, as whoever unpickles a tensor of a GPU puts it there, on a card that may be full.
+    """
+    return torch.empty_like(value, device="meta") if _is_plain(value) else value.detach().cpu()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:

@@ -36,13 +36,17 @@ def gather_spans(
     Returns:
         On the first rank of the pipeline, by position: the spans, and by how many seconds the clock is
         ahead of the first rank's. None elsewhere.
+
+    Raises:
+        PipelineTimeoutError: A rank is gone, or did not come in half an hour.
     """
     if mesh.layout.ranks_per_pipeline == 1:
         return [list(spans)], [0.0]
-    offsets_s = clock_offsets_s(mesh, clock)
     first = mesh.local_rank == 0
     found: list[list[Span]] | None = [[]] * mesh.layout.ranks_per_pipeline if first else None
-    dist.gather_object(list(spans), found, dst=mesh.world_rank(0), group=mesh.control)
+    with mesh.naming(mesh.pipeline_ranks):
+        offsets_s = clock_offsets_s(mesh, clock)
+        dist.gather_object(list(spans), found, dst=mesh.world_rank(0), group=mesh.transfers)
     return None if found is None else (found, offsets_s)
 
 
@@ -65,8 +69,8 @@ def _ahead_s(mesh: Mesh, peer: int, clock: Callable[[], float]) -> float:
     answer = torch.zeros(1, dtype=torch.float64)
     for _ in range(_ROUNDS):
         start_s = clock()
-        dist.send(answer, mesh.world_rank(peer), group=mesh.control, tag=_TAG)
-        dist.recv(answer, mesh.world_rank(peer), group=mesh.control, tag=_TAG)
+        dist.send(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
+        dist.recv(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
         stop_s = clock()
         rounds.append((stop_s - start_s, float(answer) - (start_s + stop_s) / 2))
     return min(rounds)[1]
@@ -74,6 +78,6 @@ def _ahead_s(mesh: Mesh, peer: int, clock: Callable[[], float]) -> float:
 
 def _answer(mesh: Mesh, clock: Callable[[], float]) -> None:
     buffer = torch.zeros(1, dtype=torch.float64)
-    dist.recv(buffer, mesh.world_rank(0), group=mesh.control, tag=_TAG)
+    dist.recv(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)
     buffer.fill_(clock())
-    dist.send(buffer, mesh.world_rank(0), group=mesh.control, tag=_TAG)
+    dist.send(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)

@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 
 _PATIENCE_S = 1800.0
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,12 @@ class Mesh:
         backend: `"gloo"` or `"nccl"`.
         timeout_s: How long any wait of a step may last.
         control: This pipeline's ranks on the host.
-        transfers: ... for all their weights: a rank waits there until those of others have passed, for half an
-            hour. One that is gone is missed at once.
+        transfers: ... where one may be busy for long: for all their weights, and between steps. The others wait
+            there for half an hour. One that is gone is missed at once.
+        world: All ranks on the host, as patiently.
         pipeline_group: This pipeline's ranks on their devices.
-        data_parallel: The ranks at this position in all pipelines, on the host.
+        data_parallel: The ranks at this position in all pipelines, on the host; None of one pipeline.
+        evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
         messages: By edge.
     """
 
@@ -110,8 +115,10 @@ class Mesh:
     timeout_s: float
     control: dist.ProcessGroup | None = None
     transfers: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
+    evaluation: dist.ProcessGroup | None = None
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _reduction: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
@@ -127,13 +134,18 @@ class Mesh:
         return max(self.timeout_s, _PATIENCE_S)
 
     @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """World ranks of this rank's pipeline, in order."""
+        return self.layout.pipeline_ranks(self.pipeline)
+
+    @property
     def local_rank(self) -> int:
         """Position of this rank in its pipeline."""
         return self.layout.local_rank(self.rank)
 
     def world_rank(self, local_rank: int) -> int:
         """World rank of a position in this rank's pipeline."""
-        return self.layout.pipeline_ranks(self.pipeline)[local_rank]
+        return self.pipeline_ranks[local_rank]
 
     def connect(self, edges: Iterable[tuple[int, int]] = ()) -> None:
         """Makes this rank's groups; every rank of the world must call it at the same time.
@@ -155,26 +167,90 @@ class Mesh:
                 group = self._message_group(source, target, device_group)
                 if self.rank in (source, target):
                     self.messages[edge] = group
+        if (
+            layout.num_pipelines == 1
+        ):  # a group of gloo is a thread that wakes a hundred times a second
+            self.world = self.transfers
+            return
+        self.world = self._patient_group(range(layout.world_size))
         for local in range(layout.ranks_per_pipeline):
             peers = [layout.pipeline_ranks(p)[local] for p in range(layout.num_pipelines)]
-            group = self._new_group(peers, "gloo")
+            group, evaluation = self._new_group(peers, "gloo"), self._patient_group(peers)
             if self.rank in peers:
-                self.data_parallel = group
+                self.data_parallel, self.evaluation = group, evaluation
 
-    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        """A few numbers of every rank of the pipeline, by position, on all of them."""
+    def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
+        """A few numbers of every rank of the pipeline, by position, on all of them.
+
+        Args:
+            numbers: This rank's.
+            patient: Others may be busy for long, as between steps.
+
+        Raises:
+            PipelineTimeoutError: One is gone, or did not come in time.
+        """
         own = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.zeros_like(own) for _ in range(self.layout.ranks_per_pipeline)]
-        dist.all_gather(rows, own, group=self.control)
+        with self.naming(self.pipeline_ranks, patient):
+            dist.all_gather(rows, own, group=self.transfers if patient else self.control)
         return [row.tolist() for row in rows]
 
     def summed_over_pipelines(self, number: int) -> int:
-        """The sum of a number of every pipeline, on all of them."""
-        if self.layout.num_pipelines == 1:
+        """The sum of a number of every pipeline, on all of them.
+
+        Raises:
+            PipelineTimeoutError: A rank is gone, or did not come in time.
+        """
+        layout = self.layout
+        if layout.num_pipelines == 1:
             return number
         total = torch.tensor([number])
-        dist.all_reduce(total, group=self.data_parallel)
+        peers = range(self.local_rank, layout.world_size, layout.ranks_per_pipeline)
+        with self.naming(peers, patient=False):
+            dist.all_reduce(total, group=self.data_parallel)
         return int(total)
+
+    def of_rank(self, source: int, value: Any) -> Any:
+        """An object of one rank of the world on all of them, by way of the hosts.
+
+        Raises:
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        box = [value]
+        with self.naming(range(self.layout.world_size)):
+            dist.broadcast_object_list(box, src=source, group=self.world)
+        return box[0]
+
+    @contextlib.contextmanager
+    def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
+        """Turns what a broken connection or a wait in vain raises into an error that names those waited for.
+
+        Args:
+            ranks: World ranks that take part; this one may be among them.
+            patient: They are waited for in a group with `patience_s`, between steps.
+        """
+        started_s, limit_s = time.monotonic(), self.patience_s if patient else self.timeout_s
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in ranks if rank != self.rank]
+            several = len(others) > 1
+            more = ", ..." if len(others) > _MOST_NAMED else ""
+            shown = ", ".join(map(str, others[:_MOST_NAMED])) + more
+            who = f"ranks {shown}" if several else f"rank {shown}"
+            if time.monotonic() - started_s < 0.9 * limit_s:
+                lost = "one of them" if several else who
+                reason = f"lost {lost}, which stopped; its own error says why"
+            else:
+                limit = f"{limit_s:.0f} s" if patient else f"{limit_s:g} s (timeout_s)"
+                reason = (
+                    f"{'one of them' if several else 'it'} has not come so far for {limit}, and is stuck in a "
+                    "callback, a hook or its data loader"
+                )
+            where = " between two steps" if patient else ""
+            raise PipelineTimeoutError(
+                f"rank {self.rank} waited for {who}{where}: {reason}"
+            ) from error
 
     def reduction_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group that sums the gradients of parameters held by exactly these world ranks."""
@@ -224,7 +300,8 @@ class Mesh:
         self._owned.clear()
         self._reduction.clear()
         self.messages.clear()
-        self.control = self.transfers = self.pipeline_group = self.data_parallel = None
+        self.control = self.transfers = self.world = self.pipeline_group = None
+        self.data_parallel = self.evaluation = None
 
     def _message_group(
         self, source: int, target: int, pipeline_group: dist.ProcessGroup

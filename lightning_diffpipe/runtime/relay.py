@@ -48,20 +48,26 @@ class RelayChannel:
 
         Raises:
             ForeignLayerError: It is of a type that cannot travel; on all ranks.
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         mesh = self._mesh
         source = mesh.world_rank(owner)
         runs = mesh.local_rank == owner
         form, tensors = _taken_apart(output, mesh.device) if runs else ("", [])
         box: list[Any] = [(form, [TensorSpec.of(tensor) for tensor in tensors])]
-        dist.broadcast_object_list(box, src=source, group=mesh.control)
+        with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps
+            dist.broadcast_object_list(box, src=source, group=mesh.transfers)
         form, specs = box[0]
         if isinstance(form, str):
             raise ForeignLayerError(form)
         layout = MessageLayout.of(specs)
         buffer = layout.pack(tensors, mesh.device) if runs else layout.empty(mesh.device)
         if layout.num_bytes:
-            dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
+            # In a broadcast the owner does not wait for all, and tensors are waited for no longer than `timeout_s`.
+            with mesh.naming(mesh.pipeline_ranks):
+                dist.barrier(group=mesh.transfers)
+            with mesh.naming(mesh.pipeline_ranks, patient=False):
+                dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
         return output if runs else _put_together(form, layout.unpack(buffer), mesh.device)
 
 

@@ -14,9 +14,11 @@ there are new ones, for most modules once, they are gathered and the table is su
 
 from __future__ import annotations
 
+import numbers
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -76,7 +78,8 @@ class ResultSharing:
             What to wait for before `finish`; nothing where a pipeline has one rank.
 
         Raises:
-            ConfigurationError: A logged value is neither a number nor a tensor of one element.
+            ConfigurationError: A logged value is neither a number nor a tensor of one element, or an option of
+                `self.log` cannot travel.
         """
         self._works = works
         self._own = {}
@@ -86,9 +89,10 @@ class ResultSharing:
         alone = self._mesh.layout.ranks_per_pipeline == 1
         if alone:
             self._agreed = self._own
-        unknown = not alone and any(
-            name not in self._agreed or pickle.dumps(self._agreed[name]) != pickle.dumps(options)
-            for name, options in self._own.items()
+        packed = {} if alone else {name: _packed(name, own) for name, own in self._own.items()}
+        unknown = any(
+            name not in self._agreed or pickle.dumps(self._agreed[name]) != own
+            for name, own in packed.items()
         )
         self._noticed = torch.tensor([int(unknown), *(name in self._own for name in self._agreed)])
         self._table = self._filled_in()
@@ -135,20 +139,25 @@ class ResultSharing:
 
     def _filled_in(self) -> Tensor:
         """Values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
-        device, names = self._mesh.device, tuple(self._agreed)
+        device = self._mesh.device
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        table = torch.zeros(2, len(self._works), 1 + len(names), dtype=dtype, device=device)
+        columns = {name: column for column, name in enumerate(self._agreed, 1)}
+        width = 1 + len(columns)
+        zeros = torch.zeros(len(self._works) * width, dtype=dtype, device=device)
+        # What there is, with zeros between: of names that are not logged here there may be thousands.
+        values, samples, end = [], [], 0
         for row, work in enumerate(self._works):
             if work.loss is None:
                 continue
-            values = {name: value for name, value, _ in _calls(work)}
-            numbers = [work.loss, *(values.get(name, 0.0) for name in names)]
-            table[0, row] = torch.stack([_scalar(value, device, dtype) for value in numbers])
-            table[1, row].fill_(work.num_samples)
-            for column, name in enumerate(names, 1):
-                if name not in values:
-                    table[1, row, column].fill_(0)
-        return table
+            found = {columns[n]: value for n, value, _ in _calls(work) if n in columns}
+            size = _scalar(work.num_samples, device, dtype)
+            for column, value in sorted({0: work.loss, **found}.items(), key=itemgetter(0)):
+                start = row * width + column
+                values += [zeros[end:start], _scalar(value, device, dtype)[None]]
+                samples += [zeros[end:start], size[None]]
+                end = start + 1
+        table = [torch.cat([*parts, zeros[end:]]) for parts in (values, samples)]
+        return torch.stack(table).view(2, len(self._works), width)
 
 
 def _mean(values: Tensor, samples: Tensor) -> Tensor:
@@ -185,13 +194,27 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
     return calls
 
 
+def _packed(name: str, options: dict[str, Any]) -> bytes:
+    """Options of `self.log` as they travel."""
+    try:
+        return pickle.dumps(options)
+    except Exception as error:  # objects refuse it with errors of many types
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ConfigurationError(
+            f"self.log({name!r}, ..., {given}): these options cannot be sent to the other ranks of the pipeline "
+            f"({type(error).__name__}: {error}). Give reduce_fx as 'mean', 'sum', 'max' or 'min', and leave out "
+            "sync_dist_group: every rank of a pipeline gets the value"
+        ) from error
+
+
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A number on the device; nobody waits for what the device does, as `torch.tensor` would."""
-    if isinstance(value, (int, float)):
+    if isinstance(value, numbers.Real):  # numpy's, too
         return torch.full((), float(value), device=device, dtype=dtype)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().to(device, dtype, non_blocking=True).reshape(())
     raise ConfigurationError(
         f"self.log was given a {type(value).__name__}; a pipeline can carry numbers and tensors of one "
-        "element to all ranks. Log metric.compute() instead of a metric object"
+        "element to all ranks. Of a metric object log the value for the batch: "
+        "self.log(name, metric(preds, target)), and over an epoch compute() in on_train_epoch_end"
     )

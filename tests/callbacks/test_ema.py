@@ -16,7 +16,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     weights_of,
 )
-from tests.distributed.tiny import Data
+from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 
 
@@ -184,6 +184,50 @@ def test_averages_of_one_stage_are_not_mixed_with_weights_of_others():
     first, second = run_ranks(use_averages_after_training, 2)
     assert first - second
     assert second - first
+
+
+class FrozenEnd(TinyDiffusion):
+    """Trains its first block only, as adapters may lie in front only."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[0].requires_grad_(True)
+
+
+class NotesDtypes(L.Callback):
+    """Notes the types of the losses that callbacks get."""
+
+    def on_train_start(self, trainer, module):
+        self.dtypes = set()
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.dtypes.add(outputs["loss"].dtype)
+
+
+def average_where_little_is_trained(rank, world_size, folder):
+    ema, dtypes, module = EMA(decay=0.3), NotesDtypes(), build(Settings(module_class=FrozenEnd))
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, callbacks=[ema, dtypes], max_steps=2
+    )
+    trainer.fit(module, datamodule=Data())
+    names, path = set(ema.averages), folder / f"{world_size}.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path)["callbacks"]["EMA"] if rank == 0 else None
+    return names, dtypes.dtypes, saved
+
+
+@pytest.mark.distributed
+def test_a_stage_may_train_nothing(tmp_path):
+    """History: the first optimizer step ended in an error of torch, and losses in double were rounded there."""
+    first, second = run_ranks(average_where_little_is_trained, 2, 2, tmp_path)
+    (alone,) = run_ranks(average_where_little_is_trained, 1, 1, tmp_path)
+    assert first[0] == alone[0]
+    assert second[0] == set()
+    assert first[1] == second[1] == alone[1] == {torch.float64}
+    assert first[2]["num_updates"] == 2
+    torch.testing.assert_close(first[2]["averages"], alone[2]["averages"])
 
 
 def test_a_checkpoint_written_in_validation_holds_averages_as_averages(tmp_path):

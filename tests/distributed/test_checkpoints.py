@@ -10,6 +10,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import OmegaConf
 
@@ -361,6 +363,43 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
         again = collect(own, owners, mesh)
     found = [whole, {i: s["average"] for i, s in states.items()}, again, everywhere]
     return [[value.mean().item() for value in values.values()] for values in found]
+
+
+def collect_nested_state(rank):
+    """Tensors inside of lists and dicts, as 8-bit Adam, SOAP and Shampoo keep them; nothing of them is pickled."""
+    mesh = Mesh(Layout(2, Placement.of_replicas([1, 1])), rank, torch.device("cpu"), "gloo", 30.0)
+    mesh.connect()
+    gather = dist.gather_object
+
+    def gathers_outlines(own, *further, **options):
+        kinds = {
+            leaf.device.type for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)
+        }
+        assert kinds == {"meta"}, "on a GPU they would be unpickled onto rank 0's"
+        gather(own, *further, **options)
+
+    dist.gather_object = gathers_outlines
+    value = torch.arange(6.0).reshape(2, 3) + rank
+    state = {rank: {"step": 3, "quantized": {"state1": value, "map": [value + 1, "fp8"]}}}
+    states = collect_optimizer_state(state, {0: 0, 1: 1}, mesh)
+    dist.gather_object = gather
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, states)
+
+
+def test_nested_state_of_an_optimizer_travels_as_its_tensors_do():
+    """History: a rank's whole state went in one pickle, and rank 0 unpickled it onto other ranks' GPUs."""
+    found, nothing = run_ranks(collect_nested_state, 2)
+    rows = torch.arange(6.0).reshape(2, 3)
+    assert nothing == {}
+    for rank, values in found.items():
+        assert values == {
+            "step": 3,
+            "quantized": {
+                "state1": (rows + rank).tolist(),
+                "map": [(rows + rank + 1).tolist(), "fp8"],
+            },
+        }
+    assert sorted(found) == [0, 1]
 
 
 def test_an_owner_waits_for_its_turn_longer_than_a_message_may_take():

@@ -1,9 +1,12 @@
 """Steps that ask their trainer for what is made only once there is a pipeline."""
 
+import time
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import Recorder, Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import run_ranks
@@ -108,3 +111,27 @@ def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(opt
         assert len(losses) == num_steps
         if num_steps == 12:  # else each rank has half of the samples
             assert losses == pytest.approx(alone[3], rel=1e-9)
+
+
+class RefusesOnOneRank(Asks):
+    """A step that comes so far on rank 0 only."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1:
+            raise ConfigurationError("there is no embedding of this caption")
+        return super().training_step(batch, batch_idx)
+
+
+def train_until_refused(rank):
+    module = build(Settings(module_class=RefusesOnOneRank))
+    trainer = quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2, num_microbatches=2))
+    started_s = time.monotonic()
+    with pytest.raises(ConfigurationError, match="no embedding of this caption"):
+        trainer.fit(module, DataLoader(Samples(24), 4))
+    return time.monotonic() - started_s
+
+
+@pytest.mark.distributed
+def test_what_one_rank_refuses_is_told_where_others_ask_for_the_number_of_steps():
+    """History: they waited for it in the barrier that Lightning counts batches behind."""
+    assert max(run_ranks(train_until_refused, 2)) < 15, "the default group's timeout is 20 s"

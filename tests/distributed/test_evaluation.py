@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from lightning_diffpipe.runtime.results import ResultSharing
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
@@ -217,6 +218,67 @@ def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_rep
         assert {name: found[name] for name in alone} == pytest.approx(alone)
         assert found["val/samples"] == after == 8
         assert agreed
+
+
+class Measuring(Quiet):
+    """Has metrics that step, evaluation and hooks of both compute."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.trained, self.steps, self.samples = MeanMetric(), SumMetric(), SumMetric()
+        self.others = [SumMetric(), CatMetric()]  # no modules of this one
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.trained.update(loss.detach())
+        self.steps.update(len(batch["image"]))
+        self.log("train/so_far", self.trained.compute(), on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.counted = float(self.steps.compute()), float(self.trained.compute())
+
+    def validation_step(self, batch, batch_idx):
+        for metric in self.others:
+            metric.update(batch["image"].sum((1, 2)))
+        self.samples.update(len(batch["image"]))
+        self.log("val/samples", self.samples)
+
+    def on_validation_epoch_end(self):
+        total, single = (metric.compute() for metric in self.others)
+        self.validated = float(total), sorted(single.tolist())
+
+
+def measure(rank, world_size, options, size):
+    module, sync = build(Settings(module_class=Measuring)), Metric.sync
+    distributed = {"devices": world_size, "strategy": quick_strategy(**options)} if options else {}
+    trainer = quiet_trainer(**distributed)
+    trainer.fit(module, datamodule=Data(size=size, batch_size=8))
+    assert Metric.sync is sync
+    return module.counted, module.validated, float(trainer.callback_metrics["val/samples"])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_stages", "num_replicas", "pipelines"),
+    [(2, 2, 1, 1), (2, 1, 2, 1), pytest.param(4, 2, 1, 2, marks=pytest.mark.slow)],
+)
+def test_metrics_count_every_sample_once(world_size, num_stages, num_replicas, pipelines):
+    """History: `compute()` in a step waited for stages that never come there, and a validation counted ranks."""
+    options = {
+        "num_stages": num_stages,
+        "num_replicas": num_replicas,
+        "num_microbatches": 2,
+        "profile": None,
+    }
+    size = 16 * pipelines
+    _, validated, _ = measure(0, 1, None, size)
+    results = run_ranks(measure, world_size, world_size, options, size)
+    for (samples, mean), (total, single), logged in results:
+        assert samples == size
+        assert mean == pytest.approx(results[0][0][1])
+        assert total == pytest.approx(validated[0])
+        assert single == pytest.approx(validated[1])
+        assert logged == len(single) == 8
 
 
 def test_what_is_logged_keeps_no_activations(monkeypatch):

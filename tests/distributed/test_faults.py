@@ -408,6 +408,19 @@ def test_the_optimizer_of_a_module_is_looked_at():
         run(2, module_class=UsesProdigy)
 
 
+class ClipsByItself(TinyDiffusion):
+    """Clips as scripts for one process do."""
+
+    def configure_gradient_clipping(self, optimizer, **_):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def test_clipping_of_ones_own_is_refused_on_several_stages():
+    """History: each stage was scaled by another factor, another direction than one process takes."""
+    with pytest.raises(RankError, match=r"ConfigurationError: torch\.nn\.utils took a norm"):
+        run(2, module_class=ClipsByItself)
+
+
 class Unfreezes(L.Callback):
     """Trains the text table, too, from the second epoch on."""
 

@@ -230,6 +230,31 @@ def test_clipping_by_the_norm_over_all_stages(replicas):
     assert free.losses[-1] != expected.losses[-1], "the clip value does not bind"
 
 
+class ClipsInHook(TinyDiffusion):
+    """Clips where Lightning asks it to."""
+
+    def configure_gradient_clipping(self, optimizer, **_):
+        self.clip_gradients(optimizer, gradient_clip_val=0.05)
+
+
+class ClipsByItself(TinyDiffusion):
+    """Clips as scripts for one process do."""
+
+    def configure_gradient_clipping(self, optimizer, **_):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("module_class", "strategy"),
+    [
+        (ClipsInHook, {"num_stages": 2}),
+        (ClipsByItself, {"num_stages": 1, "num_replicas": 2}),  # a rank has all gradients
+    ],
+)
+def test_clipping_in_a_hook(module_class, strategy):
+    check(2, 4, module_class=module_class, strategy=strategy, tolerance=1e-9)
+
+
 def test_tied_weights_on_two_stages():
     check(
         2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1}

@@ -56,9 +56,15 @@ def intercepted(root: nn.Module) -> Iterator[Interception]:
 
 
 def emulate(
-    root: nn.Module, graph: LayerGraph, plan: Cut | Sequence[int], step: Step, batch: Any, seed: int
+    root: nn.Module,
+    graph: LayerGraph,
+    plan: Cut | Sequence[int],
+    step: Step,
+    batch: Any,
+    seed: int,
+    halves: bool = False,
 ) -> tuple[Tensor, Gradients]:
-    """Loss and gradients of one batch as the sum over all stages, run in turn."""
+    """Loss and gradients of one batch as the sum over all stages, run in turn; backwards perhaps in two halves."""
     plan = plan if isinstance(plan, Cut) else cut(graph, plan)
     call = lambda: step(root, batch)
     mail: dict[TensorKey, Tensor] = {}
@@ -82,7 +88,8 @@ def emulate(
         for stage, run in zip(reversed(plan.stages), reversed(runs), strict=True):
             assert set(back) == set(stage.sent_gradients)
             with foreign_parameters_nan(root, stage.parameters):
-                back = run.backward(back)
+                back = run.backward_input(back) if halves else run.backward(back)
+                run.backward_weight()
             for name, gradient in take_gradients(root).items():
                 holders.setdefault(name, []).append(stage.index)
                 total[name] = total[name] + gradient if name in total else gradient

@@ -94,17 +94,19 @@ def make(kind, hook="linear"):
     return module, batch, probe(module, step, batch, max_share=1 / 30)
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("kind", EXACT)
-def test_a_hook_acts_once_on_the_whole_gradient(kind, hook):
+def test_a_hook_acts_once_on_the_whole_gradient(kind, hook, halves):
     """History: the stage that read a hooked tensor scaled its gradient, and the one that made it scaled it again.
-    Where nothing read it, and in frozen layers, the run ended, as dummies need no gradient.
+    Where nothing read it, and in frozen layers, the run ended, as dummies need no gradient. Later, both halves of a
+    zero-bubble backward ran it, so that weights before it got a gradient scaled twice.
     """
     module, batch, graph = make(kind, hook)
     loss, expected = reference(module, step, batch, SEED)
     for positions in EXACT[kind]:
         require_hooks_within_stages(graph, cut(graph, positions))
-        got_loss, got = emulate(module, graph, positions, step, batch, SEED)
+        got_loss, got = emulate(module, graph, positions, step, batch, SEED, halves)
         assert got_loss == loss
         assert relative_error(expected, got)[0] < 1e-12, positions
 
@@ -127,18 +129,38 @@ def test_frozen_layers_can_still_be_cut_into_samples():
 
 
 class HooksInside(nn.Linear):
+    hook = None
+
     def forward(self, x):
         h = super().forward(x)
-        h.register_hook(HOOKS["clipped"])
+        h.register_hook(self.hook)
         return h
 
 
-def test_a_hook_inside_a_layer_sees_what_all_stages_send():
+class OnAWeight(nn.Linear):
+    """Read twice, so that both ways meet in front of the hook."""
+
+    hook = None
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.register_hook(lambda g: self.hook(g))
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kind", [HooksInside, OnAWeight])
+def test_a_hook_inside_a_layer_sees_what_all_stages_send(kind, hook, halves):
     """The remedy that the error names."""
     module, batch, _ = make(KeepsGradient)
-    module.a = HooksInside(6, 6).double()
+    for name in ("a", "b"):
+        setattr(module, name, kind(6, 6).double())
+        getattr(module, name).hook = HOOKS[hook]
     graph = probe(module, step, batch, max_share=1 / 30)
     loss, expected = reference(module, step, batch, SEED)
-    got_loss, got = emulate(module, graph, (1, 2, 3), step, batch, SEED)
+    got_loss, got = emulate(module, graph, (1, 2, 3), step, batch, SEED, halves)
     assert got_loss == loss
     assert relative_error(expected, got)[0] < 1e-12

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
+from torch.autograd import grad as early
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
@@ -29,12 +30,19 @@ def score(run, x):
         return torch.autograd.grad(run(y).pow(2).sum(), y, create_graph=True)[0]
 
 
+def score_by_an_early_name(run, x):
+    with torch.enable_grad():
+        y = x.requires_grad_() if x.is_leaf else x
+        return early(run(y).pow(2).sum(), y, create_graph=True)[0]
+
+
 WAYS = {
     "torch.func.jvp": with_tangent,
     "torch.autograd.forward_ad": with_dual_numbers,
     "torch.vmap": lambda run, x: torch.vmap(run)(x),
     "torch.func.grad or vjp": lambda run, x: torch.func.grad(lambda y: run(y).pow(2).sum())(x),
     "torch.autograd.grad": score,
+    "torch.autograd.grad, imported by name": score_by_an_early_name,
 }
 
 
@@ -72,7 +80,9 @@ class Between(Tower):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_module_that_differentiates_what_it_calls_is_one_layer(name, caplog):
-    """History: such a module was expanded where it cost enough, and what errors advised was refused, too."""
+    """History: such a module was expanded where it cost enough, and what errors advised was refused, too; and
+    `from torch.autograd import grad` was not noticed.
+    """
     graph = check_stages(Inside(WAYS[name]).double(), rows().double(), splits=(2, 3, 4))
     assert [layer for layer in graph.layer_names if layer.startswith("blocks.2")] == ["blocks.2"]
     assert "blocks.0.linear" in graph.layer_names, "all others are as fine as can be"
@@ -93,9 +103,10 @@ def test_such_a_module_can_be_timed(name):
 @pytest.mark.parametrize("mode", ["fake", "real"])
 def test_differentiating_between_layers_is_refused_with_place_and_remedy(name, mode):
     """History: MeanFlow's step ended in "Cannot access storage of TensorWrapper"."""
-    place = "calls" if name == "torch.autograd.grad" else "inside"
+    way = WAYS[name]
+    place, name = "calls" if "autograd.grad" in name else "inside", name.partition(",")[0]
     with pytest.raises(GraphError, match=f"{place} {name}") as refused:
-        probe(Between(WAYS[name]), step, rows(), mode=mode)
+        probe(Between(way), step, rows(), mode=mode)
     file = "steps.py" if name == "torch.autograd.forward_ad" else "test_own_gradients.py"
     assert f"{file}:" in str(refused.value)
     assert "inside the forward of one small module" in str(refused.value)

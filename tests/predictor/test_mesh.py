@@ -374,10 +374,14 @@ def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     ("wish", "current", "expected"),
     [(None, 0, 2), ("cuda", 0, 2), ("cuda", 1, 1), ("cuda:0", 1, 0), ("cpu", 1, None)],
 )
-def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, monkeypatch):
-    """History: under torchrun all ranks took the first GPU, which NCCL refuses."""
+@pytest.mark.parametrize("world_size", ["1", "8"])
+def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, world_size, monkeypatch):
+    """History: under torchrun all ranks took the first GPU, which NCCL refuses; and one named by its index did not
+    become the current one, which exchanges over NCCL need."""
     chosen = []
     monkeypatch.setenv("LOCAL_RANK", "6")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     for name, answer in [
         ("is_available", lambda: True), ("device_count", lambda: 4),
         ("current_device", lambda: current), ("set_device", chosen.append),
@@ -385,4 +389,5 @@ def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, monkeypat
         monkeypatch.setattr(torch.cuda, name, answer)
     device = predictor._device(wish)
     assert device.index == expected
-    assert chosen == ([device] if wish in (None, "cuda") else [])
+    sets = wish in (None, "cuda") or (wish == "cuda:0" and world_size == "8")
+    assert chosen == ([device] if sets else [])

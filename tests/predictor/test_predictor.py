@@ -276,6 +276,15 @@ def test_a_variance_that_no_pipeline_hands_on_is_told(kind, folder_of, tmp_path)
             Predictor.from_pretrained(path, **options)(prompts_of("dit"), **SETTINGS)
 
 
+def test_settings_of_another_scheduler_do_not_count(folder_of, tmp_path):
+    """History: diffusers keeps them in the config, and Euler, which takes no variance, was refused for them."""
+    trained = diffusers.DDPMScheduler(variance_type="learned_range")
+    scheduler = diffusers.EulerDiscreteScheduler.from_config(trained.config)
+    path = with_scheduler(folder_of("dit"), tmp_path / "euler", scheduler)
+    found = Predictor.from_pretrained(path, num_patches=2)(prompts_of("dit"), **SETTINGS)
+    assert len(found) == len(prompts_of("dit"))
+
+
 @pytest.mark.parametrize(("entry", "value"), [("boundary_ratio", 0.9), ("expand_timesteps", True)])
 def test_pipelines_whose_steps_differ_are_refused(entry, value, folder_of, tmp_path):
     path = shutil.copytree(folder_of("wan"), tmp_path / "two_models")
@@ -343,6 +352,12 @@ def test_a_folder_with_files_of_a_variant_only(shard, folder_of, tmp_path):
         Predictor.from_pretrained(path)
     with pytest.raises(CheckpointError, match="files without a variant: leave variant out"):
         Predictor.from_pretrained(folder_of("pixart"), variant="fp16")
+    if shard is not None:
+        (whole := tmp_path / "no_index").mkdir()
+        pipeline.transformer.save_pretrained(whole, **options)
+        next(whole.glob("*.index.json")).unlink()
+        with pytest.raises(CheckpointError, match="not their index: copy the folder again"):
+            SafetensorsFolder(whole)
     settings = SETTINGS | options_of("pixart")
     found = Predictor.from_pretrained(path, "single", variant="fp16")(["a", "b"], **settings)
     expected = Predictor.from_pretrained(folder_of("pixart"), "single")(["a", "b"], **settings)

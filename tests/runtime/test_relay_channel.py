@@ -41,6 +41,9 @@ class Wire:
         else:
             box[:] = pickle.loads(self.sent.pop(0))
 
+    def barrier(self, group):
+        pass
+
     def broadcast(self, buffer, src, group):
         if self.owner_sends:
             self.sent.append(buffer)

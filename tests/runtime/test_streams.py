@@ -61,5 +61,6 @@ def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device
 def test_a_predictor_of_several_ranks_asks_as_well(unused, monkeypatch, world_size, queues):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     predictor._device("cuda:0")
     assert os.environ.get(QUEUES) == queues

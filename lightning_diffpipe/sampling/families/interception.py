@@ -183,7 +183,9 @@ def _refuse_predicted_variance(
     scheduler: Any, plain: type, model_output: Tensor, sample: Tensor
 ) -> None:
     """Raises ConfigurationError if the scheduler wants what the pipeline cuts off, which no step would survive."""
-    kind = getattr(getattr(scheduler, "config", None), "variance_type", None)
+    if "variance_type" not in inspect.signature(plain.__init__).parameters:
+        return  # a config keeps settings of the scheduler it was made from
+    kind = scheduler.config.variance_type
     if kind in ("learned", "learned_range") and model_output.shape[1] != 2 * sample.shape[1]:
         raise ConfigurationError(
             f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "

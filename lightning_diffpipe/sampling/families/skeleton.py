@@ -71,7 +71,7 @@ class SafetensorsFolder:
         index = next((folder / n for n in names if (folder / n).exists()), None)
         if index is None:
             raise CheckpointError(
-                f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder)}"
+                f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder, variant)}"
             )
         paths = sorted({folder / n for n in json.loads(index.read_text())["weight_map"].values()})
         if missing := [path for path in paths if not path.exists()]:
@@ -90,7 +90,7 @@ class SafetensorsFolder:
                     yield name, file.get_tensor(name)
 
 
-def _what_to_do(folder: Path) -> str:
+def _what_to_do(folder: Path, variant: str | None) -> str:
     """What to do about weights that are not there."""
     found = set[str]()
     for path in folder.glob(f"{_STEM}.*.safetensors"):
@@ -101,7 +101,10 @@ def _what_to_do(folder: Path) -> str:
         return (
             f"it has other variants: take variant={' or variant='.join(map(repr, sorted(found)))}"
         )
-    if any(folder.glob(f"{_STEM}*.safetensors")):
+    found_plain = any(folder.glob(f"{_STEM}*.safetensors"))
+    if found_plain and variant is None:
+        return "it has parts of several files, but not their index: copy the folder again, with all files"
+    if found_plain:
         return "it has files without a variant: leave variant out"
     return (
         "a rank reads only its own tensors, which needs safetensors: write them with "

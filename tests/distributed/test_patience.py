@@ -1,0 +1,102 @@
+"""Between steps ranks wait for one that is busy much longer than for a message, and name one that never comes."""
+
+import time
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_diffpipe.callbacks import PipelineMonitor
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data, Samples
+from tests.ranks import RankError, run_ranks
+
+TIMEOUT_S, BUSY_S = 2.0, 3.0
+
+
+class Busy(L.Callback):
+    """Rank 0 is busy once, where it first comes to a hook."""
+
+    def __init__(self, hook):
+        self.was_busy = False
+        setattr(self, hook, self.work)
+
+    def work(self, trainer, *arguments):
+        if trainer.is_global_zero and not self.was_busy:
+            time.sleep(BUSY_S)
+        self.was_busy = True
+
+
+class Stream(IterableDataset):
+    """Samples of which nobody knows how many there are."""
+
+    def __iter__(self):
+        samples = Samples(12)
+        return (samples[index] for index in range(12))
+
+
+def fit_while_rank_0_is_busy(rank, hook):
+    callbacks = [Busy(hook), PipelineMonitor(every_n_steps=1, progress_bar=False)]
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks, max_epochs=2)
+    data = {"train_dataloaders": DataLoader(Stream(), 6), "val_dataloaders": Data().loader(12)}
+    trainer.fit(build(Settings()), **data)
+    return callbacks[0].was_busy, trainer.global_step
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "hook",
+    ["on_validation_start", "on_validation_batch_end", "on_train_epoch_end", "on_train_batch_end"],
+)
+def test_a_rank_that_is_busy_between_steps_is_waited_for(hook):
+    """History: validation, the first batches of an epoch and the monitor waited for `timeout_s`, as in a step."""
+    assert run_ranks(fit_while_rank_0_is_busy, 2, hook) == [(True, 4)] * 2
+
+
+class SlowAtTheEnd(Samples):
+    """One rank waits for its last samples."""
+
+    def __getitem__(self, index):
+        if index >= len(self) - 2 and torch.distributed.get_rank() == 1:
+            time.sleep(BUSY_S)
+        return super().__getitem__(index)
+
+
+def fit_while_a_pipeline_loads(rank):
+    strategy = quick_strategy(
+        num_stages=1, num_replicas=1, data_parallel=2, num_microbatches=2, timeout_s=TIMEOUT_S
+    )
+    trainer = quiet_trainer(devices=2, strategy=strategy, use_distributed_sampler=True)
+    samples = SlowAtTheEnd(24)
+    trainer.fit(build(Settings()), DataLoader(samples, 6, shuffle=False))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_pipeline_that_loads_for_too_long_is_named():
+    """History: where it was waited for first, in front of a step, the others ended in gloo's own error."""
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(fit_while_a_pipeline_loads, 2)
+    told = "rank 0 waited for rank 1: it has not come so far for 2 s (timeout_s), and is stuck in"
+    assert f"PipelineTimeoutError: {told}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "told"),
+    [
+        (2, "rank 1 waited for rank 0 between two steps: lost rank 0, which stopped"),
+        (3, "rank 1 waited for ranks 0, 2 between two steps: lost one of them, which"),
+        (12, "rank 1 waited for ranks 0, 2, 3, 4, 5, 6, 7, 8, ... between two steps"),
+    ],
+)
+def test_ranks_that_are_waited_for_together_are_named(num_ranks, told):
+    layout = Layout(num_ranks, Placement.of_replicas([1] * num_ranks))
+    mesh = Mesh(layout, 1, torch.device("cpu"), "gloo", 2.0)
+    with pytest.raises(PipelineTimeoutError, match=told), mesh.naming(mesh.pipeline_ranks):
+        raise RuntimeError("Connection closed by peer")

@@ -1,0 +1,33 @@
+"""How float32 is rounded, by torch's newer and older names for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_diffpipe.graph import float32
+
+
+@pytest.mark.parametrize(
+    ("products", "convolutions", "on_host", "expected"),
+    [
+        (False, True, "highest", ("none", "tf32", "none")),
+        (True, False, "medium", ("tf32", "none", "bf16")),
+    ],
+)
+def test_torch_before_2_9_has_the_older_names_only(
+    products, convolutions, on_host, expected, monkeypatch
+):
+    """History: every run ended there with "Unknown attribute fp32_precision"."""
+    older = SimpleNamespace(
+        cuda=SimpleNamespace(matmul=SimpleNamespace(allow_tf32=products)),
+        cudnn=SimpleNamespace(allow_tf32=convolutions),
+    )
+    names = SimpleNamespace(backends=older, get_float32_matmul_precision=lambda: on_host)
+    monkeypatch.setattr(float32, "torch", names)
+    assert float32.float32_precisions() == expected
+
+
+def test_the_newer_names_answer_here():
+    assert len(float32.float32_precisions()) == 3
+    assert hasattr(torch.backends, "fp32_precision")
