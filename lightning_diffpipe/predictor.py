@@ -46,13 +46,10 @@ from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
+from lightning_diffpipe.sampling.memory import forget_variables, release_memory
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
-from lightning_diffpipe.sampling.world import (
-    World,
-    forget_variables,
-    join_world,
-)
+from lightning_diffpipe.sampling.world import World, join_world
 
 OnStep = Callable[[int, int], None]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -331,6 +328,8 @@ class Predictor:
                     self._worker = None
                 if self._chooser is None:
                     raise
+                forget_variables(error)
+                release_memory()
                 self._chooser.refuse(worker.options, error)
 
     def _break_off(self, error: BaseException) -> None:

@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
-from lightning_diffpipe.sampling.memory import needing_memory, release_memory
+from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory, release_memory
 from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
@@ -111,7 +111,9 @@ class Chooser:
         """
         mixes = isinstance(error, GraphError)
         axes = None if mixes or options.mesh is None else asdict(options.mesh)
-        self._refused.append((Refusal(options.method, _short(error), axes), error))
+        # Functions behind it hold a worker and latents.
+        kept = error.with_traceback(None)
+        self._refused.append((Refusal(options.method, _short(error), axes), kept))
 
     def _decided(self, choice: SamplingChoice) -> MethodOptions:
         options = self._options
@@ -215,7 +217,7 @@ def _profile(
         glue_s = min(_glue_s(request, layout), step_s)
         call_s = patch_s - glue_s
     except DiffPipeError as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError):
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # says nothing of the model
         layout, refusal = None, _short(error)
     return DenoiserProfile(
@@ -316,9 +318,12 @@ def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
     # The first step in patches fills caches, so the next two are timed.
     try:
         patched.sample(replace(request, timesteps=request.timesteps[:3]))
-    except torch.OutOfMemoryError:
-        release_memory()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return 0.0  # not known: one rank keeps keys of all blocks here, of which a stage has its own only
+    finally:
+        release_memory()
     return min(max(min(patched.statistics.step_s[1:]) - step_s, 0.0), step_s)
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.layout import BETWEEN, Place, shapes_of_call
@@ -36,6 +37,9 @@ Run = Callable[..., Tensor]
 
 Kept = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
+
+_CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
+_SEARCHES = {"bucketize", "searchsorted"}
 
 
 def find_kept(
@@ -67,7 +71,7 @@ def find_kept(
     in_request = set[int]()
     if not torch.equal(t, other_t):
         in_request = in_step & _independent(here, later)
-        in_request &= _without_time(lambda at: record(unknown, at, here), t)
+        in_request &= _without_time(lambda at: record(unknown, at, here), t, here)
     in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
     places = _places(here, in_request, in_step)
     return (
@@ -76,13 +80,38 @@ def find_kept(
     )
 
 
-def _without_time(record: Callable[[Tensor], list[_Call]], t: Tensor) -> set[int]:
-    """Calls that NaN for a timestep does not reach; none of a model that can do nothing with it."""
+def _without_time(
+    record: Callable[[Tensor], list[_Call]], t: Tensor, here: list[_Call]
+) -> set[int]:
+    """Which of the calls `here` NaN for a timestep does not reach; none of a model that cannot take it."""
     dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
-    with contextlib.suppress(Exception):  # such as timesteps that are looked up in a table
+    with contextlib.suppress(Exception), _NoIndexOfNaN():
         calls = record(torch.full_like(t, float("nan"), dtype=dtype))
-        return {i for i, call in enumerate(calls) if call.copies}
+        if len(calls) == len(here):
+            pairs = enumerate(zip(here, calls, strict=True))
+            return {i for i, (at_t, call) in pairs if call.copies and call.is_at(at_t)}
     return set()
+
+
+class _NoIndexOfNaN(TorchFunctionMode):
+    """Refuses whole numbers made of NaN, which stand nowhere in a table: a lookup would end the CUDA context."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls, and looks at what is whole."""
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _CASTS | _SEARCHES and _is_whole(out):
+            given = (*args, *(kwargs or {}).values())
+            if any(isinstance(x, Tensor) and x.is_floating_point() and _has_nan(x) for x in given):
+                raise ValueError("an index would be made of a timestep that is not known")
+        return out
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Tensor) and not (
+        x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+    )
 
 
 @dataclass
@@ -96,10 +125,14 @@ class _Call:
     results: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
 
+    def is_at(self, other: _Call) -> bool:
+        """Whether the same module was called at the same place."""
+        return (self.where, self.name, self.parent) == (other.where, other.name, other.parent)
+
     def equals(self, other: _Call) -> bool:
         """Whether the same came out, and stayed as it was."""
-        own = (self.where, self.name, self.parent, self.shapes, len(self.copies))
-        if own != (other.where, other.name, other.parent, other.shapes, len(other.copies)):
+        own = (self.shapes, len(self.copies))
+        if not self.is_at(other) or own != (other.shapes, len(other.copies)):
             return False
         every = (self.results, other.results, other.copies)
         return all(_same(a, b) for some in every for a, b in zip(self.copies, some, strict=True))

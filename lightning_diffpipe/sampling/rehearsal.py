@@ -22,12 +22,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import DiffPipeError, LayoutError
 from lightning_diffpipe.sampling.leaks import mixing_operator
-from lightning_diffpipe.sampling.memory import needing_memory
+from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.probe import finite_placeholders
@@ -92,7 +91,9 @@ def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout
     def error_of_sharing() -> float:
         try:
             whole = OneProcess().sample(_showing(request, 1))
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             _log.warning(
                 "all tokens do not fit into memory at once; shared ones are not compared with them"
             )

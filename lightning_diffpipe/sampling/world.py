@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raise
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.runtime.links import gloo_of_all_hosts, measure_cluster
 from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
+from lightning_diffpipe.sampling.memory import forget_variables
 from lightning_diffpipe.sampling.progress import Progress
 
 _log = logging.getLogger(__name__)
@@ -188,14 +187,6 @@ def _losing_peers(links: Links) -> Iterator[None]:
         raise PipelineTimeoutError(
             f"rank {links.rank} lost a peer, which stopped; its own error says why"
         ) from error
-
-
-def forget_variables(error: BaseException | None) -> None:
-    """Lets go of what functions behind an error hold: a posted receive keeps its connection open."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:

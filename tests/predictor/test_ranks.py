@@ -32,6 +32,7 @@ from tests.predictor.scenarios import (
     refused_over_nccl,
     requests_in_turn,
     take_a_second,
+    too_large,
 )
 from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
 from tests.ranks import RankError, run_ranks
@@ -409,13 +410,24 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_leaves_messages_behind_over_nccl(job):
-    """History: the next request read what the other rank had sent for this one, of another size."""
+@pytest.mark.parametrize(
+    ("hook", "why", "later"),
+    [
+        (
+            too_large,
+            "this model needs more memory in a synchronous step than there is",
+            "an earlier request ended in the middle",
+        ),
+        (counts_tokens, "this model computes something else than on all tokens", "no error"),
+    ],
+)
+def test_over_nccl_a_refusal_is_the_end_if_messages_are_under_way(hook, why, later, job):
+    """History: the next request read what the other rank had sent for the one that did not fit into memory."""
     each = job("pixart", method="pipefusion", num_patches=2, timeout_s=6.0)
-    first, second = run_ranks(refused_over_nccl, 2, *each)
+    first, second = run_ranks(refused_over_nccl, 2, *each, hook)
     assert first == second
-    assert "this model needs more memory in a synchronous step than there is" in first[0]
-    assert "an earlier request ended in the middle" in first[1]
+    assert why in first[0]
+    assert later in first[1]
 
 
 @pytest.mark.slow

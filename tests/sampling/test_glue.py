@@ -124,6 +124,44 @@ def test_what_is_made_of_the_timestep_is_never_kept_for_all_steps(embeds):
     assert "embed" not in {place[1] for place in layout.constants}
 
 
+@pytest.mark.parametrize(
+    ("index_of", "looked_up_as_nan"),
+    [
+        (lambda t: t.long(), torch.tensor(float("nan")).long()),
+        (lambda t: t.to(torch.int32), torch.tensor(float("nan")).to(torch.int32)),
+        (lambda t: torch.bucketize(t, torch.arange(1001.0)), torch.tensor(1001)),
+    ],
+)
+def test_no_index_is_made_of_nan(index_of, looked_up_as_nan):
+    """History: on a GPU, looking up a timestep of NaN in a table ended the CUDA context, and the process."""
+    indices = []
+
+    def embeds(t):
+        indices.append(index_of(t))
+        return looked_up(indices[-1])
+
+    layout = found(embeds=embeds)
+    assert indices
+    assert all(not torch.equal(index.reshape(()), looked_up_as_nan) for index in indices)
+    assert {place[1] for place in layout.constants} == set()
+
+
+class CallsMoreWithoutTime(Denoiser):
+    """Makes one more call where the timestep is NaN."""
+
+    def forward(self, x, t):
+        if t.isnan():
+            self.gate(torch.ones(8).double())
+        return super().forward(x, t)
+
+
+def test_calls_that_only_nan_leads_to_stand_for_no_others():
+    """History: they were taken for those of the same number, and a timestep's embedding was kept for all steps."""
+    request = request_of(embeds=rounded)
+    request.model.__class__ = CallsMoreWithoutTime
+    assert "embed" not in {place[1] for place in probe(request).constants}
+
+
 @pytest.mark.parametrize(("option", "name"), [("changes", "embed"), ("compares", "gate")])
 def test_what_is_changed_later_or_depends_on_latents_by_a_comparison_is_not_kept(option, name):
     layout = found(**{option: True})

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
@@ -168,7 +167,9 @@ class Tracks:
         error: float = self._links.broadcast_object(lambda: error_beside(plain, result))
         if not error <= tolerance:
             whole: list[Profile] = []
-            with contextlib.suppress(torch.OutOfMemoryError):  # then without a name
+            with contextlib.suppress(
+                RuntimeError
+            ):  # such as too little memory; then without a name
                 whole = profiled(plain)
             name = first_difference(whole, profiled(on_bands), bands, tolerance)
             names = [self._links.broadcast_object(lambda: name)]

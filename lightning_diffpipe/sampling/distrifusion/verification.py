@@ -14,14 +14,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
-from lightning_diffpipe.sampling.memory import needing_memory, release_memory
+from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory, release_memory
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +46,9 @@ def error_beside(plain: Callable[[], Any], bands: Any) -> float:
     """The relative error of results on bands beside a plain call; 0 where memory does not suffice for one."""
     try:
         return relative_error(bands, plain())
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         _log.warning(
             "all rows of the latents do not fit into memory at once; bands are not compared with them"
         )
