@@ -95,10 +95,16 @@ def stays_whole(name: str, function: str) -> str:
     )
 
 
+def is_users(path: str) -> bool:
+    """Whether code of a file is the user's, or of a model: neither torch's nor that of probing."""
+    path = path.replace("\\", "/")
+    return not any(own in path for own in _OWN)
+
+
 def _caller(into: str = "") -> str:
     """The user's line that runs; with `into`, the outermost one that calls a file with that in its path."""
     frames = [(f.filename.replace("\\", "/"), f.lineno) for f in traceback.extract_stack()]
-    users = [i for i, (path, _) in enumerate(frames) if not any(own in path for own in _OWN)]
+    users = [i for i, (path, _) in enumerate(frames) if is_users(path)]
     calling = [i for i in users[:-1] if into and into in frames[i + 1][0]]
     if not users:
         return "it"

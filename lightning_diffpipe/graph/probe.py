@@ -32,6 +32,7 @@ from lightning_diffpipe.graph.fake import (
     untouched,
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
+from lightning_diffpipe.graph.own_gradients import is_users
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.samples import Form
 from lightning_diffpipe.graph.trace import loss_of
@@ -244,7 +245,6 @@ def _in_some_mode(
         if isinstance(found, LayerGraph):
             return found if found.num_samples != 1 else _observed(root, step, batch, seed, found)
         reason = found
-        _log.info("probing on real tensors, as the step needs values (%s)", reason)
     if any(is_placeholder(p) for p in root.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(root):
@@ -270,9 +270,23 @@ def _without_values(
     except Exception as error:  # any code may fail on tensors without values, in any way
         if not allow_failure:
             raise
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        _log.warning(
+            "the step cannot be run on tensors without values (%s%s), so that it is probed by running the whole "
+            "model several times, with all activations and without checkpointing, on every rank: that takes large "
+            "models much time and memory. Read no values in the step (.item(), .nonzero(), x[mask], `if tensor:`), "
+            "and look numbers up by index tensors, as in sigmas[indices]", reason, _where(error),
+        )  # fmt: skip
+        return reason
     finally:  # not earlier: the traceback of an error keeps everything alive
         forget_fakes(mode)
+
+
+def _where(error: Exception) -> str:
+    """The line outside of torch that an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if is_users(frame.filename)]
+    return f", {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
 
 
 def _fake(

@@ -98,6 +98,12 @@ class PartitionedStepCache:
         except Exception as error:  # of the user's own code, say, which finds NaN
             if not self.needs_values:
                 raise
+            if isinstance(error, torch.OutOfMemoryError):
+                raise GraphError(
+                    f"microbatches {key} cannot be probed: the step needs values, so the whole model is run for "
+                    f"that with all its activations, and memory ran out: {error}. Read no values in the step "
+                    "(.item(), .nonzero(), `if tensor:`), so that nothing is run, or use smaller microbatches"
+                ) from error
             raise GraphError(
                 f"microbatches {key} were not probed before training, and cannot be now: the step needs values, "
                 f"but parameters of other ranks are NaN here, and it ended with {type(error).__name__}: {error}. "

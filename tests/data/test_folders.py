@@ -1,5 +1,6 @@
 import io
 import json
+import random
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +9,12 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.data import has_len_all_ranks
 from PIL import ExifTags, Image
+from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.loader import aligned
 from tests.data.like_webdataset import red_pictures, write_shard
 
 
@@ -188,6 +191,33 @@ def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
     assert len(loader) == len(list(loader)) == 9
     assert has_len_all_ranks(loader, SingleDeviceStrategy("cpu"))
     assert not [w for w in recwarn if "__len__" in str(w.message)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers):
+    """As docs/training.md has it. History: nothing said how, and errors of both packages led in a circle."""
+    wds = pytest.importorskip("webdataset")
+    for shard in range(4):
+        write_shard(tmp_path / f"{shard}.tar", red_pictures(range(6 * shard, 6 * shard + 6)))
+
+    def loader(rank):
+        deal = wds.slice(rank, None, 2)
+        shards = str(tmp_path / "{0..3}.tar")
+        data = wds.WebDataset(shards, nodesplitter=deal, shardshuffle=100, seed=0)
+        data = data.shuffle(1000, rng=random).decode("pil").to_tuple("png", "txt")
+        data = data.map(lambda pair: torch.tensor(int(pair[1]))).batched(
+            3, collation_fn=torch.stack
+        )
+        stream = DataLoader(data.with_epoch(4), batch_size=None, num_workers=num_workers)
+        return aligned(stream, 7, rank, pass_index=iter(range(9)).__next__, compare=lambda *_: None)
+
+    first, same, other = loader(0), loader(0), loader(1)
+    epochs = [torch.cat(list(first)).tolist() for _ in range(2)]
+    assert epochs == [torch.cat(list(same)).tolist() for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    beside = torch.cat(list(other)).tolist()
+    assert not set(epochs[0]) & set(beside)
+    assert len(epochs[0]) == len(beside) == 12 * max(1, num_workers)
 
 
 def test_fewer_shards_than_pipelines_are_refused(shards):

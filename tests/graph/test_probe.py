@@ -207,12 +207,24 @@ def test_the_trainer_is_shared_with_the_copy_that_is_probed():
     assert probe(root, step, rows()).mode == "fake"
 
 
-def test_steps_that_need_values_are_probed_on_values():
-    class Branches(Untrained):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch * (2 if batch.sum().item() > 0 else 1), batch_idx)
+def test_steps_that_need_values_are_probed_on_values(caplog):
+    """With a word and the line: it once took hours and all memory of a host, and nothing said why."""
 
-    assert probe(Branches(), step, rows()).mode.startswith("real (DataDependent")
+    class Looks(Untrained):
+        def training_step(self, batch, batch_idx):
+            timesteps = torch.arange(4)
+            indices = [(timesteps == t).nonzero().item() for t in torch.arange(len(batch)) % 4]
+            return super().training_step(batch * timesteps[indices][:, None], batch_idx)
+
+    graph = probe(Looks(), step, rows())
+    assert graph.mode.startswith("real (D")
+    (record,) = caplog.records
+    place = f"{__file__}:{Looks.training_step.__code__.co_firstlineno + 2})"
+    assert record.levelname == "WARNING"
+    assert place in record.getMessage()
+    assert "sigmas[indices]" in record.getMessage()
+    reprobe(Looks(), step, rows(3), graph)
+    assert len(caplog.records) == 1
 
 
 class Attends(nn.Module):

@@ -76,6 +76,24 @@ def test_a_size_that_was_not_planned_says_why_values_are_missing():
     ranks.close()
 
 
+def test_a_size_whose_probe_runs_out_of_memory_says_so():
+    """History: it was told that parameters of other ranks are NaN."""
+
+    def greedy(module, batch):
+        loss = module(batch).square().mean()
+        if not torch.isfinite(loss):
+            raise torch.OutOfMemoryError("tried to allocate 40 GiB")
+        return loss
+
+    batch = torch.randn(6, 4)
+    ranks = Loopback(layers(), greedy, batch, num_stages=2, num_microbatches=2)
+    with pytest.raises(
+        GraphError, match=r"\[3, 4\] cannot .* memory ran out: tried to .* Read no values"
+    ):
+        ranks.run_step(batch, 0)
+    ranks.close()
+
+
 def test_dummies_of_all_sizes_share_the_memory_of_the_largest():
     """History: every size of batch kept dummies of its own, as large as outputs that were no dummies, for good."""
     plain = lambda module, batch: module(batch).square().mean()
