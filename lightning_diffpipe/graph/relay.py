@@ -32,8 +32,9 @@ Share = Callable[[int, Any], Any]
 _FORM_READS = {
     *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
     *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
-    *("__hash__", "__format__", "__repr__", "requires_grad_"),
+    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
 }
+_MOVES = {"to", "cuda", "cpu"}
 _VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real"}
 
 
@@ -160,7 +161,7 @@ class _LentParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._run.inside and _reads_values(func):
+        if not self._run.inside and _reads_values(func) and not _stays(func, args, kwargs):
             args = tuple(map(self._lent, args))
             kwargs = {key: self._lent(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -179,6 +180,18 @@ def _containers(name: str) -> list[str]:
     """Names of the modules that hold a buffer, the outermost one first; without the root."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _stays(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a parameter is moved to where it is, as `module.to(device)` does with all of them."""
+    name, parameter = getattr(func, "__name__", ""), args[0] if args else None
+    if name == "__set__":  # `parameter.data = parameter`
+        return parameter is args[1]
+    if name not in _MOVES or not isinstance(parameter, nn.Parameter):
+        return False
+    with torch._C.DisableTorchFunction():
+        like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        return func(like, *args[1:], **kwargs) is like
 
 
 def _reads_values(func: Any) -> bool:

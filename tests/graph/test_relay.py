@@ -104,6 +104,22 @@ def test_modules_that_all_ranks_hold_run_everywhere():
     assert torch.equal(results[0], validate(root))
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module: module.to("cpu"),
+        lambda module: module.to(torch.device("cpu"), torch.float32),
+        lambda module: module.cpu(),
+    ],
+)
+def test_a_module_is_moved_to_where_it_is_without_its_weights(move):
+    """History: diffusers' `pipe.to(self.device)` in a validation_step brought all weights to all ranks."""
+    root = Tower()
+    results, calls = on_all_ranks(root, by_block, lambda module: validate(move(module)))
+    assert all(torch.equal(result, validate(root)) for result in results)
+    assert calls == [0, 0, 0, 1, 1, 1], "the layers' outputs only"
+
+
 def test_parameters_read_between_modules_are_lent():
     """By a container's own code, and as tied weights."""
 
