@@ -660,9 +660,12 @@ def test_two_processes_profile_the_links_between_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path, capsys, monkeypatch):
+def test_train_on_one_device_writes_a_folder_that_sample_reads(
+    tmp_path, capsys, caplog, monkeypatch
+):
     settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=2"]
     settings += ["trainer.val_check_interval=2", "trainer.limit_val_batches=1"]
+    settings += ["callbacks.checkpoint.every_n_train_steps=1"]
     trained = run("train", *settings, f"save_to={tmp_path}/model", "output_dir=out", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert (tmp_path / "out" / "csv" / "metrics.csv").exists()
@@ -687,6 +690,14 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(tmp_path, capsys,
         for name in ("model", "again")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    # History: no checkpoint was called so, and training began anew.
+    further = ["trainer.max_steps=3", "ckpt_path=last", "output_dir=out"]
+    code, _, err = call(capsys, monkeypatch, "train", *settings, *further)
+    assert code == 0, err[-3000:]
+    assert (
+        f"Restored all states from the checkpoint at {tmp_path}/out/checkpoints/last.ckpt"
+        in caplog.text
+    )
     for folder in ("from_folder", "from_checkpoint"):
         assert Image.open(tmp_path / folder / "grid.png").size == (128, 64)
 
