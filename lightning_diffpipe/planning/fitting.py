@@ -22,11 +22,16 @@ from lightning_diffpipe.planning.partition import Cut, best_chain
 
 
 class _Held(NamedTuple):
-    """What one rank of a stage holds: activations, samples of encodings it reads, bytes of those it makes."""
+    """What one rank of a stage holds: activations, samples of encodings it reads, bytes of those it makes.
+
+    Bytes of encodings are those beside activations; and those made, and worked on, while there are none.
+    """
 
     waiting: Waiting
     read: int
     beside: float
+    made: float
+    working: float
 
 
 @dataclass(frozen=True)
@@ -54,28 +59,37 @@ class StageNeeds:
         for stage, ranks in enumerate(placement.stage_ranks):
             kinds = set()
             for rank in ranks:
-                read, beside = 0, 0.0
+                peak, load = frame.pipeline.peak(rank)[stage], None
                 if frame.loads:
-                    read, beside = frame.loads[rank].beside_bytes(model, stage)
-                kinds.add(_Held(frame.pipeline.peak(rank)[stage], read, beside))
+                    load = frame.loads[rank]
+                beside = (0, 0.0) if load is None else load.beside_bytes(model, stage)
+                alone = (0.0, 0.0) if load is None else load.alone_bytes(model)
+                kinds.add(_Held(peak, *beside, *alone))
             held.append(tuple(kinds))
         return cls(model, tuple(map(len, placement.stage_ranks)), tuple(held))
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
-        """What a stage from `first` to each of `stops` needs on its fullest rank, but for an exchange."""
+        """What a stage from `first` to each of `stops` needs on its fullest rank.
+
+        Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
+        """
         rows = [self._need_bytes(held, first, stops) for held in self.held[stage]]
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 
     def _need_bytes(self, held: _Held, first: int, stops: range) -> list[float]:
-        kept = self.model.need_bytes(0, *held.waiting)
+        kept, resident = self.model.need_bytes(0, *held.waiting), self.model.need_bytes(0, 0, 0)
         front, behind = self._messages(held.waiting)
         fixed = self.model.frozen_bytes + held.beside + front[first] - kept[first]
-        if not held.read:
+        if not held.read and not held.made:
             return [fixed + kept[stop] + behind[stop] for stop in stops]
-        read_bytes, read = self.model.read_bytes_per_sample, held.read
+        alone = self.model.frozen_bytes + held.made - resident[first]
+        read = [held.read * self.model.read_bytes_per_sample(LayerRun(0, first, s)) for s in stops]
         return [
-            fixed + kept[stop] + behind[stop] + read * read_bytes(LayerRun(0, first, stop))
-            for stop in stops
+            max(
+                fixed + kept[stop] + behind[stop] + reads,
+                alone + resident[stop] + max(held.working, 2 * reads),
+            )
+            for stop, reads in zip(stops, read, strict=True)
         ]
 
     def _messages(self, waiting: Waiting) -> tuple[list[float], list[float]]:

@@ -108,6 +108,10 @@ class FrozenLoad:
         working = self.working * model.working_bytes_per_sample
         return self.read[stage], self._made_bytes(model) + working if self.beside else 0.0
 
+    def alone_bytes(self, model: CostModel) -> tuple[float, float]:
+        """Bytes of the encodings made, and of what a frozen layer works on, while there are no activations."""
+        return self._made_bytes(model), self.working * model.working_bytes_per_sample
+
     def _made_bytes(self, model: CostModel) -> float:
         return self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
 
