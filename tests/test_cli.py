@@ -194,6 +194,24 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["profile", "data.batch_size=99999", "progress=false"],
             "training samples make no batch of 99999",
         ),
+        (
+            [
+                "train",
+                "strategy=single_device",
+                "trainer.devices=1",
+                "logger=csv",
+                "data.batch_size=99999",
+            ],
+            "training samples make no batch of 99999",
+        ),
+        (
+            ["train", "ckpt_path=last"],
+            "which is new in each run; name a folder for all runs: hydra.run.dir=FOLDER",
+        ),
+        (
+            ["train", "ckpt_path=last", "hydra.run.dir=run", "callbacks.checkpoint.save_last=null"],
+            "ckpt_path=last, but no callback writes last.ckpt",
+        ),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (

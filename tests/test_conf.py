@@ -56,6 +56,12 @@ def output_dir(tmp_path):
     return f"output_dir={tmp_path}"
 
 
+def test_runs_and_ranks_share_a_folder_of_encodings():
+    """History: each run had a folder of its own, and so had ranks of torchrun that started a second apart."""
+    configs = [composed("train", "callbacks=cached", f"output_dir={name}") for name in "ab"]
+    assert len({config.callbacks.encoding_cache.folder for config in configs}) == 1
+
+
 @pytest.mark.parametrize(("trainer", "device"), [("gpu", "cuda"), ("cpu", "cpu")])
 def test_one_device_is_of_the_kind_that_was_asked_for(trainer, device, output_dir):
     """History: it was the CPU always, which Lightning refuses beside accelerator=gpu."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import module_of, plain, prepare, require_writable_folder
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -68,11 +69,38 @@ def _runs_ended(trainer: Any) -> Iterator[None]:
                 finish(**({"exit_code": int(failed)} if told else {}))
 
 
-def _require_checkpoint(path: str | None) -> None:
-    """Looks before processes start whether there is a file to go on from."""
+def _require_checkpoint(config: DictConfig) -> None:
+    """Looks before processes start whether there is, or may be, a file to go on from."""
+    path = config.ckpt_path
+    if path == "last":
+        _require_last_checkpoints(config)
     by_name = path in (None, "last", "best", "hpc") or "://" in str(path)
     if not by_name and not str(path).startswith("registry") and not Path(str(path)).exists():
         raise CheckpointError(f"there is no checkpoint {path} to go on from (ckpt_path)")
+
+
+@raised_by_all()
+def _require_last_checkpoints(config: DictConfig) -> None:
+    """Refuses `ckpt_path=last` where no run could find one, so that each would begin anew.
+
+    Raises:
+        ConfigurationError: No callback writes such checkpoints, or each run has a folder of its own for them.
+    """
+    nodes = [node for node in _nodes(config, "callbacks") if node.get("save_last")]
+    if not nodes or not config.trainer.enable_checkpointing:
+        raise ConfigurationError(
+            "ckpt_path=last, but no callback writes last.ckpt; take callbacks=training or callbacks=default "
+            "with callbacks.checkpoint.save_last=link and trainer.enable_checkpointing=true"
+        )
+    hydra_config = HydraConfig.get()
+    named = [o.partition("=")[0] for o in hydra_config.overrides.hydra]
+    own = Path(hydra_config.runtime.output_dir)
+    folders = [Path(node.dirpath).absolute() for node in nodes if node.get("dirpath")]
+    if "hydra.run.dir" not in named and all(own in folder.parents for folder in folders):
+        raise ConfigurationError(
+            f"ckpt_path=last looks into {folders[0] if folders else own}, which is new in each run; name a "
+            "folder for all runs: hydra.run.dir=FOLDER"
+        )
 
 
 def _require_final_checkpoint(config: DictConfig, use: str) -> None:
@@ -110,7 +138,7 @@ def train(config: DictConfig) -> Any:
                 f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
             )
         require_writable_folder("save_to", config.save_to)
-    _require_checkpoint(config.ckpt_path)
+    _require_checkpoint(config)
     prepare(config)
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)
@@ -119,9 +147,24 @@ def train(config: DictConfig) -> Any:
         for logger in trainer.loggers:
             logger.log_hyperparams(plain(config))
         trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    _require_batches(trainer)
     if config.save_to is not None and trainer.is_global_zero:
         _export(config, type(module), _last_checkpoint(trainer))
     return trainer.callback_metrics
+
+
+def _require_batches(trainer: Any) -> None:
+    """Refuses to end well without any data, which Lightning passes over.
+
+    Raises:
+        ConfigurationError: The training data loader gave no batch.
+    """
+    from lightning_diffpipe.example_batch import why_empty
+
+    # Without a loader none was asked for: limit_train_batches=0.
+    if trainer.num_training_batches == 0 and trainer.train_dataloader is not None:
+        with raised_by_all():
+            raise ConfigurationError(why_empty(trainer.train_dataloader))
 
 
 def _last_checkpoint(trainer: Any) -> Path:
