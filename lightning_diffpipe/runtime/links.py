@@ -4,8 +4,8 @@ Point-to-point: a message goes there and back again between two ranks, in severa
 one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
 as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
 first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
-so that relative errors count, since small messages matter as much as large ones. All ranks take
-part and all get rank 0's answer, so that they plan alike.
+so that relative errors count, since small messages matter as much as large ones. All ranks take part and all
+get rank 0's answer, so that they plan alike.
 """
 
 from __future__ import annotations

@@ -167,9 +167,8 @@ class Mesh:
                 group = self._message_group(source, target, device_group)
                 if self.rank in (source, target):
                     self.messages[edge] = group
-        if (
-            layout.num_pipelines == 1
-        ):  # a group of gloo is a thread that wakes a hundred times a second
+        # No more than needed: a group of gloo is a thread that wakes a hundred times a second.
+        if layout.num_pipelines == 1:
             self.world = self.transfers
             return
         self.world = self._patient_group(range(layout.world_size))
