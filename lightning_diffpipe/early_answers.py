@@ -5,7 +5,8 @@ and samplers follow from the plan. So what a step asks for is made when it does,
 thrown away once there is a pipeline: what is trained with, Lightning makes later.
 
     self.optimizers(), self.lr_schedulers(), trainer.optimizers     from a call of configure_optimizers
-    trainer.estimated_stepping_batches                              from the lengths of a pipeline's loaders
+    trainer.estimated_stepping_batches, .num_training_batches, .train_dataloader
+                                                                    from the lengths of a pipeline's loaders
 """
 
 from __future__ import annotations
@@ -110,21 +111,42 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
     saved = [(loop, name, getattr(loop, name)) for name in _OF_LOOP]
     saved += [(trainer, name, getattr(trainer, name)) for name in _OF_TRAINER]
 
-    def set_up_data() -> None:
-        if loop._combined_loader is not None:
-            return
-        with _disable_current_modes(), isolated_random_numbers(0):
-            loop._data_source = _DataLoaderSource(_own_loader(loop._data_source), "")
-            with strategy.counting_batches(num_pipelines), _by_itself(strategy):
-                type(loop).setup_data(loop)
+    kind, is_set_up = type(loop), False
 
+    def set_up_data() -> None:
+        nonlocal is_set_up
+        if is_set_up:  # or about to be
+            return
+        is_set_up = True
+        try:
+            with _disable_current_modes(), isolated_random_numbers(0):
+                loop._data_source = _DataLoaderSource(_own_loader(loop._data_source), "")
+                with strategy.counting_batches(num_pipelines), _by_itself(strategy):
+                    kind.setup_data(loop)
+        except BaseException:
+            is_set_up = False  # whoever asks next shall be told as well
+            raise
+
+    asked = {name: _after(set_up_data, name) for name in ("max_batches", "_combined_loader")}
+    loop.__class__ = type(kind.__name__, (kind,), asked)
     loop.setup_data = set_up_data
     try:
         yield
     finally:
         del loop.setup_data
+        loop.__class__ = kind
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+def _after(make: Callable[[], None], name: str) -> property:
+    """An attribute that is read after something has been made, and kept where ordinary ones are."""
+
+    def read(owner: Any) -> Any:
+        make()
+        return vars(owner)[name]
+
+    return property(read, lambda owner, value: vars(owner).__setitem__(name, value))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ class Asks(TinyDiffusion):
     def training_step(self, batch, batch_idx):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         num_steps = self.trainer.estimated_stepping_batches
+        num_batches = self.trainer.num_training_batches
+        assert len(self.trainer.train_dataloader) == num_batches
         rate = optimizer.param_groups[0]["lr"]
         assert [rate, rate] == [group["lr"] for group in self.trainer.optimizers[0].param_groups]
         assert scheduler.get_last_lr() == [rate, rate]
@@ -111,6 +113,53 @@ def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(opt
         assert len(losses) == num_steps
         if num_steps == 12:  # else each rank has half of the samples
             assert losses == pytest.approx(alone[3], rel=1e-9)
+
+
+class AsksForBatchesOnly(TinyDiffusion):
+    """Weighs its loss by the place in the epoch, and asks for nothing else."""
+
+    def training_step(self, batch, batch_idx):
+        num_batches = int(self.trainer.num_training_batches)
+        loss = self.loss(batch) * (1 + batch_idx / num_batches)
+        self.log("loss", loss)
+        self.log("batches", float(num_batches + len(self.trainer.train_dataloader)))
+        return loss
+
+
+def train_by_batches(rank, devices, options):
+    recorder = Recorder()
+    strategy = quick_strategy(**options)
+    trainer = quiet_trainer(devices=devices, max_epochs=1, callbacks=[recorder], strategy=strategy)
+    trainer.fit(build(Settings(module_class=AsksForBatchesOnly)), DataLoader(Samples(24), 4))
+    return float(trainer.callback_metrics["batches"]), recorder.losses
+
+
+@pytest.mark.distributed
+def test_the_number_of_batches_alone_may_be_asked_for():
+    """History: OverflowError, as it was infinite until somebody asked for the number of steps."""
+    alone = train_by_batches(0, 1, {"num_microbatches": 2})
+    assert alone[0] == 12
+    options = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}
+    for batches, losses in run_ranks(train_by_batches, 2, 2, options):
+        assert batches == 12
+        assert losses == pytest.approx(alone[1], rel=1e-9)
+
+
+class NeverMade(TinyDiffusion):
+    """Has no optimizer to be made."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.optimizers().param_groups[0]["lr"]
+
+    def configure_optimizers(self):
+        raise KeyError("there is no setting lr")
+
+
+def test_what_fails_in_configure_optimizers_is_told_where_a_step_asks():
+    """History: "'_OnFirstUse' object has no attribute 'param_groups'"."""
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_microbatches=1))
+    with pytest.raises(KeyError, match="there is no setting lr"):
+        trainer.fit(build(Settings(module_class=NeverMade)), DataLoader(Samples(24), 4))
 
 
 class RefusesOnOneRank(Asks):
