@@ -864,6 +864,18 @@ def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
     assert _named("sample", ["path=a=1,b=2"]) == ["path='a=1,b=2'"]
 
 
+def test_the_form_of_what_is_shown_may_be_an_option():
+    wishes = (["--as", "plot"], ["--as=plot"], ["as=plot"])
+    for wish in wishes:
+        assert _named("show", ["p.json", *wish, "--cfg", "job"]) == [
+            "plan=p.json",
+            "as=plot",
+            "--cfg",
+            "job",
+        ]
+    assert _named("show", []) == []
+
+
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "draw", "SLURM_NODELIST": "node[07-08]"}
 

@@ -48,14 +48,18 @@ _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`, and `--as plot` `as=plot`.
 
     Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes.
     """
     names = list(POSITIONS.get(name, ()))
     sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
     named = []
-    for argument in arguments:
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--as":
+            argument = f"as={next(rest, '')}"
+        argument = re.sub("^--as=", "as=", argument)
         by_position = names and not argument.startswith("-")
         if by_position and Path(argument).is_file():
             named.append(f"{names.pop(0)}={_quoted(argument)}")
