@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_diffpipe import BubbleFilling, find_plan
-from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, PlanError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
@@ -466,18 +466,20 @@ def changing(rank, settings, world_size):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             batch["image"] += 1
 
-    with pytest.raises(ConfigurationError, match=r"batch 1 is not the one .* compared values"):
+    noticed = r"batch 1 is not the one .* compared values|between two steps: lost rank"
+    with pytest.raises((ConfigurationError, PipelineTimeoutError), match=noticed) as error:
         train(rank, settings, world_size, [Changing()])
-    return True
+    return error.type
 
 
 def test_a_changed_batch_is_noticed():
+    """A rank that is late, still behind the batch before, may find that the other one has ended for it."""
     settings = Settings(
         trainer={"max_steps": 3, "max_epochs": -1},
         strategy={"num_stages": 2, "num_microbatches": 2},
         module_class=Augmented,
     )
-    assert run_ranks(changing, 2, settings, 2) == [True, True]
+    assert ConfigurationError in run_ranks(changing, 2, settings, 2)
 
 
 class Fails(TinyDiffusion):
