@@ -4,6 +4,8 @@ import os
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
 
@@ -11,8 +13,11 @@ pytestmark = pytest.mark.distributed
 
 
 def dies(rank, others_sleep_s):
+    connected = torch.zeros(1)
     if rank == 1:
+        dist.recv(connected, 0)  # else rank 0 may still be looking for this one
         os._exit(3)
+    dist.send(connected, 1)
     time.sleep(others_sleep_s)
     raise ValueError("has something to say")
 
