@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_
 
 _MAX_COLUMNS = 8
 _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
+_OURS = re.compile(r"\d{3,}\.png|grid\.png|difference\.png|report\.json")
 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
@@ -41,7 +43,8 @@ def _written_earlier(folder: Path) -> set[str]:
         files = json.loads((folder / _REPORT).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return set()
-    return {Path(str(name)).name for name in files}
+    # Some other program's report may list some other program's files.
+    return {name for name in map(str, files) if _OURS.fullmatch(name)}
 
 
 @raised_by_all()

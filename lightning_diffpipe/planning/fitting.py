@@ -59,12 +59,11 @@ class StageNeeds:
         for stage, ranks in enumerate(placement.stage_ranks):
             kinds = set()
             for rank in ranks:
-                peak, load = frame.pipeline.peak(rank)[stage], None
+                beside, alone = (0, 0.0), (0.0, 0.0)
                 if frame.loads:
                     load = frame.loads[rank]
-                beside = (0, 0.0) if load is None else load.beside_bytes(model, stage)
-                alone = (0.0, 0.0) if load is None else load.alone_bytes(model)
-                kinds.add(_Held(peak, *beside, *alone))
+                    beside, alone = load.beside_bytes(model, stage), load.alone_bytes(model)
+                kinds.add(_Held(frame.pipeline.peak(rank)[stage], *beside, *alone))
             held.append(tuple(kinds))
         return cls(model, tuple(map(len, placement.stage_ranks)), tuple(held))
 

@@ -185,7 +185,8 @@ def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     foreign = ["1.png", "001_mine.png", "001.jpg", "2026.png", "notes.txt"]
     for name in own + foreign:
         (folder / name).write_text("earlier")
-    (folder / "report.json").write_text(json.dumps({"files": own}))
+    listed = [*own, "notes.txt", "../out/1.png"]  # nothing of that kind is written here
+    (folder / "report.json").write_text(json.dumps({"files": listed}))
     settings = ["prompts=[a]", "num_inference_steps=1", "output=out", "progress=false"]
     code, _, err = call(capsys, monkeypatch, "sample", *settings)
     assert code == 0, err
