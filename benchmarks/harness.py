@@ -54,9 +54,11 @@ _KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",  # threads share one heap
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # ask for pages of 2 MiB, as a GPU has
 }
 """For glibc, read when a process starts: without it large tensors are given back to the kernel again and again,
-and every page is cleared on its next use."""
+and every page is cleared on its next use. With pages of 4 KiB whoever keeps more tensors at once computes some
+per cent slower."""
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:

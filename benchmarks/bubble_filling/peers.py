@@ -8,7 +8,7 @@ the halves. No optimizer steps: it would take the same time everywhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -210,13 +210,28 @@ def deepspeed_pipeline(model: Workload, batch: Batch, microbatches: int, rank: i
 
 def limit(model: Workload, batch: Batch, microbatches: int, rank: int) -> Step:
     """All work over both ranks, without a pipeline: half of the samples on each, nothing exchanged."""
-    count = microbatches // NUM_RANKS
+    return lambda: train(model, halves_in_microbatches(model, batch, microbatches, rank))
+
+
+def limit_out_of_step(model: Workload, batch: Batch, microbatches: int, rank: int) -> Step:
+    """The same, but one rank encodes while the other trains, as the ranks of a pipeline do."""
+    encoded_before = list(halves_in_microbatches(model, batch, microbatches, rank))
 
     def step() -> None:
-        for part, target in halves_in_microbatches(model, batch, microbatches, rank):
-            (F.mse_loss(model.denoiser(part), target) / count).backward()
+        if rank == 0:
+            train(model, halves_in_microbatches(model, batch, microbatches, rank))
+        else:
+            train(model, encoded_before)
+            list(halves_in_microbatches(model, batch, microbatches, rank))
 
     return step
+
+
+def train(model: Workload, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Forward and backward of some microbatches, which are all there are."""
+    pairs = list(parts)
+    for part, target in pairs:
+        (F.mse_loss(model.denoiser(part), target) / len(pairs)).backward()
 
 
 SYSTEMS: dict[str, Callable[..., Step]] = {
@@ -225,6 +240,7 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "filled zero-bubble": filled_zero_bubble,
     "unfilled": unfilled,
     "limit": limit,
+    "limit out of step": limit_out_of_step,
     "torch 1F1B": torch_1f1b,
     "torch GPipe": torch_gpipe,
     "DDP": ddp,
@@ -235,6 +251,7 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
 
 FILLED = ("filled", "filled interleaved", "filled zero-bubble")
 OURS = (*FILLED, "unfilled")
+LIMITS = ("limit", "limit out of step")
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.bubble_filling.peers import FILLED, OURS, SYSTEMS, filled, gradients, half_of
+from benchmarks.bubble_filling.peers import (
+    FILLED,
+    LIMITS,
+    OURS,
+    SYSTEMS,
+    filled,
+    gradients,
+    half_of,
+)
 from benchmarks.bubble_filling.workloads import make
 from benchmarks.harness import interleaved, medians, on_ranks, table
 from benchmarks.two_ranks.main import worst_error
@@ -58,7 +66,7 @@ def compare(
 
 def parity(name: str, step: Any, model: Any, wanted: dict[str, torch.Tensor]) -> float:
     """The worst error of a system's gradients against one process; later steps must agree, too."""
-    if name == "limit":  # half of the batch on each rank, nothing summed
+    if name in LIMITS:  # half of the batch on each rank, nothing summed
         return 0.0
     found = getattr(step, "gradients", None)
     error = 0.0
@@ -107,7 +115,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     systems = [s for s in SYSTEMS if s != "DeepSpeed" or importlib.util.find_spec("deepspeed")]
     if arguments.systems is not None:
-        systems = ["filled", "limit", *filter(None, arguments.systems.split(","))]
+        systems = ["filled", *LIMITS, *filter(None, arguments.systems.split(","))]
     for workload, microbatches in CASES:
         if arguments.only and f"{workload}-{microbatches}" not in arguments.only.split(","):
             continue
@@ -116,7 +124,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         )
         median, errors = medians(found["times"]), found["errors"]
         ours = median["filled"]
-        others = [s for s in systems if s not in ("limit", *FILLED)]
+        others = [s for s in systems if s not in (*LIMITS, *FILLED)]
         planned = found["planned"]
         won = {name: within(found["times"], name) for name in planned}
         rows.append(
@@ -130,6 +138,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     f"({planned[name][0] / planned[name][1]:.3f})"
                     for name in planned
                 },
+                "limit out of step / filled": f"{within(found['times'], 'filled', LIMITS[1]):.3f}",
                 **{f"{name} / filled": median[name] / ours for name in others},
                 "worst gradient error": f"{max(errors.values()):.0e}",
             }
@@ -138,10 +147,10 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def within(times: dict[str, list[float]], name: str) -> float:
-    """How near a system comes to the limit: the median over rounds, as the machine's speed drifts."""
-    rounds = zip(times["limit"], times[name], strict=True)
-    return statistics.median(limit / own for limit, own in rounds)
+def within(times: dict[str, list[float]], name: str, limit: str = LIMITS[0]) -> float:
+    """How near a system comes to a limit: the median over rounds, as the machine's speed drifts."""
+    rounds = zip(times[limit], times[name], strict=True)
+    return statistics.median(best / own for best, own in rounds)
 
 
 def compare_groups(rank: int, microbatches: int, rounds: int) -> dict[str, list[float]]:

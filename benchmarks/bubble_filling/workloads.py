@@ -4,8 +4,8 @@
   trained forward and backward, as in Stable Diffusion v2.1 at batch 32.
 * `controlnet`: the same, and a locked trunk that sees noise; about 0.89, as in ControlNet v1.0 at batch 64.
 * `long_layer`: one frozen layer as long as all the others together.
-* `..._large`: the first two with half as many samples, each of four times as many pixels and tokens, so that one
-  sample is as much work to a core as in models of real size.
+* `..._large`: the first two with samples of four times as many pixels and tokens, so that one sample is as much
+  work to a core as in models of real size.
 
 All random numbers come with the batch, so that gradients can be compared between systems.
 """
@@ -44,7 +44,7 @@ class Size:
 
 
 SMALL = Size(batch=32, pixels=64, channels=(32, 56), patch=4)
-LARGE = Size(batch=16, pixels=128, channels=(48, 48, 56), patch=2)
+LARGE = Size(batch=32, pixels=128, channels=(48, 48, 56), patch=2)
 
 
 class Encoders(nn.Module):
