@@ -65,10 +65,14 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     """Runs `function(rank, *arguments)` on gloo ranks with one thread each; returns rank 0's result."""
     os.environ.update(_KEEP_MEMORY, OMP_NUM_THREADS="1")
     queue = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(
-        _main, args=(world_size, function, arguments, queue), nprocs=world_size, join=True
+    ranks = multiprocessing.spawn(
+        _main, args=(world_size, function, arguments, queue), nprocs=world_size, join=False
     )
-    return queue.get()
+    results: list[Any] = []
+    while not ranks.join(timeout=0.5):
+        if not queue.empty():  # rank 0 cannot end before a large result is taken
+            results.append(queue.get())
+    return results[0] if results else queue.get()
 
 
 def _main(

@@ -42,6 +42,7 @@ _BACKWARD = (Backward, BackwardInput, BackwardWeight)
 _MEETING = (ReduceGradients, ExchangeFrozen)
 
 MESSAGES = "messages, and waiting that the plan does not know"
+PIPELINE = "the pipeline; a plan without costs does not tell which part of it"
 OPTIMIZER = "optimizer, callbacks and logging, after the pipeline"
 LOADING = "loading the next batch"
 
@@ -63,6 +64,8 @@ REMEDIES = {
     "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_ANEW}, or use fewer replicas.",
     MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_ANEW}, use larger "
     "microbatches, or fewer stages.",
+    PIPELINE: "The plan has no costs, so that nobody knows which part takes longer: plan anew, with `diffpipe "
+    "plan` or by starting without `strategy.plan`.",
     OPTIMIZER: "The optimizer, callbacks and loggers run on every rank while no pipeline does: use a "
     "fused optimizer, log less often, check callbacks.",
     LOADING: "The data loader keeps the pipeline waiting: raise num_workers, or store the samples in "
@@ -169,7 +172,7 @@ def explain_gap(
             before_s = now_s
         if plan.pieces:
             unfilled_s = _unfilled_s(plan, substituted)
-    parts.append(GapPart(MESSAGES, pipeline_s - before_s))
+    parts.append(GapPart(PIPELINE if plan.costs is None else MESSAGES, pipeline_s - before_s))
     parts += [GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s)]
     step_s = pipeline_s + after_s + loading_s
     ratio = plan.planned.bubble_ratio

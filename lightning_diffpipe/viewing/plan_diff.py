@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -26,7 +27,14 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
         *_programs(a, b),
         *_numbers(a, b),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines) or _parts(a, b)
+
+
+def _parts(a: PipelinePlan, b: PipelinePlan) -> str:
+    """Which parts of the files differ, where none of it is told above: costs, say, or pieces of frozen work."""
+    old, new = json.loads(a.to_json()), json.loads(b.to_json())
+    names = sorted(n for n in (old.keys() | new.keys()) - {"digest"} if old.get(n) != new.get(n))
+    return f"what they do is the same; other in the files: {', '.join(names)}"
 
 
 def _ranks(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:

@@ -21,7 +21,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.viewing.gap import LOADING, MESSAGES, OPTIMIZER, explain_gap
+from lightning_diffpipe.viewing.gap import LOADING, MESSAGES, OPTIMIZER, PIPELINE, explain_gap
 from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
 
 from ..planning.profiles import equal_profile
@@ -229,4 +229,4 @@ def test_a_plan_without_costs_is_compared_as_a_whole():
     plan = plan_of()
     bare = replace(plan, costs=None)
     gap = explain_gap(bare, plan.timeline)
-    assert [part.name for part in gap.parts] == [MESSAGES, OPTIMIZER, LOADING]
+    assert [part.name for part in gap.parts] == [PIPELINE, OPTIMIZER, LOADING]

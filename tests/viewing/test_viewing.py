@@ -129,6 +129,8 @@ def test_what_differs_between_plans():
     assert "stage 3: layers 6-7 is gone" in lines
     assert any(line.startswith("step: ") and line.endswith("faster") for line in lines)
     assert "stage 3: layers 6-7 is new" in diff(b, a)
+    # History: of plans that differ in what nothing is said about, it printed an empty line.
+    assert diff(a, replace(a, costs=None)).endswith("other in the files: costs")
 
 
 def test_an_explanation_names_the_bottleneck_and_what_helps():
