@@ -2,7 +2,7 @@
 
     Lightning calls             what happens                                          where
     setup_environment, barrier  processes start, meet and end                         processes.py
-    setup                       probe, profile, plan, place parameters                preparation.py, pipeline.py
+    setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
     (batch transfer hooks)      the same random numbers whenever a batch is brought   transfer.py
     training_step               the schedule runs forward and backward                runtime/engine.py
     (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
@@ -40,9 +40,11 @@ from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, 
 from lightning_diffpipe.lockstep import LockStep
 from lightning_diffpipe.metric_sync import MetricSync
 from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.pipeline_options import PipelineOptions
+from lightning_diffpipe.plan_source import planned_pipelines
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.preparation import PipelineOptions, planned_pipelines, prepare
+from lightning_diffpipe.preparation import prepare
 from lightning_diffpipe.processes import ProcessHooks
 from lightning_diffpipe.refusals import (
     refuse_arguments,

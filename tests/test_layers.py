@@ -23,9 +23,10 @@ ALLOWED = {
     "runtime": {"clock", "files", "graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "clock", "errors"},
 }
-TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "pipeline", "loader", "refusals",
-       "example_batch", "early_answers", "verification", "step_watch", "demo", "transfer", "checkpointing",
-       "processes", "model_sources", "lockstep", "metric_sync", "__init__"}  # fmt: skip
+TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "plan_source", "pipeline_options",
+       "assembly", "pipeline", "loader", "refusals", "example_batch", "early_answers", "verification", "step_watch",
+       "demo", "transfer", "checkpointing", "processes", "model_sources", "lockstep", "metric_sync",
+       "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
@@ -55,6 +56,7 @@ DISTRIBUTED = {
     "links",
     "gathering",
     "agreement",
+    "common_start",
 }
 
 

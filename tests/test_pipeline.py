@@ -10,24 +10,25 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import DiffPipeStrategy, find_plan, pipeline, preparation
+from lightning_diffpipe import DiffPipeStrategy, assembly, find_plan, pipeline, plan_source
+from lightning_diffpipe.assembly import _require_unwritten_weights, cut_positions
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import Pipeline, _require_unwritten_weights, cut_positions
-from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.preparation import (
-    PipelineOptions,
+from lightning_diffpipe.pipeline import Pipeline
+from lightning_diffpipe.pipeline_options import PipelineOptions
+from lightning_diffpipe.plan_source import (
     _cluster,
     _given_plan,
     _make_plan,
-    _planned_layers,
     _profile,
+    planned_layers,
 )
+from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.profiling.estimate import estimate_profile
 from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
@@ -158,14 +159,14 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
         places.append("run")
         raise StopIteration
 
-    monkeypatch.setattr(pipeline, "placed", placed)
-    monkeypatch.setattr(pipeline, "run_whole", run_whole)
+    monkeypatch.setattr(assembly, "placed", placed)
+    monkeypatch.setattr(assembly, "run_whole", run_whole)
     mesh = SimpleNamespace(local_rank=0, pipeline=0, layout=Layout(2, PLAN.schedule.placement))
-    monkeypatch.setattr(pipeline, "_connect", lambda *arguments: (mesh, {}))
+    monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
     with pytest.raises(StopIteration):
-        pipeline.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
+        assembly.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
     assert places == [torch.device("meta"), "run"]
 
 
@@ -337,8 +338,8 @@ def test_a_profile_of_another_module_is_refused_by_its_own_name(module, told):
 
 def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
     profile = estimate_profile(MODULE, GRAPH)
-    assert _planned_layers(PipelineOptions(plan=PLAN, profile="nowhere")) == PLAN.layers
-    assert _planned_layers(PipelineOptions(profile=profile)) == GRAPH.path_names
+    assert planned_layers(PipelineOptions(plan=PLAN, profile="nowhere")) == PLAN.layers
+    assert planned_layers(PipelineOptions(profile=profile)) == GRAPH.path_names
     (tmp_path / "bad.json").write_text("{")
     for source in (
         None,
@@ -349,14 +350,14 @@ def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
         str(tmp_path),
         5,
     ):
-        assert _planned_layers(PipelineOptions(profile=source)) == ()
-        assert _planned_layers(PipelineOptions(plan=source)) == ()
+        assert planned_layers(PipelineOptions(profile=source)) == ()
+        assert planned_layers(PipelineOptions(plan=source)) == ()
 
 
 @pytest.mark.parametrize("source", [None, "measure"])
 def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
-    monkeypatch.setattr(preparation, "cached_profile", lambda subject, **options: "timed")
+    monkeypatch.setattr(plan_source, "cached_profile", lambda subject, **options: "timed")
     assert _profile(None, source, None) == "timed"
 
 

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
 from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
-from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.preparation import prepare
 from lightning_diffpipe.runtime.ahead import Filling
 
 Step = Callable[[], Any]
@@ -65,13 +66,17 @@ def filled(model: Workload, batch: Batch, microbatches: int, rank: int, **option
     engine = pipeline.engine
     engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
     numbers = iter(range(10**9))
+    work_s: list[float] = []
 
     def step() -> None:
         number = next(numbers)
         known = engine.num_prepared_behind(number)
-        engine.run_step(batch, number, upcoming=[(batch, ())] * (BATCHES_AHEAD - known))
+        upcoming = [(batch, ())] * (BATCHES_AHEAD - known)
+        recording = engine.run_step(batch, number, upcoming=upcoming).recording
+        work_s.append(recording.compute_s + recording.encode_s)
 
     step.planned = pipeline.plan.planned  # type: ignore[attr-defined]
+    step.work_s = work_s  # type: ignore[attr-defined]
     return step
 
 
@@ -235,12 +240,12 @@ def train(model: Workload, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 SYSTEMS: dict[str, Callable[..., Step]] = {
+    "limit": limit,  # beside what is compared with it, as the machine's speed drifts
     "filled": filled,
+    "limit out of step": limit_out_of_step,
     "filled interleaved": filled_interleaved,
     "filled zero-bubble": filled_zero_bubble,
     "unfilled": unfilled,
-    "limit": limit,
-    "limit out of step": limit_out_of_step,
     "torch 1F1B": torch_1f1b,
     "torch GPipe": torch_gpipe,
     "DDP": ddp,

@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.bubble_filling.peers import (
     FILLED,
@@ -46,13 +47,14 @@ def compare(
     reference.training_step(batch, 0).backward()
     wanted = gradients(reference)
     measured = profile(model, batch, budget_s=PROFILE_BUDGET_S)
-    steps, errors, planned = {}, {}, {}
+    steps, errors, planned, work_s = {}, {}, {}, {}
     for name in systems:
         own = copy.deepcopy(model)
         options = {"profile": measured} if name in OURS else {}
         step = SYSTEMS[name](own, batch, microbatches, rank, **options)
         if name in FILLED:
             planned[name] = step.planned.no_bubble_limit_s, step.planned.iteration_s
+            work_s[name] = step.work_s
         errors[name] = parity(name, step, own, wanted)
         steps[name] = turns(step, own, num_steps)
     times = interleaved(steps, rounds, warmup_rounds=2)
@@ -60,6 +62,7 @@ def compare(
         "times": {n: [t / num_steps for t in times[n]] for n in times},
         "errors": errors,
         "planned": planned,
+        "work": {name: over_ranks(work_s[name][-rounds * num_steps :]) for name in work_s},
         "frozen share": frozen_share(model, batch, microbatches),
     }
 
@@ -79,6 +82,13 @@ def parity(name: str, step: Any, model: Any, wanted: dict[str, torch.Tensor]) ->
         assert wrong < 1e-3, f"{name}: gradients are off by {wrong:.1e}"
         error = max(error, wrong)
     return error
+
+
+def over_ranks(work_s: list[float]) -> float:
+    """All ranks' forwards, backwards and frozen work of a step over the number of ranks: the mean of some steps."""
+    total = torch.tensor(statistics.mean(work_s), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def turns(step: Any, model: Any, num_steps: int = STEPS_PER_TURN) -> Any:
@@ -115,7 +125,7 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     systems = [s for s in SYSTEMS if s != "DeepSpeed" or importlib.util.find_spec("deepspeed")]
     if arguments.systems is not None:
-        systems = ["filled", *LIMITS, *filter(None, arguments.systems.split(","))]
+        systems = [LIMITS[0], "filled", LIMITS[1], *filter(None, arguments.systems.split(","))]
     for workload, microbatches in CASES:
         if arguments.only and f"{workload}-{microbatches}" not in arguments.only.split(","):
             continue
@@ -138,6 +148,8 @@ def two_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     f"({planned[name][0] / planned[name][1]:.3f})"
                     for name in planned
                 },
+                "work / filled": found["work"]["filled"]
+                / statistics.mean(found["times"]["filled"]),
                 "limit out of step / filled": f"{within(found['times'], 'filled', LIMITS[1]):.3f}",
                 **{f"{name} / filled": median[name] / ours for name in others},
                 "worst gradient error": f"{max(errors.values()):.0e}",

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import interleaved, main, medians, on_ranks
 from lightning_diffpipe.pipeline import Process
-from lightning_diffpipe.preparation import PipelineOptions, prepare
+from lightning_diffpipe.pipeline_options import PipelineOptions
+from lightning_diffpipe.preparation import prepare
 
 WIDTH, TOKENS, LAYERS, BATCH = 256, 256, 12, 8
 

@@ -10,9 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from lightning_diffpipe.assembly import _planned_graphs
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import _planned_graphs
 from tests.runtime.loopback import Loopback
 
 

@@ -1,0 +1,312 @@
+"""A module cut as planned, and this rank's part of it connected to the others'.
+
+    fold -> check -> groups -> who holds what -> probe -> place parameters -> engine
+                                                   |
+                                        verify: the last moment at which the module is whole
+
+The plan says which layers each stage runs; from it follows what each rank holds, receives and sends. What a
+pipeline would compute differently from one process is refused here, before anything is placed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.fold import fold
+from lightning_diffpipe.graph.hooks import require_hooks_within_stages
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.placement import place_parameters
+from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.planning.instruction import (
+    Encode,
+    ExchangeFrozen,
+    ForwardNoGrad,
+    UpdateWeights,
+)
+from lightning_diffpipe.planning.laws import messages_of_edge
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.profiling.state import placed
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.holding import (
+    holders_of,
+    owners_of,
+    require_one_home,
+    residents_of,
+    warn_of_statistics,
+    whereabouts,
+)
+from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
+from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.step_watch import StepWatch
+from lightning_diffpipe.verification import compare, run_whole
+from lightning_diffpipe.viewing.ascii import waiting
+
+_log = logging.getLogger(__name__)
+
+
+def assemble(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    small: Any,
+    graph: LayerGraph,
+    plan: PipelinePlan,
+    process: Process,
+    *,
+    seed: int,
+    check_finite: bool = False,
+    verify: bool = False,
+) -> Pipeline:
+    """Cuts a module as planned and connects this rank; every rank calls it at the same time.
+
+    Args:
+        module: The whole module, on the host, equal on all ranks.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        small: The batch the graph was probed with.
+        graph: Its layers, unfolded.
+        plan: What all ranks do.
+        process: Where this rank runs.
+        seed: Seed of the run.
+        check_finite: Look for NaN and infinity at stage boundaries.
+        verify: Compare one batch with the whole module.
+
+    Raises:
+        PlanError: The plan was made for other layers.
+        ConfigurationError: The step keeps state outside of layers, changes weights, or draws from generators of
+            its own.
+        GraphError: `verify` found a difference.
+    """
+    graph, positions, schedule, pieces = _cut_as_planned(module, step, small, graph, plan)
+    if process.rank == 0:
+        warn_of_statistics(graph, pieces, schedule.placement)
+    mesh, holders = _connect(process, schedule, pieces, graph.trained)
+
+    residents = residents_of(module, pieces, schedule.placement)
+    resident = residents[mesh.local_rank]
+    owners = owners_of(module, pieces, residents, schedule.placement)
+    known = _planned_graphs(module, step, batch, graph, plan, process.device)
+    interception = Interception(module).install()
+    whole = None
+    here = _on_device(batch, process.device) if verify else None
+    if verify:  # The last moment at which the module is whole.
+        with placed(module, process.device):  # where random numbers and types are those of training
+            whole = run_whole(
+                module, step, graph, interception, here, plan.num_microbatches, seed, mesh.pipeline
+            )
+    place_parameters(module, resident, process.device)
+    interception.refuse(whereabouts(pieces, schedule.placement))
+
+    steps = PartitionedStepCache(
+        module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
+        process.device, known,
+    )  # fmt: skip
+    trained = _trained_here(module, resident & graph.trained)
+    layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
+    reducer = GradientReducer(mesh, trained, holders)
+    engine = Engine(layout, reducer, check_finite, picture=waiting)
+    if whole is not None:
+        compare(module, engine, here, trained, whole)
+    relay = RelayView(module, interception, owners, RelayChannel(mesh))
+    untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    idle = _idle_here(module, resident - graph.trained)
+    watch = StepWatch(module, layout, idle)
+    return Pipeline(
+        module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
+        interception, relay,
+    )  # fmt: skip
+
+
+@raised_by_all()  # all have the same layers and plan
+def _cut_as_planned(
+    module: nn.Module, step: Step, small: Any, graph: LayerGraph, plan: PipelinePlan
+) -> tuple[LayerGraph, tuple[int, ...], Schedule, Cut]:
+    """The folded layers, the cut positions among them, the schedule, and the pieces, if all that can be run."""
+    graph, positions = fold(module, step, small, graph, cut_positions(plan, graph))
+    _require_stateless_glue(graph, plan)
+    _require_unwritten_weights(graph, plan)
+    _require_global_generators(graph, plan)
+    schedule = _without_frozen_parts(plan.schedule)
+    _require_runnable(schedule)
+    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+    require_one_home(graph, pieces)
+    require_hooks_within_stages(graph, pieces)
+    return graph, positions, schedule, pieces
+
+
+def _connect(
+    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
+) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
+    """This rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
+    layout = Layout(process.world_size, schedule.placement)
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
+    holders = holders_of(pieces, mesh, trained)
+    mesh.connect(messages_of_edge(schedule))
+    mesh.connect_reductions(holders.values())
+    return mesh, holders
+
+
+def _planned_graphs(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    graph: LayerGraph,
+    plan: PipelinePlan,
+    device: torch.device,
+) -> list[LayerGraph]:
+    """Graphs of the microbatches of a batch, if the step can only be probed on values: soon they are gone."""
+    if not graph.needs_values:
+        return []
+    here = _on_device(batch, device)
+    parts = split(here, microbatch_sizes(num_samples(batch), plan.num_microbatches))
+    try:
+        with placed(module, device):
+            unlike = {batch_signature(part): part for part in parts}
+            return [reprobe(module, step, part, graph) for part in unlike.values()]
+    except torch.OutOfMemoryError:
+        _log.warning("the whole module does not fit on %s: microbatches are probed later", device)
+        return []
+
+
+def _trained_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Parameters of this rank that get gradients, in the module's order."""
+    return {name: p for name, p in module.named_parameters() if name in names}
+
+
+def _idle_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Those that could be trained but get no gradient; the rest of one from before training is dropped."""
+    idle = {n: p for n, p in module.named_parameters() if n in names and p.requires_grad}
+    for parameter in idle.values():
+        parameter.grad = None
+    return idle
+
+
+def _group_size(plan: PipelinePlan) -> int | None:
+    """Samples on which frozen layers run at a time; None if the plan leaves it open."""
+    size = plan.options.frozen_group_size
+    return None if size == "auto" else size
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors where this rank computes."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
+
+
+def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
+    """Where a plan cuts the trained path of a graph.
+
+    Raises:
+        PlanError: The plan was made for other layers; names the first difference.
+    """
+    names = graph.path_names
+    remedy = "make a plan for this module, or leave strategy.plan out"
+    if plan.num_layers != len(names):
+        raise PlanError(
+            f"the plan cuts {plan.num_layers} layers, but this module has {len(names)}; {remedy}"
+        )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"the plan was made for another model: layer {position} of its {len(names)} is {planned}, "
+                f"but this module's is {name}; {remedy}"
+            )
+    return tuple(stage.first_layer for stage in plan.stages[1:])
+
+
+def _require_stateless_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses state that every stage would keep for itself.
+
+    Raises:
+        ConfigurationError: The step changes a buffer outside of the layers of a graph, folded as planned.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.glue_writes:
+        name = min(graph.glue_writes)
+        raise ConfigurationError(
+            f"training_step changes the buffer {name!r} outside of a layer. Every stage has its own copy and "
+            "runs a part of the step only, so stages would disagree from then on. Change it in "
+            "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
+            "owns it and is not cut"
+        )
+
+
+def _require_unwritten_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses steps that change weights, which would happen for every microbatch, and on every stage.
+
+    Raises:
+        ConfigurationError: The step itself does, or the forward of a layer that several microbatches go through.
+    """
+    if graph.glue_parameter_writes:
+        raise ConfigurationError(
+            f"training_step changes {len(graph.glue_parameter_writes)} parameters itself, e.g. "
+            f"{min(graph.glue_parameter_writes)}, but it runs for every microbatch, on every stage, and before "
+            "training to time its layers. Change them in on_train_batch_end, where "
+            "self.trainer.strategy.is_resident(name); if they follow other weights (a momentum teacher, a target "
+            "network), inside `with self.trainer.strategy.whole_model():`, on all ranks"
+        )
+    if plan.num_microbatches == 1 and plan.ranks_per_pipeline == 1:
+        return
+    for layer in graph.layers:
+        if layer.written_parameters:
+            raise ConfigurationError(
+                f"the forward of {layer.name} changes the parameter {min(layer.written_parameters)!r}, but "
+                "other microbatches, whose gradients are not there yet, have read it, and it would be changed for "
+                "each of them. Compute with a changed copy (weight = normalize(self.weight)), and change the "
+                "parameter itself in on_train_batch_start, where self.trainer.strategy.is_resident(name)"
+            )
+
+
+def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses random numbers that no seed of a microbatch governs.
+
+    Raises:
+        ConfigurationError: The step draws from a generator that outlives it.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.generators:
+        raise ConfigurationError(
+            f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every "
+            "rank has its own copy, and draws from it at other times and more or less often than the next, so "
+            "stages and frozen layers would see different numbers. Draw from torch's global generator, which "
+            "is kept in step on all ranks (leave `generator=` out), or make one inside the step, seeded "
+            "with a number from the global one"
+        )
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Says before anything starts that a schedule can be planned, but not run yet.
+
+    Raises:
+        PlanError: It has instructions the executor does not know.
+    """
+    for program in schedule.programs:
+        for instruction in program:
+            if isinstance(instruction, ForwardNoGrad | UpdateWeights):
+                raise PlanError(
+                    f"the plan's schedule has {instruction}, which can be simulated but not run yet; "
+                    "choose another schedule"
+                )
+
+
+def _without_frozen_parts(schedule: Schedule) -> Schedule:
+    """Frozen parts are laid out anew for each batch, whose last one may be smaller."""
+    programs = tuple(
+        tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)

@@ -1,0 +1,84 @@
+"""What a user may decide about a pipeline, and what of it the planner is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+
+Auto = Literal["auto"]
+_ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a user may decide; the strategy's arguments, documented there.
+
+    Attributes:
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; the strategy knows of
+            them.
+    """
+
+    num_stages: int | Auto = "auto"
+    num_microbatches: int | Auto = "auto"
+    schedule: str = "1f1b"
+    num_replicas: int | Sequence[int] | Auto = "auto"
+    data_parallel: int | Auto = "auto"
+    filling: str = "auto"
+    frozen_group_size: int | Auto = "auto"
+    plan: PipelinePlan | str | Path | None = None
+    profile: Any = "measure"
+    cluster: Any = "measure"
+    seed: int | None = None
+    check_finite: bool = False
+    verify: bool = False
+    optimizer_bytes_factor: float | Auto = "auto"
+    averages_bytes_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        # What cannot be is refused before anything is done.
+        self.wishes(1, self.data_parallel)
+
+    def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
+        """What the planner is asked for.
+
+        Raises:
+            ConfigurationError: A value that cannot be.
+        """
+        factor = self.optimizer_bytes_factor
+        options = PlanOptions(
+            global_batch_size=global_batch_size,
+            data_parallel=data_parallel,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_replicas=_as_tuple(self.num_replicas),
+            schedule=self.schedule,
+            filling=self.filling,
+            frozen_group_size=self.frozen_group_size,
+            optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
+        )
+        # Averages live as long as the optimizer's state, one for each trained weight.
+        all_bytes = options.optimizer_bytes_factor + self.averages_bytes_factor
+        return replace(options, optimizer_bytes_factor=all_bytes)
+
+    def pipelines_beside(self, world_size: int) -> int:
+        """Pipelines side by side: what is left over when a pipeline's size is given, else one.
+
+        The batch of the data loader is one pipeline's, so this cannot be left to the search.
+        """
+        if self.data_parallel != "auto":
+            return int(self.data_parallel)
+        stages, replicas = self.num_stages, _as_tuple(self.num_replicas)
+        if isinstance(replicas, tuple):
+            return max(world_size // sum(replicas), 1)
+        if stages == "auto" or replicas == "auto":
+            return 1
+        return max(world_size // (stages * replicas), 1)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
