@@ -12,7 +12,9 @@ for, so the two halves are two kinds of questions to the same graph:
     second half   for each u, from what was noted, the gradients of the weights that hang off it
 
 A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for
-where its way leaves the u's: that gradient is noted in the first half, and continued in the second.
+where its way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a
+group norm are asked for in the first half: all its gradients come from the same sums, and torch's kernel for
+channels-last tensors on CPUs ends the process where those of its weights alone are asked for.
 
 Source:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
@@ -31,6 +33,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_diffpipe.graph.accumulation import in_own_memory
 
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
+_IN_ONE_PIECE = ("NativeGroupNormBackward0",)
 
 
 @dataclass
@@ -70,6 +73,8 @@ def input_gradients(
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     apart, shared = graph.exits()
+    whole = [node for node in apart if node.name() in _IN_ONE_PIECE]
+    early = [weight for node in whole for weight in apart.pop(node)]
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_note(noted, node)) for node in apart]
     edges = [GradientEdge(node, number) for node, number in shared]
@@ -82,7 +87,7 @@ def input_gradients(
     try:
         found = torch.autograd.grad(
             [r for r, _ in starts],
-            [*inputs, *edges],
+            [*inputs, *edges, *early],
             [f for _, f in starts],
             retain_graph=True,
             allow_unused=True,
@@ -90,18 +95,34 @@ def input_gradients(
     finally:
         for handle in handles:
             handle.remove()
+    of_inputs, of_edges, of_weights = _cut(found, len(inputs), len(edges))
     later = WeightGradients()
+    known = [
+        (weight, flow) for weight, flow in zip(early, of_weights, strict=True) if flow is not None
+    ]
+    if known:  # to be added where the others are
+        weights = [weight for weight, _ in known]
+        later.calls.append((weights, [flow for _, flow in known], weights))
     for node, weights in apart.items():
         ways = [(i, flow) for i, flow in enumerate(noted.get(node, ())) if flow is not None]
         if ways:
             starts_here = [GradientEdge(node, i) for i, _ in ways]
             later.calls.append((starts_here, [flow for _, flow in ways], weights))
-    crossing = list(zip(edges, found[len(inputs) :], strict=True)) + others
+    crossing = list(zip(edges, of_edges, strict=True)) + others
     crossing = [(edge, flow) for edge, flow in crossing if flow is not None]
     nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
     if weights := graph.weights_below(nodes):
         later.calls.append(([e for e, _ in crossing], [f for _, f in crossing], weights))
-    return list(found[: len(inputs)]), later
+    return list(of_inputs), later
+
+
+def _cut(values: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """Consecutive parts of some sizes, and the rest."""
+    parts = []
+    for size in sizes:
+        parts.append(values[:size])
+        values = values[size:]
+    return [*parts, values]
 
 
 def _note(noted: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:

@@ -73,6 +73,16 @@ def test_a_chain_of_blocks_with_a_shared_conditioning_layer():
     compare(run, [x], module)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_group_norms_in_any_memory_format(memory_format):
+    """History: a ControlNet with schedule=zero_bubble ended its process in torch's kernel, without a word."""
+    module = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.GroupNorm(4, 8)
+    )  # fmt: skip
+    x = torch.randn(2, 4, 4, 4).to(memory_format=memory_format).requires_grad_()
+    compare(lambda: [module(x)], [x], module)
+
+
 def test_received_conditioning_and_several_outputs():
     module = nn.ModuleList(Block() for _ in range(2))
     x, c = torch.randn(2, 6, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
