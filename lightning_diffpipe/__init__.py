@@ -27,13 +27,14 @@ from lightning_diffpipe.strategy import DiffPipeStrategy
 
 if TYPE_CHECKING:
     from lightning_diffpipe.callbacks import EMA, BubbleFilling, PipelineMonitor
-    from lightning_diffpipe.modules import LatentDiffusion
+    from lightning_diffpipe.modules import ControlNetDiffusion, LatentDiffusion
     from lightning_diffpipe.predictor import Predictor
     from lightning_diffpipe.profiling import profile
 
 __all__ = [
     "EMA",
     "BubbleFilling",
+    "ControlNetDiffusion",
     "DiffPipeStrategy",
     "LatentDiffusion",
     "ModelProfile",
@@ -50,6 +51,7 @@ _LAZY = {
     "BubbleFilling": "lightning_diffpipe.callbacks",
     "EMA": "lightning_diffpipe.callbacks",
     "PipelineMonitor": "lightning_diffpipe.callbacks",
+    "ControlNetDiffusion": "lightning_diffpipe.modules",
     "LatentDiffusion": "lightning_diffpipe.modules",
     "Predictor": "lightning_diffpipe.predictor",
     "profile": "lightning_diffpipe.profiling",

@@ -93,11 +93,26 @@ def _refuse_variant(variant: str | None, path: str | Path) -> None:
 
 
 def refuse_module(module: Any) -> None:
-    """Raises ConfigurationError for what is no module of this project."""
+    """Raises ConfigurationError for what is no module of this project that draws from prompts alone."""
     if not isinstance(module, LatentDiffusion):
         raise ConfigurationError(
             f"module must be a LatentDiffusion; got a {type(module).__name__}. Save a pipeline of diffusers to a "
             "folder and open that: Predictor.from_pretrained(path)"
+        )
+    _refuse_controlnet(module.parts, f"this {type(module).__name__}")
+
+
+def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
+    """Refuses to leave a ControlNet out silently.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    if "controlnet" in parts:
+        raise ConfigurationError(
+            f"{origin} has a ControlNet, which draws to pictures, and the Predictor draws from prompts alone. Draw "
+            "in one process: ControlNetDiffusion.from_checkpoint(path), or from_pretrained, and "
+            ".sample(prompts, condition=...)"
         )
 
 
@@ -178,7 +193,8 @@ class LatentDiffusionSource:
 def _latent_diffusion_folder(
     folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
 ) -> LatentDiffusionSource:
-    name = _denoiser_name([n for n in _DENOISERS if (index.get(n) or [None])[0]], str(folder))
+    parts = [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
+    name = _denoiser_name(parts, str(folder))
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
@@ -209,6 +225,7 @@ def _checkpoint(
 
 
 def _denoiser_name(parts: Collection[str], origin: str) -> str:
+    _refuse_controlnet(parts, origin)
     names = [name for name in _DENOISERS if name in parts]
     if not names:
         raise CheckpointError(

@@ -9,6 +9,7 @@ callable as a whole. The start noise has its own generator, so training goes on 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class SampleImages(L.Callback):
 
     Args:
         prompts: What to draw; None takes eight captions of the data: of those held back, if the data module tells
-            them (`held_back_captions`), or of the first batch.
+            them (`held_back_captions`), or of the first batch. Conditions of a ControlNet are taken with them
+            (`held_back_conditions`), and shown above what is drawn to them.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -75,12 +77,13 @@ class SampleImages(L.Callback):
             )
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
+        self.conditions: Tensor | None = None
         self.every_n_steps = every_n_steps
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
         self.seed = seed
         self._last_step = 0
-        self._restored: list[str] | None = None
+        self._restored: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
@@ -95,7 +98,7 @@ class SampleImages(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets what was read for an earlier run; a checkpoint of this one is still to be read."""
-        self._restored = None
+        self._restored = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
@@ -105,11 +108,13 @@ class SampleImages(L.Callback):
         saved before it, too.
         """
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
-        self.prompts, self._restored = self._wish or self._restored, None
-        if self.prompts is None:
-            told = getattr(getattr(trainer, "datamodule", None), "held_back_captions", None)
-            own = told(_NUM_CAPTIONS) if told is not None and trainer.is_global_zero else []
-            self.prompts = trainer.strategy.broadcast(own) or None
+        self.prompts, self.conditions = self._wish, None
+        restored, self._restored = self._restored, {}
+        if self.prompts is None and restored:
+            self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
+        elif self.prompts is None:
+            own = _held_back(trainer) if trainer.is_global_zero else ([], None)
+            self._take(trainer, pl_module, *own)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -120,14 +125,31 @@ class SampleImages(L.Callback):
             ConfigurationError: It has none.
         """
         if self.prompts is None:
-            captions = batch.get("caption", []) if isinstance(batch, Mapping) else []
-            # Pipelines side by side have other batches, and draw in lock step.
-            self.prompts = trainer.strategy.broadcast(list(captions[:_NUM_CAPTIONS])) or None
+            there = batch if isinstance(batch, Mapping) else {}
+            captions, conditions = there.get("caption", []), there.get("condition")
+            self._take(trainer, pl_module, list(captions), conditions)
         if self.prompts is None:
             raise ConfigurationError(
                 "SampleImages draws captions of the data, and batches have no 'caption'; say what to draw: "
                 "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
+
+    def _take(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        captions: list[str],
+        conditions: Tensor | None,
+    ) -> None:
+        """Takes what rank 0 was told, on all ranks: pipelines have other data, and draw in lock step."""
+        if conditions is not None and _takes_conditions(
+            module
+        ):  # in 8 bits, as checkpoints keep them
+            conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
+        else:
+            conditions = None
+        told = trainer.strategy.broadcast((captions[:_NUM_CAPTIONS], conditions))
+        self.prompts, self.conditions = told[0] or None, told[1]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
@@ -144,11 +166,14 @@ class SampleImages(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the captions that were taken of the data; nothing where the user said what to draw."""
-        return {} if self._wish is not None or self.prompts is None else {"prompts": self.prompts}
+        if self._wish is not None or self.prompts is None:
+            return {}
+        told: dict[str, Any] = {"prompts": self.prompts}
+        return told if self.conditions is None else {**told, "conditions": self.conditions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the captions of the run that goes on."""
-        self._restored = state_dict.get("prompts")
+        self._restored = dict(state_dict)
 
     def _draw_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step
@@ -177,17 +202,39 @@ class SampleImages(L.Callback):
             for average in averages[:1]:
                 stack.enter_context(average.averaged(module))
             stack.enter_context(whole_model())
+            told = {} if self.conditions is None else {"condition": self.conditions / 255}
             return module.sample(
                 self.prompts,
                 num_inference_steps=self.num_inference_steps,
                 guidance_scale=self.guidance_scale,
                 generator=torch.Generator().manual_seed(self.seed),
+                **told,
             )
 
     def _publish(self, trainer: L.Trainer, images: Tensor, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        picture_grid(images).save(folder / f"step_{step:06d}.png")
-        pictures = [picture_grid(image[None], columns=1) for image in images]
+        rows, columns = [images], 8
+        if self.conditions is not None:  # on top of what is drawn to them
+            rows, columns = [self.conditions.to(images) / 255, images], len(images)
+        picture_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
+        pictures = [
+            picture_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)
+        ]
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
                 logger.log_image("samples", pictures, step=step, caption=self.prompts)
+
+
+def _held_back(trainer: L.Trainer) -> tuple[list[str], Tensor | None]:
+    """Captions of the data that are held back, and their conditions, as far as the data module tells them."""
+    data = getattr(trainer, "datamodule", None)
+    captions, conditions = (
+        getattr(data, name, None) for name in ("held_back_captions", "held_back_conditions")
+    )
+    told = captions(_NUM_CAPTIONS) if captions is not None else []
+    return told, conditions(_NUM_CAPTIONS) if conditions is not None else None
+
+
+def _takes_conditions(module: L.LightningModule) -> bool:
+    # Batches may have a `condition` for a module that draws without one.
+    return "condition" in inspect.signature(module.sample).parameters

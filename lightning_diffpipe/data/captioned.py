@@ -1,12 +1,14 @@
 """What all data modules of captioned images share: loaders, and one kind of batch.
 
 A sample is `{"image": (3, H, W) float in [-1, 1], "caption": str}`; a batch stacks the images and
-lists the captions. Captions stay text, because only the model knows its tokenizer.
+lists the captions. Captions stay text, because only the model knows its tokenizer. For a ControlNet there is a
+`"condition"` besides, `(3, H, W)` in [0, 1].
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict
 
 import lightning as L
 import torch
@@ -15,32 +17,43 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Sample(TypedDict):
-    """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]."""
+    """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1]."""
 
     image: Tensor
     caption: str
+    condition: NotRequired[Tensor]
 
 
 class Batch(TypedDict):
-    """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]."""
+    """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1]."""
 
     image: Tensor
     caption: list[str]
+    condition: NotRequired[Tensor]
 
 
 def collate(samples: list[Sample]) -> Batch:
     """Stacks images and lists captions.
 
     Args:
-        samples: `B` samples whose images have one size.
+        samples: `B` samples whose images have one size; all of them with conditions, or none.
 
     Returns:
         The batch.
     """
-    return {
+    batch: Batch = {
         "image": torch.stack([sample["image"] for sample in samples]),
         "caption": [sample["caption"] for sample in samples],
     }
+    if samples and "condition" in samples[0]:
+        batch["condition"] = torch.stack([sample["condition"] for sample in samples])
+    return batch
+
+
+def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
+    """The conditions of some samples, `(N, 3, H, W)`; None if they have none."""
+    conditions = [sample["condition"] for sample in samples if "condition" in sample]
+    return torch.stack(conditions) if conditions else None
 
 
 class CaptionedDataModule(L.LightningDataModule):
@@ -84,6 +97,13 @@ class CaptionedDataModule(L.LightningDataModule):
 
     def held_back_captions(self, count: int) -> list[str]:
         """Up to `count` captions of the samples held back, spread over them, to be drawn while training."""
+        return [sample["caption"] for sample in self._held_back(count)]
+
+    def held_back_conditions(self, count: int) -> Tensor | None:
+        """What a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
+        return stacked_conditions(self._held_back(count))
+
+    def _held_back(self, count: int) -> list[Sample]:
         there = len(self.validation_set)
         count = min(count, there)
-        return [self.validation_set[i * there // count]["caption"] for i in range(count)]
+        return [self.validation_set[i * there // count] for i in range(count)]

@@ -4,7 +4,10 @@
     folder/cat.png
 
 Pictures are turned upright, scaled so that the shorter side fits, then cropped in the middle. Which pictures are
-held back follows from a hash of their file name.
+held back follows from a hash of their file name. For a ControlNet a line may name a second picture of the same
+shape (`condition="conditioning_image"`):
+
+    {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
+from lightning_diffpipe.data.conditions import MADE, Conditioned
 from lightning_diffpipe.errors import ConfigurationError
 
 
@@ -44,7 +49,22 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
 
 
-def _read_metadata(folder: Path, caption_key: str) -> Iterator[tuple[Path, str]]:
+class _Entry(NamedTuple):
+    """A line of `metadata.jsonl`: a picture, its caption, and the picture of its condition, if there is one."""
+
+    path: Path
+    caption: str
+    condition: Path | None
+
+
+def to_condition(picture: Image.Image, resolution: int) -> Tensor:
+    """As `to_square`, in [0, 1], as ControlNets want what they are shown."""
+    return (to_square(picture, resolution) + 1) / 2
+
+
+def _read_metadata(
+    folder: Path, caption_key: str, condition_key: str | None = None
+) -> Iterator[_Entry]:
     path = folder / "metadata.jsonl"
     if not path.is_file():
         raise ConfigurationError(
@@ -57,16 +77,19 @@ def _read_metadata(folder: Path, caption_key: str) -> Iterator[tuple[Path, str]]
             continue
         try:
             entry = json.loads(line)
-            yield folder / entry["file_name"], entry[caption_key]
+            condition = None if condition_key is None else folder / entry[condition_key]
+            yield _Entry(folder / entry["file_name"], entry[caption_key], condition)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
+            wanted = f"'file_name' and {caption_key!r}"
+            if condition_key is not None:
+                wanted = f"'file_name', {caption_key!r} and {condition_key!r} (the condition)"
             raise ConfigurationError(
-                f"{path}, line {number}: expected a JSON object with 'file_name' and "
-                f"{caption_key!r}, but found {line[:80]!r}"
+                f"{path}, line {number}: expected a JSON object with {wanted}, but found {line[:80]!r}"
             ) from error
 
 
 class _Pictures(Dataset[Sample]):
-    def __init__(self, entries: list[tuple[Path, str]], resolution: int) -> None:
+    def __init__(self, entries: list[_Entry], resolution: int) -> None:
         self.entries = entries
         self.resolution = resolution
 
@@ -74,9 +97,35 @@ class _Pictures(Dataset[Sample]):
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Sample:
-        path, caption = self.entries[index]
+        path, caption, condition = self.entries[index]
         with Image.open(path) as picture:
-            return {"image": to_square(picture, self.resolution), "caption": caption}
+            sample: Sample = {"image": to_square(picture, self.resolution), "caption": caption}
+            if condition is not None:
+                with Image.open(condition) as other:
+                    _require_same_shape(picture, path, other, condition)
+                    sample["condition"] = to_condition(other, self.resolution)
+        return sample
+
+
+def _require_same_shape(
+    picture: Image.Image, path: Path, other: Image.Image, condition: Path
+) -> None:
+    """Refuses a condition that would be cut out elsewhere; it may be larger or smaller.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    width, height = ImageOps.exif_transpose(picture).size
+    its_width, its_height = ImageOps.exif_transpose(other).size
+    scale, shape = its_height / height, width / height
+    rounding = (1 + shape) * max(
+        1, scale
+    )  # where one was made from the other, in pixels of the condition
+    if abs(its_width - width * scale) > rounding:
+        raise ConfigurationError(
+            f"{condition} has {its_width}x{its_height} pixels, and {path} {width}x{height}: a condition must have "
+            "the shape of its picture, as it says where in it something shall be"
+        )
 
 
 class ImageFolderDataModule(CaptionedDataModule):
@@ -89,6 +138,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         validation_share: Share of the pictures that is held back.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode pictures.
+        condition: What a ControlNet is shown: `"edges"` of the picture, or the key of `metadata.jsonl` that names a
+            second picture of the same shape; None for nothing.
     """
 
     def __init__(
@@ -99,6 +150,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         validation_share: float = 0.02,
         batch_size: int = 16,
         num_workers: int = 4,
+        condition: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers)
         folder = str(folder)  # a checkpoint of plain values can be read without trusting it
@@ -110,10 +162,16 @@ class ImageFolderDataModule(CaptionedDataModule):
         Raises:
             ConfigurationError: The file is missing, or a line of it is malformed.
         """
-        split: dict[bool, list[tuple[Path, str]]] = {False: [], True: []}
-        for path, caption in _read_metadata(Path(self.hparams.folder), self.hparams.caption_key):
-            digest = hashlib.sha256(path.name.encode()).digest()
+        h = self.hparams
+        split: dict[bool, list[_Entry]] = {False: [], True: []}
+        condition_key = None if h.condition in MADE else h.condition
+        for entry in _read_metadata(Path(h.folder), h.caption_key, condition_key):
+            digest = hashlib.sha256(entry.path.name.encode()).digest()
             share = int.from_bytes(digest[:8], "big") / 2**64
-            split[share < self.hparams.validation_share].append((path, caption))
-        self.train_set = _Pictures(split[False], self.hparams.resolution)
-        self.validation_set = _Pictures(split[True], self.hparams.resolution)
+            split[share < h.validation_share].append(entry)
+        self.train_set, self.validation_set = (
+            _Pictures(split[held_back], h.resolution) for held_back in (False, True)
+        )
+        if h.condition in MADE:
+            self.train_set = Conditioned(self.train_set, h.condition)
+            self.validation_set = Conditioned(self.validation_set, h.condition)

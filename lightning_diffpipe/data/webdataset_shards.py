@@ -1,5 +1,7 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
+For a ControlNet a second picture may lie beside each: `000.cond.png`, if the condition is called `"cond.png"`.
+
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
 """
@@ -13,10 +15,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.captioned import Batch, Sample, collate
-from lightning_diffpipe.data.image_folder import to_square
+from lightning_diffpipe.data.captioned import Batch, Sample, collate, stacked_conditions
+from lightning_diffpipe.data.conditions import MADE
+from lightning_diffpipe.data.image_folder import to_condition, to_square
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.seeding import derived_seed
 
@@ -92,6 +96,8 @@ class WebDatasetDataModule(L.LightningDataModule):
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode pictures; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
+        condition: What a ControlNet is shown: `"edges"` of the picture, or the extension under which shards have a
+            second picture, such as `"cond.png"`; None for nothing.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
@@ -108,6 +114,7 @@ class WebDatasetDataModule(L.LightningDataModule):
         batch_size: int = 16,
         num_workers: int = 4,
         seed: int = 0,
+        condition: str | None = None,
     ) -> None:
         super().__init__()
         self._webdataset = _require_webdataset()
@@ -133,10 +140,28 @@ class WebDatasetDataModule(L.LightningDataModule):
             stages.append(wds.shuffle(h.shuffle_buffer, seed=seed))
         stages += [
             wds.decode("pil"),
-            wds.to_tuple("jpg;jpeg;png;webp", "txt"),
-            wds.map(lambda pair: {"image": to_square(pair[0], h.resolution), "caption": pair[1]}),
+            wds.to_tuple("jpg;jpeg;png;webp", "txt", *self._extensions),
+            wds.map(self._sample),
         ]
         return wds.DataPipeline(*stages)
+
+    @property
+    def _extensions(self) -> list[str]:
+        """Of the condition's pictures, where they come with the data."""
+        condition = self.hparams.condition
+        return [] if condition is None or condition in MADE else [condition]
+
+    def _sample(self, members: tuple[Any, ...]) -> Sample:
+        picture, caption, *condition = members
+        sample: Sample = {
+            "image": to_square(picture, self.hparams.resolution),
+            "caption": caption,
+        }
+        if condition:
+            sample["condition"] = to_condition(condition[0], self.hparams.resolution)
+        elif self.hparams.condition is not None:
+            sample["condition"] = MADE[self.hparams.condition](sample["image"])
+        return sample
 
     def _loader(self, stream: Any, shards: str) -> DataLoader:
         rank, num_ranks = self._data_parallel()
@@ -179,6 +204,12 @@ class WebDatasetDataModule(L.LightningDataModule):
 
     def held_back_captions(self, count: int) -> list[str]:
         """The first captions of the held-back shards, up to `count`, for pictures to be drawn in training."""
+        return [sample["caption"] for sample in self._held_back(count)]
+
+    def held_back_conditions(self, count: int) -> Tensor | None:
+        """What a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
+        return stacked_conditions(self._held_back(count))
+
+    def _held_back(self, count: int) -> list[Sample]:
         shards = self.hparams.validation_shards
-        first = itertools.islice(self._stream(shards, None), count) if shards is not None else ()
-        return [sample["caption"] for sample in first]
+        return [] if shards is None else list(itertools.islice(self._stream(shards, None), count))

@@ -1,8 +1,15 @@
 """Ready-made LightningModules, plain ones: nothing in them knows about pipelines."""
 
 from lightning_diffpipe.modules.autoencoder import AutoencoderTraining
+from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.text_alignment import TextAlignment
 
-__all__ = ["AutoencoderTraining", "LatentDiffusion", "Optimization", "TextAlignment"]
+__all__ = [
+    "AutoencoderTraining",
+    "ControlNetDiffusion",
+    "LatentDiffusion",
+    "Optimization",
+    "TextAlignment",
+]

@@ -154,7 +154,9 @@ class LatentDiffusion(PartsModule):
             bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
         return self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
 
-    def denoise(self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+    def denoise(
+        self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Any
+    ) -> Tensor:
         """Predicts the target of the noise schedule.
 
         Args:
@@ -162,11 +164,12 @@ class LatentDiffusion(PartsModule):
             timesteps: `(B,)`.
             states: Text states, `(B, L, D)`.
             mask: 1 where there is a token, `(B, L)`.
+            conditions: What else the denoiser takes.
 
         Returns:
             fp32, `(B, C, h, w)`.
         """
-        kwargs: dict[str, Any] = {"encoder_attention_mask": mask if self._uses_text_mask else None}
+        kwargs = {"encoder_attention_mask": mask if self._uses_text_mask else None, **conditions}
         if not hasattr(self, "unet"):
             kwargs["added_cond_kwargs"] = self._size_conditions(noisy)
         prediction = self.denoiser(
@@ -204,7 +207,7 @@ class LatentDiffusion(PartsModule):
         """
         latents = self.encode_images(batch["image"])
         tokens = self._drop_captions(tokenize(self.tokenizer, batch["caption"], self.device))
-        loss = self._loss(latents, tokens)
+        loss = self._loss(latents, tokens, **self._conditions(batch))
         self.log("train/loss", loss, prog_bar=True, batch_size=len(latents))
         return loss
 
@@ -213,16 +216,24 @@ class LatentDiffusion(PartsModule):
         latents = self.encode_images(batch["image"], sample=False)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
         generator = torch.Generator(self.device).manual_seed(batch_idx)
-        loss = self._loss(latents, tokens, generator)
+        loss = self._loss(latents, tokens, generator, **self._conditions(batch))
         self.log("val/loss", loss, prog_bar=True, batch_size=len(latents), sync_dist=True)
 
+    def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """For subclasses: what the denoiser is told of a batch besides its captions, a row for each sample."""
+        return {}
+
     def _loss(
-        self, latents: Tensor, tokens: Tokens, generator: torch.Generator | None = None
+        self,
+        latents: Tensor,
+        tokens: Tokens,
+        generator: torch.Generator | None = None,
+        **conditions: Tensor,
     ) -> Tensor:
         corrupted = self.noise_schedule.corrupt(latents, generator)
         states = self.encode_text(tokens)
         prediction = self.denoise(
-            corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask
+            corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask, **conditions
         )
         return F.mse_loss(prediction, corrupted.target)
 
@@ -268,11 +279,25 @@ class LatentDiffusion(PartsModule):
         Raises:
             ConfigurationError: A size is no multiple of what the autoencoder shrinks pictures by.
         """
-        size = self._latent_size(height, width)
+        return self._drawn(prompts, num_inference_steps, guidance_scale, generator, (height, width))
+
+    def _drawn(
+        self,
+        prompts: Sequence[str],
+        num_inference_steps: int,
+        guidance_scale: float,
+        generator: torch.Generator | None,
+        pixels: tuple[int | None, int | None],
+        **conditions: Tensor,
+    ) -> Tensor:
+        """Samples in evaluation mode."""
+        size = self._latent_size(*pixels)
         was_training = self.training
         self.eval()
         try:
-            return self._sample(prompts, num_inference_steps, guidance_scale, generator, size)
+            return self._sample(
+                prompts, num_inference_steps, guidance_scale, generator, size, **conditions
+            )
         finally:
             self.train(was_training)
 
@@ -283,8 +308,10 @@ class LatentDiffusion(PartsModule):
         guidance_scale: float,
         generator: torch.Generator | None,
         size: tuple[int, int],
+        **conditions: Tensor,
     ) -> Tensor:
         guided = guidance_scale != 1
+        conditions = {n: torch.cat([c, c]) if guided else c for n, c in conditions.items()}
         tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
         states = self.encode_text(tokens)
         scheduler = copy.deepcopy(self.scheduler)  # schedulers count their steps
@@ -298,7 +325,7 @@ class LatentDiffusion(PartsModule):
                 noisy = scheduler.scale_model_input(noisy, timestep)
             noisy = torch.cat([noisy, noisy]) if guided else noisy
             prediction = self.denoise(
-                noisy, timestep.expand(len(noisy)), states, tokens.attention_mask
+                noisy, timestep.expand(len(noisy)), states, tokens.attention_mask, **conditions
             )
             if guided:
                 free, conditional = prediction.chunk(2)
@@ -345,6 +372,8 @@ class LatentDiffusion(PartsModule):
         """
         prompts = batch["caption"] if isinstance(batch, dict) else batch
         settings = dict(self.sampling)
+        if isinstance(batch, dict):
+            settings |= self._conditions(batch)
         num_ranks, rank = 1, 0
         if self._trainer is not None:  # not `trainer`, which raises without one
             num_ranks, rank = self.trainer.world_size, self.trainer.global_rank

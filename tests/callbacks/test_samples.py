@@ -151,6 +151,53 @@ def test_captions_are_taken_anew_in_every_fit_and_kept_by_a_run_that_goes_on(tmp
     assert logger.images[-1][-1] == ["a harbour"]
 
 
+class Conditioned(Captioned):
+    """Captions with conditions, held back or in batches."""
+
+    def held_back_conditions(self, count):
+        there = len(self.held_back_captions(count))
+        return torch.full((there, 3, 4, 4), 0.5) if there else None
+
+    def train_dataloader(self):
+        batches = [
+            {**batch, "condition": torch.full((2, 3, 4, 4), 0.25)}
+            for batch in super().train_dataloader()
+        ]
+        return DataLoader(batches, batch_size=None)
+
+
+class Follower(CaptionedPainter):
+    """Draws what it is shown."""
+
+    def sample(self, prompts, num_inference_steps, guidance_scale, generator, condition):
+        assert len(condition) == len(prompts)
+        return condition / 2
+
+
+@pytest.mark.parametrize(("held_back", "shown"), [(["fog"] * 3, 0.5), ([], 0.25)])
+def test_conditions_are_taken_with_their_captions_and_shown_above(tmp_path, held_back, shown):
+    samples = SampleImages(every_n_steps=2)
+    data, logger = Conditioned(held_back), CSVLogger(tmp_path, "csv", "")
+    trainer = fit(tmp_path, [samples], logger, Follower(), data, max_steps=2)
+    picture = Image.open(tmp_path / "csv" / "samples" / "step_000002.png")
+    columns = len(held_back) or 2
+    assert picture.size == (4 * columns, 8)
+    levels = [picture.getpixel((4 * columns - 1, y))[0] for y in (0, 7)]
+    assert levels == [round(255 * shown), round(255 * shown / 2)]
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    again, other = SampleImages(every_n_steps=2), Conditioned(["fire"])
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_steps": 4}
+    fit(tmp_path, [again], False, Follower(), other, **resumed)
+    assert again.prompts == samples.prompts
+    assert again.conditions.equal(samples.conditions)
+
+
+def test_conditions_are_left_to_modules_that_draw_to_them(tmp_path):
+    samples, data = SampleImages(every_n_steps=2), Conditioned(["fog"])
+    fit(tmp_path, [samples], False, CaptionedPainter(), data, max_steps=2)
+    assert (samples.prompts, samples.conditions) == (["fog"], None)
+
+
 def test_data_without_captions_needs_prompts(tmp_path):
     with pytest.raises(ConfigurationError, match=r"batches have no 'caption'; say what to draw"):
         fit(tmp_path, [SampleImages()], False)

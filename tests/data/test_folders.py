@@ -38,9 +38,64 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
     for image, caption in zip(batch["image"], batch["caption"], strict=True):
         red = int(caption.split()[1])
         assert torch.allclose(image[0], torch.tensor(red / 127.5 - 1))
-    held_back = [caption for _, caption in data.validation_set.entries]
+    held_back = [entry.caption for entry in data.validation_set.entries]
     assert data.held_back_captions(99) == held_back
     assert data.held_back_captions(2) == [held_back[0], held_back[len(held_back) // 2]]
+
+
+def write_conditions(folder, size=lambda width, height: (width, height)):
+    """A second picture for each, as blue as the first is red."""
+    lines = []
+    for line in (folder / "metadata.jsonl").read_text().split("\n"):
+        entry = json.loads(line)
+        name = f"condition_{entry['file_name']}"
+        with Image.open(folder / entry["file_name"]) as picture:
+            red = picture.getpixel((0, 0))[0]
+            Image.new("RGB", size(*picture.size), (0, 0, red)).save(folder / name)
+        lines.append(json.dumps({**entry, "conditioning_image": name}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("size", [lambda w, h: (w, h), lambda w, h: (round(w / 3), round(h / 3))])
+def test_a_folder_may_name_a_second_picture(tmp_path, size):
+    write_folder(tmp_path)
+    write_conditions(tmp_path, size)
+    options = {"resolution": 16, "batch_size": 4, "num_workers": 0, "validation_share": 0.2}
+    data = ImageFolderDataModule(tmp_path, condition="conditioning_image", **options)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["condition"].shape == (4, 3, 16, 16)
+    torch.testing.assert_close(batch["condition"][:, 2], (batch["image"][:, 0] + 1) / 2)
+    assert not batch["condition"][:, :2].any()
+    assert data.held_back_conditions(3).shape == (3, 3, 16, 16)
+    assert ImageFolderDataModule(tmp_path, condition="edges").hparams.condition == "edges"
+
+
+def test_second_pictures_of_another_shape_are_refused(tmp_path):
+    write_folder(tmp_path)
+    write_conditions(tmp_path, lambda width, height: (width + 3, height))
+    data = ImageFolderDataModule(tmp_path, condition="conditioning_image", validation_share=0.0)
+    data.setup("fit")
+    with pytest.raises(
+        ConfigurationError, match=r"condition_0.png has 23x30 pixels, .*0.png 20x30"
+    ):
+        data.train_set[0]
+
+
+def test_a_line_without_a_second_picture_is_named(tmp_path):
+    write_folder(tmp_path)
+    data = ImageFolderDataModule(tmp_path, condition="depth")
+    with pytest.raises(
+        ConfigurationError, match=r"line 1: .* 'text' and 'depth' \(the condition\)"
+    ):
+        data.setup("fit")
+
+
+def test_a_folder_without_second_pictures_has_edges(tmp_path):
+    write_folder(tmp_path)
+    data = ImageFolderDataModule(tmp_path, resolution=16, condition="edges", num_workers=0)
+    data.setup("fit")
+    assert data.train_set[0]["condition"].shape == (3, 16, 16)
 
 
 def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
@@ -109,7 +164,7 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     (tmp_path / "metadata.jsonl").write_bytes((end.join(lines) + end).encode())
     data = ImageFolderDataModule(str(tmp_path), validation_share=0.0)
     data.setup("fit")
-    assert [caption for _, caption in data.train_set.entries] == captions
+    assert [entry.caption for entry in data.train_set.entries] == captions
 
 
 @pytest.fixture(params=["webdataset", "tests.data.like_webdataset"])
@@ -145,6 +200,19 @@ def test_shards_give_batches_like_all_others(shards):
     assert captions(data.val_dataloader()) == list(range(18))
     assert data.held_back_captions(3) == ["0", "1", "2"]
     assert data_of(shards).held_back_captions(3) == []
+
+
+def test_shards_may_have_second_pictures(tmp_path):
+    files = red_pictures(range(4))
+    files |= {name.replace(".png", ".cond.png"): f for name, f in files.items() if "png" in name}
+    write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
+    shards = str(tmp_path / "0.tar")
+    data = data_of(shards, validation_shards=shards, condition="cond.png")
+    batch = next(iter(data.train_dataloader()))
+    torch.testing.assert_close(batch["condition"], (batch["image"] + 1) / 2)
+    assert data.held_back_conditions(3).shape == (3, 3, 8, 8)
+    made = next(iter(data_of(shards, condition="edges").train_dataloader()))
+    assert made["condition"].max() < 1e-6  # pictures of one colour
 
 
 def test_photographs_of_shards_stand_upright(tmp_path):

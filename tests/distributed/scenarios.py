@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -26,6 +26,7 @@ class Settings:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     module_class: type = TinyDiffusion
+    data_class: type = Data
 
 
 @dataclass
@@ -108,7 +109,7 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
     callbacks = [recorder, *settings.trainer.get("callbacks", [])]
     options = {**settings.trainer, "callbacks": callbacks}
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    trainer.fit(module, datamodule=Data(**settings.data))
+    trainer.fit(module, datamodule=settings.data_class(**settings.data))
     return outcome(trainer, module, recorder, initial)
 
 
@@ -144,13 +145,14 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
                     loss = loss + super().training_step(part, batch_idx) * size / total
             return loss
 
-    settings = Settings(settings.module, settings.data, settings.trainer, {}, Serial)
+    settings = replace(settings, strategy={}, module_class=Serial)
     module, recorder = build(settings), Recorder()
     initial = weights_of(module)
     options = {**settings.trainer, "callbacks": [recorder]}
     trainer = quiet_trainer(devices=1, **options)
     batch_size = settings.data.get("batch_size", 6) * num_pipelines
-    trainer.fit(module, datamodule=Data(**{**settings.data, "batch_size": batch_size}))
+    data = settings.data_class(**{**settings.data, "batch_size": batch_size})
+    trainer.fit(module, datamodule=data)
     return outcome(trainer, module, recorder, initial)
 
 

@@ -5,7 +5,6 @@ import diffusers
 import lightning as L
 import pytest
 import torch
-import transformers
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
@@ -15,6 +14,7 @@ from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
+    tiny_clip,
     tiny_text_encoder,
     tiny_tokenizer,
     tiny_transformer,
@@ -260,17 +260,9 @@ def test_half_precision_files_load_as_fp32(make_model, tmp_path):
 
 @pytest.mark.slow
 def test_a_stable_diffusion_folder_stays_one(batch, tmp_path):
-    clip_config = {
-        "vocab_size": 384,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
     torch.manual_seed(0)
-    text_encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip_config))
     model = LatentDiffusion(
-        tiny_vae(), text_encoder, tiny_tokenizer(), SCHEDULERS["epsilon"](), unet=tiny_unet()
+        tiny_vae(), tiny_clip(), tiny_tokenizer(), SCHEDULERS["epsilon"](), unet=tiny_unet()
     )
     model.save_pretrained(tmp_path)
     index_path = tmp_path / "model_index.json"

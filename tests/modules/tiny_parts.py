@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe import LatentDiffusion
+from lightning_diffpipe import ControlNetDiffusion, LatentDiffusion
 from tests.zoo.case import perturb
 
 
@@ -93,6 +93,29 @@ def perturbed_latent_diffusion():
     """One whose transformer has no weights that are zero."""
     module = tiny_latent_diffusion()
     perturb(module.transformer, torch.Generator().manual_seed(0))
+    return module
+
+
+def tiny_clip():
+    """A text encoder whose padding is text, as in Stable Diffusion."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=384,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return transformers.CLIPTextModel(config)
+
+
+def tiny_controlnet_diffusion(prediction="epsilon", perturbed=True, **options):
+    """A ControlNet on a locked U-Net; `perturbed`: none of its weights is zero, as those of its exits would be."""
+    torch.manual_seed(0)
+    module = ControlNetDiffusion(
+        tiny_vae(), tiny_clip(), tiny_tokenizer(), SCHEDULERS[prediction](), tiny_unet(), **options
+    )
+    if perturbed:
+        perturb(module.controlnet, torch.Generator().manual_seed(0))
     return module
 
 

@@ -1,0 +1,64 @@
+"""What a ControlNet is shown besides the caption: a picture of the same size, in [0, 1].
+
+It is made from the picture itself (`"edges"`), or comes with the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_diffpipe.data.captioned import Sample
+from lightning_diffpipe.errors import ConfigurationError
+
+_ACROSS = torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -2.0], [1.0, 0.0, -1.0]]) / 8
+_SOBEL = torch.stack([_ACROSS, _ACROSS.T])[:, None]
+
+
+def edges(image: Tensor) -> Tensor:
+    """How steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
+
+    Args:
+        image: `(3, H, W)` in [-1, 1].
+
+    Returns:
+        `(3, H, W)` in [0, 1], three times the same.
+    """
+    grey = F.pad(image.mean(0)[None, None], (1, 1, 1, 1), mode="replicate")
+    gradient = F.conv2d(grey, _SOBEL.to(grey))[0]
+    return gradient.norm(dim=0).clamp(max=1).expand(3, -1, -1)
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
+"""Conditions that are made from the picture, by name."""
+
+
+class Conditioned(Dataset[Sample]):
+    """Samples of another data set, with conditions made from their pictures.
+
+    Args:
+        samples: The data set.
+        condition: A name in `MADE`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
+
+    def __init__(self, samples: Dataset[Sample], condition: str) -> None:
+        if condition not in MADE:
+            raise ConfigurationError(
+                f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
+            )
+        self.samples = samples
+        self.condition = condition
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.samples[index]
+        return {**sample, "condition": MADE[self.condition](sample["image"])}
