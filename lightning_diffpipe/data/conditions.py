@@ -15,9 +15,6 @@ from torch.utils.data import Dataset
 from lightning_diffpipe.data.captioned import Sample
 from lightning_diffpipe.errors import ConfigurationError
 
-_ACROSS = torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -2.0], [1.0, 0.0, -1.0]]) / 8
-_SOBEL = torch.stack([_ACROSS, _ACROSS.T])[:, None]
-
 
 def edges(image: Tensor) -> Tensor:
     """How steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
@@ -28,9 +25,11 @@ def edges(image: Tensor) -> Tensor:
     Returns:
         `(3, H, W)` in [0, 1], three times the same.
     """
-    grey = F.pad(image.mean(0)[None, None], (1, 1, 1, 1), mode="replicate")
-    gradient = F.conv2d(grey, _SOBEL.to(grey))[0]
-    return gradient.norm(dim=0).clamp(max=1).expand(3, -1, -1)
+    grey = F.pad(image.mean(0)[None], (1, 1, 1, 1), mode="replicate")[0]
+    # Slices: a convolution of one small picture takes five times as long.
+    down, across = (part[:-2] + 2 * part[1:-1] + part[2:] for part in (grey, grey.T))
+    gradient = torch.hypot(down[:, 2:] - down[:, :-2], (across[:, 2:] - across[:, :-2]).T) / 8
+    return gradient.clamp(max=1).expand(3, -1, -1)
 
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
