@@ -114,6 +114,8 @@ class SampleImages(L.Callback):
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
             own = _held_back(trainer) if trainer.is_global_zero else ([], None)
+            if own[1] is None and _takes_conditions(pl_module):
+                own = ([], None)  # the first batch has both
             self._take(trainer, pl_module, *own)
 
     def on_train_batch_start(
@@ -122,7 +124,7 @@ class SampleImages(L.Callback):
         """Takes captions of the first batch, if there are no others.
 
         Raises:
-            ConfigurationError: It has none.
+            ConfigurationError: It has none, or there is nothing to draw them to.
         """
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
@@ -132,6 +134,12 @@ class SampleImages(L.Callback):
             raise ConfigurationError(
                 "SampleImages draws captions of the data, and batches have no 'caption'; say what to draw: "
                 "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
+            )
+
+        if self.conditions is None and _takes_conditions(pl_module):
+            raise ConfigurationError(
+                f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
+                "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
             )
 
     def _take(

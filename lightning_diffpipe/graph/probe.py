@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.discovery import LayerLeakError, Step, StepProbe
 from lightning_diffpipe.graph.fake import (
@@ -264,7 +264,7 @@ def _without_values(
     mode = TrackedFakeMode()
     try:
         return _fake(root, step, batch, mode, form, work)
-    except GraphError as error:
+    except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
         traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
         raise
     except Exception as error:  # any code may fail on tensors without values, in any way

@@ -192,6 +192,18 @@ def test_conditions_are_taken_with_their_captions_and_shown_above(tmp_path, held
     assert again.conditions.equal(samples.conditions)
 
 
+def test_named_prompts_are_refused_before_training_where_conditions_are_wanted(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"Follower draws to conditions, and prompts that"):
+        fit(tmp_path, [SampleImages(["fog"])], False, Follower(), Conditioned(["fog"]))
+
+
+def test_captions_held_back_without_conditions_are_passed_over(tmp_path):
+    samples, data = SampleImages(every_n_steps=2), Conditioned(["fog"])
+    data.held_back_conditions = lambda count: None
+    fit(tmp_path, [samples], False, Follower(), data, max_steps=2)
+    assert samples.prompts == ["0 a", "0 b"]
+
+
 def test_conditions_are_left_to_modules_that_draw_to_them(tmp_path):
     samples, data = SampleImages(every_n_steps=2), Conditioned(["fog"])
     fit(tmp_path, [samples], False, CaptionedPainter(), data, max_steps=2)

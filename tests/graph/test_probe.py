@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.quasirandom import SobolEngine
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
 from lightning_diffpipe.graph.probe import probe, probe_named, reprobe
@@ -205,6 +205,18 @@ def test_the_trainer_is_shared_with_the_copy_that_is_probed():
     root, trainer = Asks(), Trainer()
     root.__dict__["_trainer"] = trainer
     assert probe(root, step, rows()).mode == "fake"
+
+
+def test_a_step_that_refuses_its_batch_is_not_blamed_for_reading_values(caplog):
+    """History: a batch without conditions was refused, but behind advice not to read values in the step."""
+
+    class Refusing(Tower):
+        def training_step(self, batch, batch_idx):
+            raise ConfigurationError("batches have no 'condition'")
+
+    with pytest.raises(ConfigurationError, match="no 'condition'"):
+        probe(Refusing(), step, rows())
+    assert not caplog.records
 
 
 def test_steps_that_need_values_are_probed_on_values(caplog):
