@@ -28,7 +28,7 @@ from lightning_diffpipe.modules.parts import (
     checkpoint_parts,
     read_checkpoint,
 )
-from lightning_diffpipe.sampling.families.family import Family, family_named
+from lightning_diffpipe.sampling.families.family import Family, family_named, family_of
 from lightning_diffpipe.sampling.families.interception import Sample, intercepted
 from lightning_diffpipe.sampling.families.skeleton import (
     SafetensorsFolder,
@@ -81,7 +81,22 @@ def open_source(
     if index.get("_class_name") == "LatentDiffusion":
         _refuse_variant(variant, path)
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
+    _require_known(index, folder)
     return DiffusersFolder(folder, leads, device, dtype, variant)
+
+
+def _require_known(index: dict[str, Any], folder: Path) -> None:
+    """Refuses pipelines of no known family, with another remedy where a ControlNet is the reason."""
+    try:
+        family_of(index.get("_class_name", ""))
+    except ConfigurationError:
+        _refuse_controlnet(_present(index), str(folder))
+        raise
+
+
+def _present(index: dict[str, Any]) -> list[str]:
+    """The parts of an index that decide what can be drawn."""
+    return [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
 
 
 def _refuse_variant(variant: str | None, path: str | Path) -> None:
@@ -193,8 +208,7 @@ class LatentDiffusionSource:
 def _latent_diffusion_folder(
     folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
 ) -> LatentDiffusionSource:
-    parts = [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
-    name = _denoiser_name(parts, str(folder))
+    name = _denoiser_name(_present(index), str(folder))
     cls = getattr(diffusers, index[name][1])
     weights = SafetensorsFolder(folder / name)
     denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)

@@ -9,7 +9,6 @@ callable as a whole. The start noise has its own generator, so training goes on 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,8 @@ class SampleImages(L.Callback):
     Args:
         prompts: What to draw; None takes eight captions of the data: of those held back, if the data module tells
             them (`held_back_captions`), or of the first batch. Conditions of a ControlNet are taken with them
-            (`held_back_conditions`), and shown above what is drawn to them.
+            (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
+            `condition`, and shown above what is drawn to them.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -114,7 +114,7 @@ class SampleImages(L.Callback):
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
             own = _held_back(trainer) if trainer.is_global_zero else ([], None)
-            if own[1] is None and _takes_conditions(pl_module):
+            if own[1] is None and _draws_to_conditions(pl_module):
                 own = ([], None)  # the first batch has both
             self._take(trainer, pl_module, *own)
 
@@ -136,7 +136,7 @@ class SampleImages(L.Callback):
                 "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
-        if self.conditions is None and _takes_conditions(pl_module):
+        if self._wish is not None and _draws_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
                 "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
@@ -150,12 +150,10 @@ class SampleImages(L.Callback):
         conditions: Tensor | None,
     ) -> None:
         """Takes what rank 0 was told, on all ranks: pipelines have other data, and draw in lock step."""
-        if conditions is not None and _takes_conditions(
-            module
-        ):  # in 8 bits, as checkpoints keep them
-            conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
-        else:
+        if not _draws_to_conditions(module):
             conditions = None
+        if conditions is not None:  # in 8 bits, as checkpoints keep them
+            conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
         told = trainer.strategy.broadcast((captions[:_NUM_CAPTIONS], conditions))
         self.prompts, self.conditions = told[0] or None, told[1]
 
@@ -243,6 +241,6 @@ def _held_back(trainer: L.Trainer) -> tuple[list[str], Tensor | None]:
     return told, conditions(_NUM_CAPTIONS) if conditions is not None else None
 
 
-def _takes_conditions(module: L.LightningModule) -> bool:
+def _draws_to_conditions(module: L.LightningModule) -> bool:
     # Batches may have a `condition` for a module that draws without one.
-    return "condition" in inspect.signature(module.sample).parameters
+    return getattr(module, "draws_to_conditions", False)

@@ -42,7 +42,7 @@ _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend o
 # Settings by their last names, whose values are paths.
 _PATHS = {
     *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
-    *("plan", "profile", "before", "after"),
+    *("plan", "profile", "before", "after", "controlnet"),
 }
 _CONF = "pkg://lightning_diffpipe.conf"
 

@@ -33,20 +33,36 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
-        picture: Any picture; turned as its EXIF orientation says, and converted to RGB.
+        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to RGB.
         resolution: Width and height wanted, in pixels.
 
     Returns:
         Float32 in [-1, 1], `(3, resolution, resolution)`.
+
+    Raises:
+        ConfigurationError: The picture has values of 32 bits, of which nobody knows where white is.
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
     picture = ImageOps.exif_transpose(picture)
     scale = resolution / min(picture.size)
     width, height = (max(resolution, round(scale * side)) for side in picture.size)
     left, top = (width - resolution) // 2, (height - resolution) // 2
-    resized = picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    resized = _in_8_bits(picture).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     square = resized.crop((left, top, left + resolution, top + resolution))
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _in_8_bits(picture: Image.Image) -> Image.Image:
+    """Depth maps and others with 16 bits, of which a conversion to RGB would make white."""
+    if picture.mode in ("I", "F"):
+        raise ConfigurationError(
+            f"a picture has values of 32 bits (mode {picture.mode}), of which nobody knows where white is; write "
+            "it with 8 or 16 bits"
+        )
+    if not picture.mode.startswith("I;16"):
+        return picture
+    levels = np.asarray(picture).astype(np.float32) / 257
+    return Image.fromarray(levels.round().astype(np.uint8))
 
 
 class _Entry(NamedTuple):
@@ -102,29 +118,36 @@ class _Pictures(Dataset[Sample]):
             sample: Sample = {"image": to_square(picture, self.resolution), "caption": caption}
             if condition is not None:
                 with Image.open(condition) as other:
-                    _require_same_shape(picture, path, other, condition)
+                    require_same_shape(picture, str(path), other, str(condition))
                     sample["condition"] = to_condition(other, self.resolution)
         return sample
 
 
-def _require_same_shape(
-    picture: Image.Image, path: Path, other: Image.Image, condition: Path
+def require_same_shape(
+    picture: Image.Image, name: str, condition: Image.Image, its_name: str
 ) -> None:
     """Refuses a condition that would be cut out elsewhere; it may be larger or smaller.
 
+    Args:
+        picture: What is learnt.
+        name: Of it, for the message.
+        condition: What belongs to it.
+        its_name: Of the condition.
+
     Raises:
-        ConfigurationError: It is.
+        ConfigurationError: Width and height have another ratio.
     """
     width, height = ImageOps.exif_transpose(picture).size
-    its_width, its_height = ImageOps.exif_transpose(other).size
+    its_width, its_height = ImageOps.exif_transpose(condition).size
     scale, shape = its_height / height, width / height
     rounding = (1 + shape) * max(
         1, scale
     )  # where one was made from the other, in pixels of the condition
     if abs(its_width - width * scale) > rounding:
         raise ConfigurationError(
-            f"{condition} has {its_width}x{its_height} pixels, and {path} {width}x{height}: a condition must have "
-            "the shape of its picture, as it says where in it something shall be"
+            f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a condition must have "
+            "the shape of its picture, as it says where in it something shall be. Scale it to the picture's size: "
+            "tools that make conditions may have rounded its sides"
         )
 
 

@@ -8,6 +8,7 @@ would not. The package `webdataset` is optional: `pip install lightning-diffpipe
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.captioned import Batch, Sample, collate, stacked_conditions
 from lightning_diffpipe.data.conditions import MADE
-from lightning_diffpipe.data.image_folder import to_condition, to_square
+from lightning_diffpipe.data.image_folder import require_same_shape, to_condition, to_square
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.runtime.seeding import derived_seed
 
@@ -139,7 +141,6 @@ class WebDatasetDataModule(L.LightningDataModule):
         if seed is not None:
             stages.append(wds.shuffle(h.shuffle_buffer, seed=seed))
         stages += [
-            wds.decode("pil"),
             wds.to_tuple("jpg;jpeg;png;webp", "txt", *self._extensions),
             wds.map(self._sample),
         ]
@@ -151,16 +152,20 @@ class WebDatasetDataModule(L.LightningDataModule):
         condition = self.hparams.condition
         return [] if condition is None or condition in MADE else [condition]
 
-    def _sample(self, members: tuple[Any, ...]) -> Sample:
-        picture, caption, *condition = members
-        sample: Sample = {
-            "image": to_square(picture, self.hparams.resolution),
-            "caption": caption,
-        }
-        if condition:
-            sample["condition"] = to_condition(condition[0], self.hparams.resolution)
-        elif self.hparams.condition is not None:
-            sample["condition"] = MADE[self.hparams.condition](sample["image"])
+    def _sample(self, members: tuple[bytes, ...]) -> Sample:
+        h = self.hparams
+        picture, caption, *conditions = members
+        # Not by webdataset, which cuts pictures of 16 bits off at 255.
+        image = Image.open(io.BytesIO(picture))
+        sample: Sample = {"image": to_square(image, h.resolution), "caption": caption.decode()}
+        if conditions:
+            condition = Image.open(io.BytesIO(conditions[0]))
+            require_same_shape(
+                image, f"the picture of {sample['caption']!r}", condition, h.condition
+            )
+            sample["condition"] = to_condition(condition, h.resolution)
+        elif h.condition is not None:
+            sample["condition"] = MADE[h.condition](sample["image"])
         return sample
 
     def _loader(self, stream: Any, shards: str) -> DataLoader:

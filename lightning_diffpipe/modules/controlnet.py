@@ -24,7 +24,8 @@ from diffusers import AutoencoderKL, ControlNetModel, SchedulerMixin, UNet2DCond
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules.adapters import refuse_adapted
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
 
@@ -66,6 +67,7 @@ class ControlNetDiffusion(LatentDiffusion):
         "tokenizer",
         "scheduler",
     )
+    draws_to_conditions = True  # the callback SampleImages asks
 
     def __init__(
         self,
@@ -107,11 +109,13 @@ class ControlNetDiffusion(LatentDiffusion):
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
-            controlnet: Goes on from this one, or from that of a folder or hub id of its own.
+            controlnet: Goes on from this one, or from that of a folder or hub id of its own; None takes that of
+                `path` if it has one, and makes a new one otherwise.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
             ConfigurationError: There is no such folder.
+            CheckpointError: That of the ControlNet lacks weights.
         """
         if isinstance(controlnet, (str, Path)):
             controlnet = _read_controlnet(controlnet)
@@ -168,6 +172,12 @@ class ControlNetDiffusion(LatentDiffusion):
                 f"conditions of {_size(condition)} pixels beside pictures of {_size(batch['image'])}: they must be "
                 "of one size, as a ControlNet says where in the picture something shall be"
             )
+        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        if any(pixels % scale for pixels in condition.shape[-2:]):
+            raise ConfigurationError(
+                f"conditions of {_size(condition)} pixels: for a ControlNet width and height must be multiples of "
+                f"{scale}, by which the autoencoder shrinks pictures (data.resolution)"
+            )
         return {"condition": condition}
 
     @torch.no_grad()
@@ -219,12 +229,23 @@ def _size(images: Tensor) -> str:
 
 def _read_controlnet(path: str | Path) -> ControlNetModel:
     try:
-        return ControlNetModel.from_pretrained(path, torch_dtype=torch.float32)
+        controlnet, found = ControlNetModel.from_pretrained(
+            path, output_loading_info=True, torch_dtype=torch.float32
+        )
     except OSError as error:
         raise ConfigurationError(
             f"{str(path)!r} is neither a folder of a ControlNet (config.json beside its weights) nor a hub model "
-            "on this machine; check controlnet, or allow downloads (offline=false on the command line)"
+            "on this machine; check controlnet, or allow downloads (offline=false on the command line). The "
+            f"reason: {str(error).strip()}"
         ) from error
+    # diffusers would only warn, and go on with random weights.
+    refuse_adapted(found["unexpected_keys"], str(path))
+    if missing := found["missing_keys"]:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} weights of a ControlNet, e.g. {missing[0]}; is it the folder of another "
+            "model?"
+        )
+    return controlnet
 
 
 def _check_controlnet(

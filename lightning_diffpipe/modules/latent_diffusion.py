@@ -40,6 +40,7 @@ from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import Outline, PartsModule
 from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
 
+_WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
 # Old PixArt folders name the class that all transformers once had; reading one gives the right one.
 _DENOISERS: dict[str, tuple[type, ...]] = {
     "unet": (UNet2DConditionModel,),
@@ -117,8 +118,10 @@ class LatentDiffusion(PartsModule):
                 _check_conditions(outline.config, outlines["vae"].config)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"_class_name": self.pipeline_index.get("_class_name", "LatentDiffusion")}
-        return own | {name: [None, None] for name in _DENOISERS if name in index}
+        name = self.pipeline_index.get("_class_name", "LatentDiffusion")
+        own = {"_class_name": _WITHOUT_CONTROLNET.get(name, name)}
+        absent = (*_DENOISERS, "controlnet")
+        return own | {name: [None, None] for name in absent if name in index}
 
     @property
     def denoiser(self) -> UNet2DConditionModel | PixArtTransformer2DModel:

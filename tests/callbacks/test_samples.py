@@ -169,6 +169,8 @@ class Conditioned(Captioned):
 class Follower(CaptionedPainter):
     """Draws what it is shown."""
 
+    draws_to_conditions = True
+
     def sample(self, prompts, num_inference_steps, guidance_scale, generator, condition):
         assert len(condition) == len(prompts)
         return condition / 2

@@ -68,11 +68,6 @@ def shuffle(size, seed):
     return shuffled
 
 
-def decode(kind):
-    assert kind == "pil"
-    return map(lambda sample: {end: _decoded(end, value) for end, value in sample.items()})
-
-
 def to_tuple(*choices):
     def chosen(sample):
         ends = [next(end for end in choice.split(";") if end in sample) for choice in choices]
@@ -111,10 +106,6 @@ def _samples(shard):
             key, _, end = entry.name.partition(".")
             by_key.setdefault(key, {})[end] = tar.extractfile(entry).read()
     return by_key.values()
-
-
-def _decoded(end, value):
-    return value.decode() if end == "txt" else Image.open(io.BytesIO(value)).convert("RGB")
 
 
 def red_pictures(numbers):

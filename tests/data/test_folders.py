@@ -4,6 +4,7 @@ import random
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -12,7 +13,7 @@ from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
-from lightning_diffpipe.data.image_folder import to_square
+from lightning_diffpipe.data.image_folder import to_condition, to_square
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.loader import aligned
 from tests.data.like_webdataset import red_pictures, write_shard
@@ -80,6 +81,26 @@ def test_second_pictures_of_another_shape_are_refused(tmp_path):
         ConfigurationError, match=r"condition_0.png has 23x30 pixels, .*0.png 20x30"
     ):
         data.train_set[0]
+
+
+def depth_map(size=20):
+    """Grey levels of 16 bits, black above half."""
+    levels = np.full((size, size), 32896, dtype=np.uint16)
+    levels[size // 2 :] = 0
+    return Image.fromarray(levels)
+
+
+def test_pictures_of_16_bits_keep_their_levels(tmp_path):
+    """Depth maps have 16 bits; cut off at 255, all of them is white."""
+    assert depth_map().mode == "I;16"
+    depth_map().save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        condition = to_condition(picture, 20)
+    expected = torch.zeros(3, 20, 20)
+    expected[:, :10] = 128 / 255
+    torch.testing.assert_close(condition, expected)
+    with pytest.raises(ConfigurationError, match=r"32 bits \(mode F\).*8 or 16 bits"):
+        to_square(depth_map().convert("F"), 20)
 
 
 def test_a_line_without_a_second_picture_is_named(tmp_path):
@@ -211,7 +232,20 @@ def test_shards_may_have_second_pictures(tmp_path):
     batch = next(iter(data.train_dataloader()))
     torch.testing.assert_close(batch["condition"], (batch["image"] + 1) / 2)
     assert data.held_back_conditions(3).shape == (3, 3, 8, 8)
-    made = next(iter(data_of(shards, condition="edges").train_dataloader()))
+    depth = io.BytesIO()
+    depth_map().save(depth, "PNG")
+    files["3.cond.png"] = depth.getvalue()
+    write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
+    condition = list(data.val_dataloader())[1]["condition"][1]
+    torch.testing.assert_close(condition[:, 0], torch.full((3, 8), 128 / 255))
+    with Image.open(io.BytesIO(depth.getvalue())) as picture:
+        picture.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
+    write_shard(tmp_path / "0.tar", dict(sorted((files | {"3.cond.png": wide.getvalue()}).items())))
+    with pytest.raises(
+        ConfigurationError, match=r"cond.png has 10x20 pixels, and the picture of '3'"
+    ):
+        list(data.val_dataloader())
+    made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))
     assert made["condition"].max() < 1e-6  # pictures of one colour
 
 

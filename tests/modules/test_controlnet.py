@@ -7,7 +7,7 @@ import torch
 from lightning_diffpipe import ControlNetDiffusion, LatentDiffusion
 from lightning_diffpipe.data import GlyphDataModule
 from lightning_diffpipe.data.conditions import edges
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import Optimization
 from lightning_diffpipe.modules.text import tokenize
@@ -160,6 +160,10 @@ def without_condition(batch):
     [
         (without_condition, r"no 'condition', .*data.condition=edges"),
         (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels beside .* 8x8"),
+        (
+            lambda b: {**b, **dict.fromkeys(("image", "condition"), torch.rand(4, 3, 8, 7))},
+            r"multiples of 2",
+        ),
     ],
 )
 def test_batches_it_cannot_learn_from_are_refused(batch, changed, told):
@@ -207,12 +211,33 @@ def test_a_missing_controlnet_is_named(tmp_path):
         ControlNetDiffusion.from_pretrained(tmp_path, controlnet="nowhere")
 
 
+def test_a_folder_of_other_weights_is_not_taken_for_a_controlnet(tmp_path):
+    """diffusers reads what it finds, and goes on with random numbers for the rest."""
+    tiny_controlnet_diffusion().save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"unet lacks \d+ weights of a ControlNet, e.g. contr"
+    ):
+        ControlNetDiffusion.from_pretrained(tmp_path, controlnet=tmp_path / "unet")
+
+
+def test_a_model_trained_on_without_its_controlnet_is_a_plain_one(tmp_path):
+    module = tiny_controlnet_diffusion()
+    module.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
+    module.save_pretrained(tmp_path)
+    LatentDiffusion.from_pretrained(tmp_path).save_pretrained(tmp_path / "tuned")
+    index = diffusers.DiffusionPipeline.load_config(tmp_path / "tuned")
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["controlnet"] == [None, None]
+
+
 def test_the_predictor_does_not_leave_it_out(batch, tmp_path):
     """Pictures would be those of the locked model, whatever the ControlNet has learnt."""
     module = tiny_controlnet_diffusion()
     fit(module, batch, tmp_path).save_checkpoint(tmp_path / "last.ckpt")
     module.save_pretrained(tmp_path / "model")
-    for path in (tmp_path / "last.ckpt", tmp_path / "model"):
+    module.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
+    module.save_pretrained(tmp_path / "pipeline")
+    for path in (tmp_path / "last.ckpt", tmp_path / "model", tmp_path / "pipeline"):
         with pytest.raises(ConfigurationError, match=r"has a ControlNet, which draws to pictures"):
             open_source(path, True, torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigurationError, match=r"this ControlNetDiffusion has a ControlNet"):
