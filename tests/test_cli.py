@@ -927,7 +927,7 @@ def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
+def test_a_wheel_holds_all_code_every_config_and_the_built_in_weights(tmp_path):
     """Of a copy: setuptools would pack what once was in `build`, and write into the tree that other tests read."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -948,6 +948,8 @@ def test_a_wheel_holds_every_config_and_the_built_in_weights(tmp_path):
     )
     assert built.returncode == 0, built.stderr[-3000:]
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    code = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_diffpipe").rglob("*.py")}
+    assert code <= set(names), "runtime/ had no __init__.py once, and no wheel had runtime/"
     prefix = "lightning_diffpipe/conf/"
     packed = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     there = {str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
