@@ -106,16 +106,22 @@ class SampleImages(L.Callback):
         A run that goes on draws what it has drawn so far, whatever batch comes first now. Where it goes on after a
         step, that step was drawn when it was done. The validation behind it may still have to come: checkpoints are
         saved before it, too.
+
+        Raises:
+            ConfigurationError: Prompts are named where the module draws to conditions, which they have not.
         """
+        if self._wish is not None and _draws_to_conditions(pl_module):
+            raise ConfigurationError(
+                f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
+                "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
+            )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
         self.prompts, self.conditions = self._wish, None
         restored, self._restored = self._restored, {}
         if self.prompts is None and restored:
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
-            own = _held_back(trainer) if trainer.is_global_zero else ([], None)
-            if own[1] is None and _draws_to_conditions(pl_module):
-                own = ([], None)  # the first batch has both
+            own = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
             self._take(trainer, pl_module, *own)
 
     def on_train_batch_start(
@@ -124,7 +130,7 @@ class SampleImages(L.Callback):
         """Takes captions of the first batch, if there are no others.
 
         Raises:
-            ConfigurationError: It has none, or there is nothing to draw them to.
+            ConfigurationError: It has none.
         """
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
@@ -134,12 +140,6 @@ class SampleImages(L.Callback):
             raise ConfigurationError(
                 "SampleImages draws captions of the data, and batches have no 'caption'; say what to draw: "
                 "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
-            )
-
-        if self._wish is not None and _draws_to_conditions(pl_module):
-            raise ConfigurationError(
-                f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
-                "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
             )
 
     def _take(
@@ -231,14 +231,16 @@ class SampleImages(L.Callback):
                 logger.log_image("samples", pictures, step=step, caption=self.prompts)
 
 
-def _held_back(trainer: L.Trainer) -> tuple[list[str], Tensor | None]:
-    """Captions of the data that are held back, and their conditions, as far as the data module tells them."""
-    data = getattr(trainer, "datamodule", None)
-    captions, conditions = (
-        getattr(data, name, None) for name in ("held_back_captions", "held_back_conditions")
-    )
-    told = captions(_NUM_CAPTIONS) if captions is not None else []
-    return told, conditions(_NUM_CAPTIONS) if conditions is not None else None
+def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:
+    """Captions of the data that are held back, with conditions where they are drawn to, if the data tells them."""
+    data, conditions = getattr(trainer, "datamodule", None), None
+    if _draws_to_conditions(module):
+        told = getattr(data, "held_back_conditions", None)
+        conditions = told(_NUM_CAPTIONS) if told is not None else None
+        if conditions is None:  # the first batch has both
+            return [], None
+    captions = getattr(data, "held_back_captions", None)
+    return captions(_NUM_CAPTIONS) if captions is not None else [], conditions
 
 
 def _draws_to_conditions(module: L.LightningModule) -> bool:

@@ -45,15 +45,17 @@ def collate(samples: list[Sample]) -> Batch:
         "image": torch.stack([sample["image"] for sample in samples]),
         "caption": [sample["caption"] for sample in samples],
     }
-    if samples and "condition" in samples[0]:
-        batch["condition"] = torch.stack([sample["condition"] for sample in samples])
+    conditions = stacked_conditions(samples)
+    if conditions is not None:
+        batch["condition"] = conditions
     return batch
 
 
 def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
     """The conditions of some samples, `(N, 3, H, W)`; None if they have none."""
-    conditions = [sample["condition"] for sample in samples if "condition" in sample]
-    return torch.stack(conditions) if conditions else None
+    if not samples or "condition" not in samples[0]:
+        return None
+    return torch.stack([sample["condition"] for sample in samples])
 
 
 class CaptionedDataModule(L.LightningDataModule):

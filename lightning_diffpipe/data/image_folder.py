@@ -140,9 +140,8 @@ def require_same_shape(
     width, height = ImageOps.exif_transpose(picture).size
     its_width, its_height = ImageOps.exif_transpose(condition).size
     scale, shape = its_height / height, width / height
-    rounding = (1 + shape) * max(
-        1, scale
-    )  # where one was made from the other, in pixels of the condition
+    # Where one was made from the other, in pixels of the condition.
+    rounding = (1 + shape) * max(1, scale)
     if abs(its_width - width * scale) > rounding:
         raise ConfigurationError(
             f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a condition must have "

@@ -26,10 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules.adapters import refuse_adapted
-from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
+from lightning_diffpipe.modules.latent_diffusion import WITHOUT_CONTROLNET, LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
 
-_PIPELINES = {"StableDiffusionPipeline": "StableDiffusionControlNetPipeline"}
+_WITH_CONTROLNET = {plain: name for name, plain in WITHOUT_CONTROLNET.items()}
 _COPIED = ("block_out_channels", "down_block_types", "layers_per_block", "cross_attention_dim")
 _EMBEDDING = (16, 32, 96, 256)  # channels of the condition on its way down to the size of latents
 
@@ -125,7 +125,7 @@ class ControlNetDiffusion(LatentDiffusion):
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         own = super()._replaced(index)
         name = own["_class_name"]
-        return own | {"_class_name": _PIPELINES.get(name, name)}
+        return own | {"_class_name": _WITH_CONTROLNET.get(name, name)}
 
     def denoise(
         self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Tensor

@@ -40,7 +40,7 @@ from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import Outline, PartsModule
 from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
 
-_WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
+WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
 # Old PixArt folders name the class that all transformers once had; reading one gives the right one.
 _DENOISERS: dict[str, tuple[type, ...]] = {
     "unet": (UNet2DConditionModel,),
@@ -119,7 +119,7 @@ class LatentDiffusion(PartsModule):
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         name = self.pipeline_index.get("_class_name", "LatentDiffusion")
-        own = {"_class_name": _WITHOUT_CONTROLNET.get(name, name)}
+        own = {"_class_name": WITHOUT_CONTROLNET.get(name, name)}
         absent = (*_DENOISERS, "controlnet")
         return own | {name: [None, None] for name in absent if name in index}
 

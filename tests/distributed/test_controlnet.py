@@ -56,3 +56,8 @@ def test_it_learns_what_one_process_learns(world_size, schedule):
     trained = {name.partition(".")[0] for name in expected.gradients[0]}
     assert trained == {"controlnet"}
     assert outcomes[0].plan.options.filling == "shares"
+    encoders = outcomes[0].basis.profile.encoders
+    frozen = {layer.name for encoder in encoders for layer in encoder.layers}
+    assert any(name.startswith("unet.down_blocks") for name in frozen)
+    way_up = {name for name in frozen if name.startswith("unet.up_blocks")}
+    assert {name.rpartition(".")[2] for name in way_up} <= {"time_emb_proj", "to_k", "to_v"}

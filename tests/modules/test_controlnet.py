@@ -128,6 +128,8 @@ def test_a_folder_is_read_back_by_us_and_by_diffusers(batch, tmp_path):
     ):
         for name, value in module.state_dict().items():
             assert value.equal(other.state_dict()[name]), name
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
+    assert isinstance(pipe, diffusers.StableDiffusionControlNetPipeline)
     controlnet = diffusers.ControlNetModel.from_pretrained(tmp_path / "model" / "controlnet")
     assert controlnet.controlnet_mid_block.weight.equal(
         module.controlnet.controlnet_mid_block.weight
