@@ -1,6 +1,9 @@
 # Everything a newcomer needs: `make help`.
 SHELL := /bin/bash
-PYTHON ?= python3.11
+# The first Python from 3.11 to 3.13 that this machine has, under whatever name.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +24,7 @@ setup: $(STAMP)  ## make .venv with the pinned versions
 
 # torch first and alone, so that TORCH can say which build: PyTorch's installation page names the index of those without CUDA.
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "needs $(PYTHON); set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { echo "needs Python 3.11 to 3.13; name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
