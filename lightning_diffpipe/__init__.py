@@ -10,26 +10,31 @@ The journey of a batch: `training_step` is probed once (`graph`), its layers are
 cut into stages with a schedule (`planning`); then for every batch this rank's program of instructions
 runs microbatch by microbatch (`runtime`), and Lightning steps the optimizer as always (`strategy`).
 `docs/architecture.md` walks the same way with file names.
+
+Importing this imports nothing else, neither torch nor Lightning, so that planning alone starts at once.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.strategy import DiffPipeStrategy
 
 if TYPE_CHECKING:
     from lightning_diffpipe.callbacks import EMA, BubbleFilling, PipelineMonitor
     from lightning_diffpipe.modules import ControlNetDiffusion, LatentDiffusion
+    from lightning_diffpipe.planning.plan import PipelinePlan
+    from lightning_diffpipe.planning.profile import ModelProfile
+    from lightning_diffpipe.planning.search import find_plan
+    from lightning_diffpipe.planning.simulator import simulate
     from lightning_diffpipe.predictor import Predictor
     from lightning_diffpipe.profiling import profile
+    from lightning_diffpipe.strategy import DiffPipeStrategy
 
 __all__ = [
     "EMA",
@@ -46,27 +51,78 @@ __all__ = [
     "simulate",
 ]
 
-# Imported when first used: diffusers and transformers take seconds to import.
-_LAZY = {
-    "BubbleFilling": "lightning_diffpipe.callbacks",
-    "EMA": "lightning_diffpipe.callbacks",
-    "PipelineMonitor": "lightning_diffpipe.callbacks",
-    "ControlNetDiffusion": "lightning_diffpipe.modules",
-    "LatentDiffusion": "lightning_diffpipe.modules",
-    "Predictor": "lightning_diffpipe.predictor",
-    "profile": "lightning_diffpipe.profiling",
+_HOMES = {
+    "BubbleFilling": "callbacks",
+    "EMA": "callbacks",
+    "PipelineMonitor": "callbacks",
+    "ControlNetDiffusion": "modules",
+    "LatentDiffusion": "modules",
+    "PipelinePlan": "planning.plan",
+    "ModelProfile": "planning.profile",
+    "find_plan": "planning.search",
+    "simulate": "planning.simulator",
+    "Predictor": "predictor",
+    "profile": "profiling",
+    "DiffPipeStrategy": "strategy",
 }
+_STRATEGIES = "lightning.pytorch.strategies"
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "diffpipe" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "diffpipe",
-        DiffPipeStrategy,
-        description="Trains diffusion models as a pipeline with frozen encoders shared by all ranks",
-    )
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _make_strategy(**arguments: Any) -> DiffPipeStrategy:
+    from lightning_diffpipe.strategy import DiffPipeStrategy
+
+    return DiffPipeStrategy(**arguments)
+
+
+def _register(registry: Any) -> None:
+    if "diffpipe" not in registry:
+        registry.register(
+            "diffpipe",
+            _make_strategy,
+            description="Trains diffusion models as a pipeline with frozen encoders shared by all ranks",
+        )
+
+
+class _RegistersBehindLightning(MetaPathFinder):
+    """Registers the strategy behind the first import of Lightning's strategies, wherever that is.
+
+    It finds that one module, by the other finders, and adds to what its loader does.
+    """
+
+    _asks_others = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _STRATEGIES or self._asks_others:
+            return None
+        self._asks_others = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._asks_others = False
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register(module.StrategyRegistry)
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _STRATEGIES in sys.modules:
+    _register(import_module(_STRATEGIES).StrategyRegistry)
+else:
+    sys.meta_path.insert(0, _RegistersBehindLightning())

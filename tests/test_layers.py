@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,6 +115,59 @@ def test_hydra_wandb_and_distributed_have_one_home(path):
         assert not any(name.startswith("torch.distributed") for name in names)
     if room_of(path) == "viewing" and "matplotlib" in tops:
         assert path.stem == "plot", "only viewing/plot.py may draw with matplotlib"
+
+
+HEAVY = {"torch", "lightning", "diffusers", "transformers", "matplotlib", "wandb", "PIL"}
+CALL = """
+import json, sys
+from lightning_diffpipe.cli import main
+try:
+    main()
+finally:
+    print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def modules_after(code: str, *arguments: str, cwd: Path) -> set[str]:
+    """Top-level modules that a process of its own has imported in the end; it prints them last."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_planning_verbs_import_no_torch(tmp_path):
+    """History: each of them took 7 seconds to start, as the package imported everything."""
+    layer = {"name": "block", "forward_s": {"1": 0.1}, "backward_s": {"1": 0.2}}
+    sizes = ("parameter_bytes", "gradient_bytes", "boundary_bytes_per_sample")
+    layer |= dict.fromkeys((*sizes, "activation_bytes_per_sample"), 1)
+    backbones = [{"name": "unet", "layers": [layer, layer | {"name": "end"}]}]
+    profile = {"format": "diffpipe-profile/1", "name": "two", "backbones": backbones}
+    (tmp_path / "profile.json").write_text(json.dumps(profile | {"encoders": []}))
+    for arguments in (
+        ["--help"],
+        ["plan", "profile=profile.json", "global_batch_size=4", "output=plan.json"],
+        ["show", "plan.json"],
+        ["diff", "plan.json", "plan.json"],
+    ):
+        imported = modules_after(CALL, *arguments, cwd=tmp_path)
+        assert not imported & HEAVY, f"diffpipe {' '.join(arguments)}"
+
+
+def test_the_strategy_is_registered_whichever_is_imported_first(tmp_path):
+    """Importing this package imports no Lightning, but Lightning knows the strategy when it comes."""
+    told = "; import json, sys; print(json.dumps([name for name in sys.modules]))"
+    ours = "import lightning_diffpipe, importlib; importlib.reload(lightning_diffpipe)"
+    assert not modules_after(ours + told, cwd=tmp_path) & HEAVY
+    lightning = "from lightning.pytorch.strategies import StrategyRegistry"
+    check = "assert type(StrategyRegistry.get('diffpipe')) is lightning_diffpipe.DiffPipeStrategy"
+    for code in ([ours, lightning, check], [lightning, ours, check]):
+        modules_after("; ".join(code) + told, cwd=tmp_path)
 
 
 def test_every_room_is_known():

@@ -24,7 +24,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
-from lightning_diffpipe.processes import open_meeting_place, take_place_in_slurm
 
 _GRACE_S = 15.0
 _FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
@@ -118,6 +117,8 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
         DiffPipeError: Another process failed, and this one did not.
     """
+    from lightning_diffpipe.processes import open_meeting_place, take_place_in_slurm
+
     take_place_in_slurm()
     there = os.environ.get("WORLD_SIZE")
     if there is not None:

@@ -127,7 +127,11 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         nonlocal begun
         sys.argv, begun = whole, True
         try:
-            return run_job(name) if is_job_of_sweep(config) else function(config)
+            if is_job_of_sweep(config):
+                return run_job(name)
+            if "trainer" in config and "torch" not in sys.modules and own_rank() == 0:
+                print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+            return function(config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
             # Past Hydra, which would print a line of its own for each process.
             failures.append(error)
