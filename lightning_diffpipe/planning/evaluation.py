@@ -41,7 +41,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules import INTERLEAVED, PROGRAMS, schedule_of
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.timeline import Timeline
 
 FILLINGS_RUN = ("shares",)
@@ -82,13 +82,13 @@ class Pipeline:
 
     def schedule(self) -> Schedule:
         """Without frozen work; made anew, as many large ones would slow down everything else."""
-        return schedule_of(self.schedule_name, self.placement, len(self.sizes))
+        return SCHEDULES[self.schedule_name](self.placement, len(self.sizes))
 
     def peak(self, rank: int) -> dict[int, Waiting]:
         """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
             stages = self.placement.stages_of(rank)
-            program = PROGRAMS[self.schedule_name](self.placement, len(self.sizes), rank)
+            program = SCHEDULES[self.schedule_name].program(self.placement, len(self.sizes), rank)
             self._peaks[rank] = peak_samples_of(program, stages, self.sizes)
         return self._peaks[rank]
 
@@ -360,7 +360,7 @@ class Evaluator:
     def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
         """The ranks of every stage, where they are not those after the ranks of the stage before."""
         placement = self.frame(proposal).pipeline.placement
-        if proposal.shape.schedule == INTERLEAVED:
+        if proposal.shape.spec.place:
             return placement.stage_ranks
         return ((),) * placement.num_stages
 

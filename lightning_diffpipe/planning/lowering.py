@@ -68,9 +68,8 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
         schedule: With communication.
 
     Example:
-        >>> from lightning_diffpipe.planning.schedules import SCHEDULES
-        >>> from lightning_diffpipe.planning.schedule import Placement
-        >>> of_rank = delivered(lower(SCHEDULES["1f1b"](Placement.of_replicas([1, 1]), 3)))
+        >>> from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+        >>> of_rank = delivered(lower(one_f_one_b(2, 3)))
         >>> {str(wait): [str(send) for send in sends] for wait, sends in of_rank[1].items()}
         {'1a0?0': [], '1a1?0': [], '1a2?0': ['0g0>0']}
     """

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import LARGEST, Node
-from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES
+from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 Auto = Literal["auto"]
 
@@ -34,12 +34,12 @@ class PlanOptions:
 
     Attributes:
         global_batch_size: Samples of one optimizer step, over all pipelines.
-        num_stages: Stages of a pipeline. With the schedule `interleaved` a multiple of its ranks: each
-            rank holds several.
+        num_stages: Stages of a pipeline. With a schedule such as `interleaved` a multiple of its ranks:
+            each rank holds several.
         num_microbatches: Microbatches of one pipeline.
         num_replicas: Ranks of each stage: a number for all, or one number for each stage.
         data_parallel: Pipelines side by side, each with its part of the batch.
-        schedule: One of `SCHEDULE_NAMES`, or `auto`.
+        schedule: A name of `SCHEDULES`, or `auto`.
         filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline;
             `diffusionpipe` and `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
@@ -61,7 +61,7 @@ class PlanOptions:
     num_microbatches: int | Auto = "auto"
     num_replicas: int | tuple[int, ...] | Auto = "auto"
     data_parallel: int | Auto = "auto"
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     filling: str = "none"
     partition: str = "auto"
     frozen_splittable: bool = True
@@ -90,7 +90,7 @@ class PlanOptions:
             )
         self._check_factor(self.optimizer_bytes_factor)
         for name, known in (
-            ("schedule", ("auto", *SCHEDULE_NAMES)),
+            ("schedule", ("auto", *SCHEDULES)),
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
         ):
@@ -99,10 +99,11 @@ class PlanOptions:
                     f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
 
-        if self.schedule == INTERLEAVED and self.partition in PARTITIONS_WITH_REPLICAS:
+        spec = SCHEDULES.get(self.schedule)
+        if spec and spec.place and self.partition in PARTITIONS_WITH_REPLICAS:
             others = [name for name in PARTITIONS if name not in PARTITIONS_WITH_REPLICAS]
             raise ConfigurationError(
-                f"partition={self.partition} gives every stage ranks of its own, schedule=interleaved every rank "
+                f"partition={self.partition} gives every stage ranks of its own, schedule={spec.name} every rank "
                 f"several stages; choose another schedule, or a partition of {', '.join(others)}"
             )
 

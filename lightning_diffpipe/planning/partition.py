@@ -119,8 +119,8 @@ def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
     if num_ranks < num_stages:
         raise PartitionError(
             f"cannot place {num_stages} stages on {num_ranks} ranks; "
-            f"choose num_stages between 1 and {num_ranks}, or schedule=interleaved, which gives ranks "
-            "several stages"
+            f"choose num_stages between 1 and {num_ranks}, or a schedule such as interleaved, "
+            "which gives ranks several stages"
         )
 
 

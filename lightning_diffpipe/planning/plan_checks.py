@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning.costs_json import TABLES
 from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from lightning_diffpipe.planning.options import PlanOptions
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 SAME_STEP = 1e-6
 """Steps that differ by a smaller share are the same; sums of seconds depend on their order."""
 
-_DEFAULTS = {"schedule": "1f1b"}
+_DEFAULTS = {"schedule": DEFAULT_SCHEDULE}
 """Of the strategy, where it is not `auto`: nobody has asked for it."""
 
 _NAMES = (

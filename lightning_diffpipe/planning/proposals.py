@@ -13,13 +13,11 @@ from lightning_diffpipe.planning.frozen_parts import split_evenly
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, check_partition
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import AUTO_SCHEDULES, INTERLEAVED
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 MOST_UNEQUAL_RANKS = 8
 """Pipelines of more ranks give equal shares to all stages; there are too many other ways."""
-
-STAGES_PER_RANK = (2, 3, 4)
-"""Interleaved stages that are tried; more of them send more than they gain."""
 
 FEW_SAMPLES = 12
 """For batches of up to so many samples, all numbers of microbatches are tried."""
@@ -37,7 +35,7 @@ class Shape:
         num_ranks: Ranks of one pipeline.
         num_stages: Stages of one pipeline.
         sizes: Samples of each microbatch of a pipeline.
-        schedule: One of `schedules.SCHEDULE_NAMES`.
+        schedule: A name of `SCHEDULES`.
     """
 
     num_pipelines: int
@@ -48,13 +46,18 @@ class Shape:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages a rank holds; 1 unless they are interleaved."""
-        return self.num_stages // self.num_ranks if self.schedule == INTERLEAVED else 1
+        """How many stages a rank holds."""
+        return self.num_stages // self.num_ranks if self.spec.place else 1
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule."""
+        return SCHEDULES[self.schedule]
 
     def placement(self, replicas: Sequence[int]) -> Placement:
         """Where the stages run, given the ranks of each."""
-        if self.schedule == INTERLEAVED:
-            return Placement.round_robin(self.num_stages, self.num_ranks)
+        if self.spec.place:
+            return self.spec.place(self.num_stages, self.num_ranks)
         return Placement.of_replicas(replicas)
 
 
@@ -70,20 +73,19 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
         ConfigurationError: No number of pipelines or microbatches meets the options.
         PartitionError: More stages than layers or ranks.
     """
-    if options.schedule not in ("auto", INTERLEAVED):
-        yield from _chained_shapes(model, options, (options.schedule,))
-        return
-    interleaved = tuple(_interleaved_shapes(model, options))
-    yield from interleaved
-    if options.schedule == INTERLEAVED:
-        if not interleaved:
-            raise _cannot_interleave(model, options)
+    wanted = SCHEDULES.values() if options.schedule == "auto" else (SCHEDULES[options.schedule],)
+    tried = [spec for spec in wanted if spec.auto or options.schedule != "auto"]
+    placed = [s for spec in tried if spec.place for s in _placed_shapes(model, options, spec)]
+    yield from placed
+    chained = tuple(spec.name for spec in tried if not spec.place)
+    if not chained:
+        if not placed:
+            raise _cannot_place(model, options, tried[0])
         return
     try:
-        chained = tuple(name for name in AUTO_SCHEDULES if name != INTERLEAVED)
         yield from tuple(_chained_shapes(model, options, chained))
     except (ConfigurationError, PartitionError):
-        if not interleaved:
+        if not placed:
             raise
 
 
@@ -106,8 +108,8 @@ def _chained_shapes(
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, schedule)
 
 
-def _interleaved_shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
-    """Several stages on each rank, no replicas; microbatches in groups as large as the pipeline."""
+def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
+    """Several stages on each rank, no replicas."""
     wanted, num_layers = options.num_stages, model.num_layers()
     replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
     if replicas:
@@ -117,22 +119,26 @@ def _interleaved_shapes(model: CostModel, options: PlanOptions) -> Iterator[Shap
     for num_pipelines in _pipelines_possible(model, options):
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
-        counts = [v * num_ranks for v in STAGES_PER_RANK] if wanted == "auto" else [wanted]
+        counts = [v * num_ranks for v in spec.stages_per_rank] if wanted == "auto" else [wanted]
         for num_stages in counts:
-            if num_ranks < 2 or num_stages % num_ranks or not num_ranks < num_stages <= num_layers:
+            if num_stages > num_layers:
                 continue
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
-                if num_microbatches <= samples and num_microbatches % num_ranks == 0:
+                if num_microbatches <= samples and spec.can_place(
+                    num_stages, num_ranks, num_microbatches
+                ):
                     sizes = split_evenly(samples, num_microbatches)
-                    yield Shape(num_pipelines, num_ranks, num_stages, sizes, INTERLEAVED)
+                    yield Shape(num_pipelines, num_ranks, num_stages, sizes, spec.name)
 
 
-def _cannot_interleave(model: CostModel, options: PlanOptions) -> ConfigurationError:
+def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> ConfigurationError:
     ranks = [model.cluster.num_ranks // p for p in _pipelines_possible(model, options)]
+    twice = "exactly twice as many" if spec.most_per_rank == 2 else "twice as many, at least,"
+    grouped = " num_microbatches a multiple of them too," if spec.whole_groups else ""
     return ConfigurationError(
-        "schedule=interleaved gives every rank several stages: it needs pipelines of two ranks or more, "
-        "num_stages a multiple of the ranks of a pipeline (twice as many, at least, and no more than "
-        f"the {model.num_layers()} layers), num_microbatches a multiple of them too, and no replicas; "
+        f"schedule={spec.name} gives every rank several stages: it needs pipelines of two ranks or more, "
+        f"num_stages a multiple of the ranks of a pipeline ({twice} and no more than "
+        f"the {model.num_layers()} layers),{grouped} and no replicas; "
         f"got num_stages={options.num_stages}, num_microbatches={options.num_microbatches}, "
         f"num_replicas={options.num_replicas} and pipelines of {ranks} ranks"
     )
@@ -216,7 +222,7 @@ def microbatch_counts(
     """Numbers of microbatches to try.
 
     Of few samples all; of more the divisors, which leave no microbatch larger than others, powers of two and
-    three times them, and as many times the ranks of a pipeline, as interleaved stages need them.
+    three times them, and as many times the ranks of a pipeline, as schedules that move groups need them.
     """
     if options.num_microbatches != "auto":
         return (options.num_microbatches,)

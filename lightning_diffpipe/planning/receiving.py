@@ -46,8 +46,8 @@ def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, .
 
     Example:
         >>> from lightning_diffpipe.planning.lowering import lower
-        >>> from lightning_diffpipe.planning.schedules import SCHEDULES
-        >>> of_rank = receives_due(lower(SCHEDULES["1f1b"](2, 2)))
+        >>> from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+        >>> of_rank = receives_due(lower(one_f_one_b(2, 2)))
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """

@@ -179,12 +179,12 @@ class Search:
             shape.sizes,
             shape.num_ranks,
             shape.num_pipelines,
-            shape.schedule == "gpipe",
+            shape.spec.keeps_all,
             self.evaluator.group_size(shape),
             not self.evaluator.fills,
             shape.stages_per_rank,
-            shape.schedule == "zero_bubble",
-            2 if shape.schedule == "1f1b_deep" else 1,
+            shape.spec.splits_backward,
+            shape.spec.warmup_depth,
         )
 
     def least_s(self, bounds: Bounds, cuts: tuple[Cut, ...]) -> float:

@@ -9,7 +9,6 @@ import sys
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.schedule import as_placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.simulator import simulate
 
@@ -17,11 +16,13 @@ from lightning_diffpipe.planning.simulator import simulate
 def main(arguments: list[str]) -> int:
     """Draws the schedule named by the command line; returns the exit status."""
     if len(arguments) != 3 or arguments[0] not in SCHEDULES:
-        print(f"usage: SCHEDULE STAGES MICROBATCHES, with SCHEDULE one of {', '.join(SCHEDULES)}")
+        print(f"usage: SCHEDULE RANKS MICROBATCHES, with SCHEDULE one of {', '.join(SCHEDULES)}")
         return 2
     name, stages, microbatches = arguments
     try:
-        timeline = simulate(lower(SCHEDULES[name](as_placement(int(stages)), int(microbatches))))
+        spec, count = SCHEDULES[name], int(stages)
+        several = spec.place and spec.place(spec.stages_per_rank[0] * count, count)
+        timeline = simulate(lower(spec(several or count, int(microbatches))))
     except (DiffPipeError, ValueError) as error:
         print(error)
         return 2

@@ -29,6 +29,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
 from lightning_diffpipe.planning.plan_checks import SAME_STEP
 from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
+from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds
@@ -265,16 +266,13 @@ def _changes(
     if profile.encoders and fixed.filling == "none":
         filled = replace(fixed, filling="auto")
         tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
-    several = replace(free, schedule="interleaved", num_stages="auto")
     finer, name = _with_largest_layer_split(plan, profile)
+    for spec in SCHEDULES.values():
+        if spec.advice:
+            several = replace(free, num_stages="auto") if spec.place else free
+            options = replace(fixed if spec.warmup_depth > 1 else several, schedule=spec.name)
+            tries.append((f"{spec.advice} (schedule={spec.name})", options, profile))
     tries += [
-        ("another order (schedule=1f1b_deep)", replace(fixed, schedule="1f1b_deep"), profile),
-        (
-            "backwards in two parts (schedule=zero_bubble)",
-            replace(free, schedule="zero_bubble"),
-            profile,
-        ),
-        ("several stages on each rank (schedule=interleaved)", several, profile),
         (f"splitting layer {name} in two", free, finer),
         (BEST, _anything(fixed), profile),
     ]
@@ -348,7 +346,7 @@ def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:
         num_replicas=1,
         data_parallel=cluster.num_ranks,
         num_microbatches="auto",
-        schedule="1f1b",
+        schedule=DEFAULT_SCHEDULE,
     )
 
 

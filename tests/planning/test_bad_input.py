@@ -13,7 +13,7 @@ from lightning_diffpipe.planning.instruction import parse_program
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
-from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
@@ -274,9 +274,9 @@ PLAN = find_plan(
 
 
 @pytest.mark.parametrize("frozen_share", [0, 0.5])
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_plans_round_trip(frozen_share, schedule):
-    num_stages = 6 if schedule == "interleaved" else 3
+    num_stages = 6 if SCHEDULES[schedule].place else 3
     options = PlanOptions(12, num_stages=num_stages, schedule=schedule, filling="auto")
     plan = find_plan(equal_profile(6, frozen_share), Cluster(3), options)
     text = plan.to_json()
@@ -288,10 +288,10 @@ def test_plans_round_trip(frozen_share, schedule):
 
 
 @pytest.mark.parametrize("filling", ["none", "shares", "diffusionpipe"])
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_plan_promises_is_what_its_costs_give(schedule, filling):
     """So that a plan without a digest may be held to it."""
-    num_stages = 6 if schedule == "interleaved" else 3
+    num_stages = 6 if SCHEDULES[schedule].place else 3
     options = PlanOptions(14, num_stages=num_stages, schedule=schedule, filling=filling)
     plan = find_plan(equal_profile(6, 0.5), Cluster(3, p2p=Link(10, 0.1)), options)
     document = json.loads(plan.to_json())

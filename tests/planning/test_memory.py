@@ -30,7 +30,7 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
 )
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
@@ -93,7 +93,7 @@ def test_microbatches_that_differ_do_not_count_as_the_largest():
         find_plan(profile, Cluster(3, memory_bytes=179), options)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != INTERLEAVED])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not SCHEDULES[name].place])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
     """For random microbatches, larger ones first, stages and replicas."""
@@ -103,7 +103,7 @@ def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
     placement = Placement.of_replicas(replicas)
     model = CostModel(FOUR, Cluster(sum(replicas)))
     bounds = Bounds(model, sizes, sum(replicas), keeps_all=schedule == "gpipe")
-    peaks = peak_samples(schedule_of(schedule, placement, len(sizes)), sizes)
+    peaks = peak_samples(SCHEDULES[schedule](placement, len(sizes)), sizes)
     for stage, ranks in enumerate(placement.stage_ranks):
         later_ranks = sum(replicas[stage + 1 :])
         least = bounds.alive_sizes(replicas[stage], later_ranks)
@@ -136,24 +136,24 @@ def held_at_most(schedule, rank, sizes):
     return most
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble", INTERLEAVED])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
 @pytest.mark.parametrize("num_microbatches", [4, 8, 24])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_plan_counts_all_messages_that_are_held(name, num_microbatches, ranks):
     """History: what a step sent stayed to its end, and no plan counted it."""
-    num_microbatches *= ranks if name == INTERLEAVED else 1
-    stages = 2 * ranks if name == INTERLEAVED else ranks
+    num_microbatches *= ranks if SCHEDULES[name].place else 1
+    stages = 2 * ranks if SCHEDULES[name].place else ranks
     placement = Placement.round_robin(stages, ranks)
     sizes = split_evenly(3 * num_microbatches - 1, num_microbatches)
     layers = equal_profile(stages, activation_bytes_per_sample=3, boundary_bytes_per_sample=1)
     runs = [LayerRun(0, stage, stage + 1) for stage in range(stages)]
-    schedule = schedule_of(name, placement, num_microbatches)
+    schedule = SCHEDULES[name](placement, num_microbatches)
     planned = peak_memory_bytes(
         CostModel(layers, Cluster(ranks)), peak_samples(schedule, sizes), runs
     )
     held = [held_at_most(lower(schedule), rank, sizes) for rank in range(ranks)]
     assert all(h <= p for h, p in zip(held, planned, strict=True)), (held, planned)
-    least = 0.6 if name == INTERLEAVED else 0.75
+    least = 0.6 if SCHEDULES[name].place else 0.75
     assert all(h >= least * p - 12 for h, p in zip(held, planned, strict=True)), (held, planned)
 
 

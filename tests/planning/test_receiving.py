@@ -8,6 +8,7 @@ import pytest
 from lightning_diffpipe.planning.instruction import Receive, Send, Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.receiving import num_posted_ahead, receives_due
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
@@ -15,13 +16,13 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from .sizes import ALL, placement_of
 
 # Self-conditioning can be planned, and not be run.
-RUNNABLE = [name for name in SCHEDULES if name != "self_conditioning"]
+RUNNABLE = [n for n in SCHEDULES if n != "self_conditioning" and not SCHEDULES[n].place]
 INTERLEAVED = [(R, v, R * k) for R in range(1, 7) for v in (2, 3, 4) for k in (1, 2, 3, 5)]
 
 
 def schedules(name):
     if name == "interleaved":
-        return [interleaved(*size) for size in INTERLEAVED]
+        return [interleaved(Placement.round_robin(R * v, R), M) for R, v, M in INTERLEAVED]
     return [SCHEDULES[name](placement_of(size), M) for size, M in ALL]
 
 

@@ -12,7 +12,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.schedules.patches import patches
 from lightning_diffpipe.planning.schedules.pipedream import (
     admitted_batches,
@@ -33,12 +33,12 @@ EXAMPLES = {
     "gpipe": (gpipe(4, 4), None),
     "1f1b": (one_f_one_b(4, 6), None),
     "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
-    "1f1b_deep": (one_f_one_b(4, 6, deep_warmup=True), TickCosts(activation=1, gradient=1)),
+    "1f1b_deep": (deep_one_f_one_b(4, 6), TickCosts(activation=1, gradient=1)),
     "self_conditioning": (self_conditioning(4, 4), TickCosts(feedback=2)),
     "zero_bubble": (zero_bubble(4, 6), THIRDS),
     "pipedream": (pipedream(4, 8), None),
     "pipedream_replicas_2_1": (pipedream(Placement.of_replicas((2, 1)), 6), None),
-    "interleaved": (interleaved(3, 2, 6), None),
+    "interleaved": (interleaved(Placement.round_robin(6, 3), 6), None),
     "bidirectional": (bidirectional(4, 2), None),
     "patches": (patches(4, 4, 3), None),
     "patches_fewer_than_stages": (patches(3, 2, 3), TickCosts(feedback=1)),
@@ -99,15 +99,15 @@ def test_zero_bubble_is_never_slower_than_1f1b():
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank():
     for R, v, groups in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 4)):
         M = groups * R
-        timeline = simulate(interleaved(R, v, M))
+        timeline = simulate(interleaved(Placement.round_robin(v * R, R), M))
         assert timeline.iteration_s == 3 * (v * M + R - 1)
         assert timeline.bubble_ratio == pytest.approx((R - 1) / (v * M + R - 1))
-        lower(interleaved(R, v, M)).validate()
+        lower(interleaved(Placement.round_robin(v * R, R), M)).validate()
 
 
 def test_interleaving_needs_whole_groups():
     with pytest.raises(ScheduleError, match="need a multiple of 4 microbatches; got 6"):
-        interleaved(4, 2, 6)
+        interleaved(Placement.round_robin(8, 4), 6)
 
 
 @pytest.mark.parametrize(

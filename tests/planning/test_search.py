@@ -37,7 +37,7 @@ from lightning_diffpipe.planning.proposals import (
     shapes,
 )
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import SCHEDULE_NAMES, SCHEDULES
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.search import Search, find_plan
 from lightning_diffpipe.planning.simulator import simulate
@@ -94,7 +94,7 @@ def every_interleaved_way(profile, cluster, options):
 def interleaved_step_and_memory(model, options, way):
     pipelines, sizes, edges, ranks = way
     runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
-    schedule = interleaved(ranks, len(runs) // ranks, len(sizes))
+    schedule = interleaved(Placement.round_robin(len(runs), ranks), len(sizes))
     return simulated(model, options, pipelines, sizes, runs, schedule)
 
 
@@ -409,7 +409,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
 
 
 @pytest.mark.parametrize("filling", ["none", "shares"])
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", seeds(15, 2))
 def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, filling):
     """For every order of work, links that take as long as stages, replicas, and frozen work in bubbles."""

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import partial
 from math import lcm
 
 import pytest
@@ -21,9 +20,9 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
 )
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import INTERLEAVED, SCHEDULE_NAMES, schedule_of
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 
 from .profiles import random_case
@@ -36,7 +35,7 @@ def test_balanced_1f1b_with_links_and_deep_warmup(link):
     """(M + S - 1) W + 2 (S - 1) c, where links are no slower than stages."""
     for S, M in SIZES:
         costs = TickCosts(activation=link, gradient=link)
-        deep = simulate(one_f_one_b(S, M, deep_warmup=True), costs)
+        deep = simulate(deep_one_f_one_b(S, M), costs)
         assert deep.iteration_s == pytest.approx(3 * (M + S - 1) + 2 * (S - 1) * link)
 
 
@@ -52,7 +51,7 @@ def test_a_sender_that_moves_its_messages_itself_computes_nothing_meanwhile(link
         assert free.iteration_s == pytest.approx(3 * (M + 1) + 2 * link)
 
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     """To the last bit, though it writes no messages down and takes equal microbatches for one."""
@@ -60,7 +59,7 @@ def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     profile, cluster, _ = random_case(seed)
     num_layers, M = len(profile.backbones[0].layers), rng.randint(1, 9)
     num_stages = rng.randint(1, min(num_layers, 4))
-    if name == INTERLEAVED:
+    if SCHEDULES[name].place:
         num_ranks = rng.choice([r for r in range(1, num_stages + 1) if num_stages % r == 0])
         placement, M = Placement.round_robin(num_stages, num_ranks), M * num_ranks
     else:
@@ -71,21 +70,21 @@ def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     runs = [LayerRun(0, a, b) for a, b in zip((0, *marks), (*marks, num_layers), strict=True)]
     links = PipelineLinks(cluster, placement, num_pipelines=rng.randint(1, 2))
     costs = pipeline_costs(CostModel(profile, cluster), links, runs, sizes, parts)
-    schedule = prefix_frozen(schedule_of(name, placement, M), parts)
+    schedule = prefix_frozen(SCHEDULES[name](placement, M), parts)
     exact = simulate(lower(schedule), costs)
     assert makespan(outline_of(schedule, sizes), costs) == exact.iteration_s
     assert timeline_of(schedule, costs).spans == exact.spans
-    alone, start_s = schedule_of(name, placement, M), exchanged_s(parts, costs) if parts else 0.0
+    alone, start_s = SCHEDULES[name](placement, M), exchanged_s(parts, costs) if parts else 0.0
     assert makespan(outline_of(alone, sizes), costs, start_s) == exact.iteration_s
 
 
 def test_slow_links_need_a_deep_warmup():
-    def times(deep):
+    def times(make):
         links = [TickCosts(activation=c, gradient=c) for c in (0, 0.1, 0.25, 0.5, 1.0, 1.5)]
-        return [simulate(one_f_one_b(4, 4, deep_warmup=deep), c).iteration_s for c in links]
+        return [simulate(make(4, 4), c).iteration_s for c in links]
 
-    assert times(deep=False) == pytest.approx([21.0, 22.0, 23.5, 26.0, 31.0, 36.0])
-    assert times(deep=True) == pytest.approx([21.0, 21.6, 22.5, 24.0, 27.0, 30.0])
+    assert times(one_f_one_b) == pytest.approx([21.0, 22.0, 23.5, 26.0, 31.0, 36.0])
+    assert times(deep_one_f_one_b) == pytest.approx([21.0, 21.6, 22.5, 24.0, 27.0, 30.0])
 
 
 def random_costs(rng, S, slowest_link):
@@ -122,7 +121,7 @@ def test_the_bound_of_the_dynamic_program_holds_with_deep_warmup():
         S, M = rng.randint(1, 6), rng.randint(1, 8)
         costs = random_costs(rng, S, slowest_link=1.2)
         bound = (M + 2 * S - 2) * slowest(costs, S)
-        assert simulate(one_f_one_b(S, M, deep_warmup=True), costs).iteration_s <= bound + 1e-9
+        assert simulate(deep_one_f_one_b(S, M), costs).iteration_s <= bound + 1e-9
 
 
 @pytest.mark.slow
@@ -155,8 +154,7 @@ def test_with_unequal_replicas_the_slowest_stage_sets_the_rate(seed):
 
     slowest = lambda times: max(t / r for t, r in zip(times, replicas, strict=True))
     both = [f + b for f, b in zip(forward, backward, strict=True)]
-    deep = partial(one_f_one_b, deep_warmup=True)
-    assert rate_s(deep) == pytest.approx(slowest(both))
+    assert rate_s(deep_one_f_one_b) == pytest.approx(slowest(both))
     assert rate_s(gpipe) == pytest.approx(slowest(forward) + slowest(backward))
 
 
@@ -203,7 +201,7 @@ def test_nothing_takes_less_than_no_time(backward, weights, size):
     model, placement = CostModel(profile, Cluster(2)), Placement.of_replicas([1, 1])
     runs = [LayerRun(0, 0, 3), LayerRun(0, 3, 8)]
     costs = pipeline_costs(model, PipelineLinks(model.cluster, placement), runs, (size,) * 4)
-    schedule = lower(schedule_of("zero_bubble", placement, 4))
+    schedule = lower(SCHEDULES["zero_bubble"](placement, 4))
     works = [i for _, i in schedule.staged()]
     assert {BackwardInput, BackwardWeight} <= set(map(type, works))
     assert min(map(costs.compute_s, works)) >= 0

@@ -9,7 +9,7 @@ from lightning_diffpipe.planning.frozen_parts import encode_parts
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
+from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 from lightning_diffpipe.planning.timeline import Bubble, Timeline
 
@@ -72,7 +72,7 @@ def test_frozen_work_runs_first_on_all_ranks():
 
 def test_deep_warmup_hides_slow_links():
     costs = TickCosts(activation=1, gradient=1)
-    assert str(simulate(one_f_one_b(3, 4, deep_warmup=True), costs)) == picture("""
+    assert str(simulate(deep_one_f_one_b(3, 4), costs)) == picture("""
         rank 0 | F0 F1 F2 F3  .  .  .  .  .  .  . B0 --  . B1 --  . B2 --  . B3 --
         rank 1 |  .  . F0 F1 F2  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --  .  .  .
         rank 2 |  .  .  .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  .  .  .

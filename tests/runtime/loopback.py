@@ -26,7 +26,7 @@ from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules import schedule_of
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
@@ -147,7 +147,7 @@ class Loopback:
         self.placement = Placement.of_replicas(replicas or [1] * num_stages)
         if num_ranks is not None:
             self.placement = Placement.round_robin(num_stages, num_ranks)
-        self.schedule = schedule_of(schedule, self.placement, num_microbatches)
+        self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
         self.pieces = cut_for(self.graph, positions, alone=self.placement.num_ranks == 1)
         self.reducer = SumBetweenCopies()
         self.transport = LateTransport if leaves_late else LoopbackTransport

@@ -16,34 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
-def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """1F1B over stages that go round the ranks.
-
-    Args:
-        num_ranks: R. Stage `s` runs on rank `s mod R`.
-        stages_per_rank: v; 1 is plain 1F1B.
-        num_microbatches: A multiple of `num_ranks`, since microbatches move in groups of `num_ranks`.
-
-    Raises:
-        ScheduleError: `num_microbatches` is no multiple of `num_ranks`.
-    """
-    if num_microbatches % num_ranks:
-        raise ScheduleError(
-            f"interleaved stages on {num_ranks} ranks need a multiple of {num_ranks} microbatches; "
-            f"got {num_microbatches}"
-        )
-    placement = Placement.round_robin(num_ranks * stages_per_rank, num_ranks)
-    ranks = range(num_ranks)
-    programs = tuple(interleaved_program(placement, num_microbatches, rank) for rank in ranks)
-    return Schedule(placement, num_microbatches, programs)
-
-
-def interleaved_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
+def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     """The program of one rank."""
     stages, num_ranks = placement.stages_of(rank), placement.num_ranks
     # Two more for each rank below: one on the way down, one on the way back; and all other stages.
@@ -68,3 +46,14 @@ def interleaved_program(placement: Placement, num_microbatches: int, rank: int) 
     ]
     cooldown = backwards[len(backwards) - num_warmup :]
     return (*warmup, *steady, *cooldown)
+
+
+interleaved = ScheduleSpec(
+    "interleaved",
+    _program,
+    place=Placement.round_robin,
+    stages_per_rank=(2, 3, 4),  # more of them send more than they gain
+    whole_groups=True,
+    auto=True,
+    advice="several stages on each rank",
+)

@@ -16,38 +16,29 @@ Sources:
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
-
-
-def one_f_one_b(
-    stages: int | Placement, num_microbatches: int, *, deep_warmup: bool = False
-) -> Schedule:
-    """Warm-up, steady state and cooldown on every rank.
-
-    Args:
-        stages: Number of stages, one rank each, or a placement with replicas (one stage on each
-            rank).
-        num_microbatches: Microbatches of the batch.
-        deep_warmup: Count every link as a stage too. Keeps twice as many activations, and hides
-            links that take as long as stages do: only then is an iteration never longer than
-            `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
-    """
-    placement = as_placement(stages)
-    programs = tuple(
-        one_f_one_b_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
-        for rank in range(placement.num_ranks)
-    )
-    return Schedule(placement, num_microbatches, programs)
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def one_f_one_b_program(
-    placement: Placement, num_microbatches: int, rank: int, *, deep_warmup: bool = False
+    placement: Placement, num_microbatches: int, rank: int, *, depth: int = 1
 ) -> Program:
-    """The program of one rank."""
+    """The program of one rank.
+
+    Args:
+        placement: One stage on each rank; stages may have replicas.
+        num_microbatches: Microbatches of the batch.
+        rank: The rank.
+        depth: Forwards ahead for each later rank. With 2 every link counts as a stage too. That keeps twice
+            as many activations, and hides links that take as long as stages do: only then is an iteration never
+            longer than `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
+    """
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
-    num_warmup = min(warmup_forwards(placement, stage, 2 if deep_warmup else 1), len(own))
+    num_warmup = min(warmup_forwards(placement, stage, depth), len(own))
     num_steady = len(own) - num_warmup
 
     warmup = [Forward(stage, m) for m in own[:num_warmup]]
@@ -74,3 +65,13 @@ def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
     `(ranks from this stage on - 1) // replicas of this stage`.
     """
     return -(-depth * later_ranks // replicas)
+
+
+one_f_one_b = ScheduleSpec("1f1b", one_f_one_b_program, auto=True)
+deep_one_f_one_b = ScheduleSpec(
+    "1f1b_deep",
+    partial(one_f_one_b_program, depth=2),
+    warmup_depth=2,
+    auto=True,
+    advice="another order",
+)

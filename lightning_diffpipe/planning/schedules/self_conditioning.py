@@ -19,28 +19,17 @@ Source:
 from __future__ import annotations
 
 from lightning_diffpipe.planning.instruction import ForwardNoGrad, Program
-from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_program
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
-def self_conditioning(
-    stages: int | Placement, num_microbatches: int, *, deep_warmup: bool = False
-) -> Schedule:
-    """All forwards without gradients, then 1F1B; arguments as for `one_f_one_b`."""
-    placement = as_placement(stages)
-    programs = tuple(
-        self_conditioning_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
-        for rank in range(placement.num_ranks)
-    )
-    return Schedule(placement, num_microbatches, programs, feedback_lag=0)
-
-
-def self_conditioning_program(
-    placement: Placement, num_microbatches: int, rank: int, *, deep_warmup: bool = False
-) -> Program:
+def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     """The program of one rank."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
     wave = [ForwardNoGrad(stage, m) for m in own]
-    trained = one_f_one_b_program(placement, num_microbatches, rank, deep_warmup=deep_warmup)
-    return (*wave, *trained)
+    return (*wave, *one_f_one_b_program(placement, num_microbatches, rank))
+
+
+self_conditioning = ScheduleSpec("self_conditioning", _program, feedback_lag=0)

@@ -25,24 +25,12 @@ from lightning_diffpipe.planning.instruction import (
     Instruction,
     Program,
 )
-from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
-def zero_bubble(stages: int | Placement, num_microbatches: int) -> Schedule:
-    """1F1B with backwards in two parts, the second one delayed.
-
-    Args:
-        stages: Number of stages, one rank each, or a placement with replicas (one stage on each rank).
-        num_microbatches: Microbatches of the batch.
-    """
-    placement = as_placement(stages)
-    ranks = range(placement.num_ranks)
-    programs = tuple(zero_bubble_program(placement, num_microbatches, rank) for rank in ranks)
-    return Schedule(placement, num_microbatches, programs)
-
-
-def zero_bubble_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
+def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     """The program of one rank."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
@@ -58,3 +46,8 @@ def zero_bubble_program(placement: Placement, num_microbatches: int, rank: int) 
             program.append(BackwardWeight(stage, own[k - delay]))
     program += [BackwardWeight(stage, m) for m in own[len(own) - delay :]]
     return tuple(program)
+
+
+zero_bubble = ScheduleSpec(
+    "zero_bubble", _program, splits_backward=True, advice="backwards in two parts"
+)

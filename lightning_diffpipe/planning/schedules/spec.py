@@ -1,0 +1,73 @@
+"""What the rest of the project knows of a schedule: everything but its name comes from its `ScheduleSpec`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import Program
+from lightning_diffpipe.planning.schedule import Placement, Schedule, as_placement
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """One schedule; calling it with stages, or a placement, and a number of microbatches makes a `Schedule`.
+
+    Attributes:
+        name: As options and plans write it.
+        program: The program of one rank alone, given where stages run, how many microbatches there are, and
+            the rank.
+        place: Where so many stages run on so many ranks; None if every stage has ranks of its own, in
+            order, and may have several.
+        stages_per_rank: Stages of a rank that the search tries.
+        most_per_rank: The most there may be.
+        whole_groups: Microbatches move in groups, one for each rank: their number is a multiple of the ranks.
+        keeps_all: A rank keeps the activations of all its microbatches.
+        splits_backward: Backwards run in two parts, which not every module allows.
+        warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
+        auto: `schedule="auto"` tries it: it does the same work as others in another order.
+        feedback_lag: See `Schedule`.
+        advice: What a plan is told that could be faster with it; empty if it is not told so.
+    """
+
+    name: str
+    program: Callable[[Placement, int, int], Program]
+    place: Callable[[int, int], Placement] | None = None
+    stages_per_rank: tuple[int, ...] = (1,)
+    most_per_rank: float = math.inf
+    whole_groups: bool = False
+    keeps_all: bool = False
+    splits_backward: bool = False
+    warmup_depth: int = 1
+    auto: bool = False
+    advice: str = ""
+    feedback_lag: int | None = None
+
+    def __call__(self, stages: int | Placement, num_microbatches: int) -> Schedule:
+        """The programs of all ranks.
+
+        Args:
+            stages: Number of stages, one rank each, or where they run.
+            num_microbatches: Microbatches of the batch.
+
+        Raises:
+            ScheduleError: `num_microbatches` is no multiple of the ranks, and has to be.
+        """
+        placement = as_placement(stages)
+        num_ranks = placement.num_ranks
+        if self.whole_groups and num_microbatches % num_ranks:
+            raise ScheduleError(
+                f"{self.name} stages on {num_ranks} ranks need a multiple of {num_ranks} microbatches; "
+                f"got {num_microbatches}"
+            )
+        ranks = range(num_ranks)
+        programs = tuple(self.program(placement, num_microbatches, rank) for rank in ranks)
+        return Schedule(placement, num_microbatches, programs, self.feedback_lag)
+
+    def can_place(self, num_stages: int, num_ranks: int, num_microbatches: int) -> bool:
+        """Whether it can give every rank of a pipeline several stages, so many in all."""
+        per_rank, rest = divmod(num_stages, num_ranks)
+        grouped = not (self.whole_groups and num_microbatches % num_ranks)
+        return num_ranks > 1 and not rest and 1 < per_rank <= self.most_per_rank and grouped
