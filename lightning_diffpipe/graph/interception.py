@@ -280,6 +280,19 @@ def _foreign_message(name: str, where: str) -> str:
     )
 
 
+_SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
+
+
+def generator_name() -> str:
+    """What `torch.utils.checkpoint` calls the code around a function that it checkpoints without reentrance.
+
+    torch 2.14 keeps the older name, for others, and calls the newer one itself.
+    """
+    if hasattr(torch.utils.checkpoint, _SINCE_2_14):
+        return _SINCE_2_14
+    return "_checkpoint_without_reentrant_generator"
+
+
 class _Checkpointing:
     """Intercepts `torch.utils.checkpoint` below its entry point, so that early bindings are seen, too.
 
@@ -297,11 +310,8 @@ class _Checkpointing:
             cls._attached.append(interception)
             if cls._saved is None:
                 module: Any = torch.utils.checkpoint
-                cls._saved = (
-                    module._checkpoint_without_reentrant_generator,
-                    module.CheckpointFunction,
-                )
-                module._checkpoint_without_reentrant_generator = cls._generator
+                cls._saved = getattr(module, generator_name()), module.CheckpointFunction
+                setattr(module, generator_name(), cls._generator)
                 module.CheckpointFunction = _ReentrantCheckpoint
 
     @classmethod
@@ -311,9 +321,8 @@ class _Checkpointing:
                 cls._attached.remove(interception)
             if not cls._attached and cls._saved is not None:
                 module: Any = torch.utils.checkpoint
-                module._checkpoint_without_reentrant_generator, module.CheckpointFunction = (
-                    cls._saved
-                )
+                generator, module.CheckpointFunction = cls._saved
+                setattr(module, generator_name(), generator)
                 cls._saved = None
 
     @classmethod
@@ -327,14 +336,17 @@ class _Checkpointing:
         return cls._saved
 
     @classmethod
-    def _generator(cls, function: Any, preserve: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _generator(cls, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         run = cls.current()
-        if run is None:
-            return cls.original()[0](function, preserve, *args, **kwargs)
-        if not run.checkpoints_layers():  # private streams are seeded again in recomputation
+        if run is not None and run.checkpoints_layers():
+            return _checkpoint_layers(run)
+        if run is not None:  # private streams are seeded again in recomputation
             run.checkpointed = True
-            return cls.original()[0](function, True, *args, **kwargs)
-        return _checkpoint_layers(run)
+            if generator_name() == _SINCE_2_14:
+                kwargs["preserve_rng_state"] = True
+            else:
+                args = (True, *args[1:])
+        return cls.original()[0](function, *args, **kwargs)
 
 
 class _ReentrantCheckpoint:

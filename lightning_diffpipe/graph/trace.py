@@ -25,6 +25,7 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     inside_function,
 )
+from lightning_diffpipe.graph.interception import generator_name
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
 from lightning_diffpipe.graph.own_gradients import gradients_refused, refuse_transformed
 from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
@@ -52,7 +53,7 @@ def logging_replaced(module: nn.Module, sink: Callable[..., None]) -> Iterator[N
 def checkpointing_off() -> Iterator[None]:
     """Activation checkpointing changes no value: the probe calls the function itself, at any binding."""
     module: Any = torch.utils.checkpoint
-    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    generator, function = getattr(module, generator_name()), module.CheckpointFunction
 
     class Plain:
         @staticmethod
@@ -62,12 +63,12 @@ def checkpointing_off() -> Iterator[None]:
     def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    module._checkpoint_without_reentrant_generator = plain_generator
+    setattr(module, generator_name(), plain_generator)
     module.CheckpointFunction = Plain
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = generator
+        setattr(module, generator_name(), generator)
         module.CheckpointFunction = function
 
 
