@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,17 @@ class SideStreams:
         if not buffer.is_cuda:
             return None
         return torch.cuda.current_stream(buffer.device).record_event()
+
+    @staticmethod
+    def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The stream that computes now on a device, for another thread to enter.
+
+        A sum of gloo over tensors of a GPU lets the stream of whoever waits for it wait for the copy back. A
+        thread of its own begins in the default stream of the first GPU.
+        """
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
     def beside(self, peer: int, buffer: Tensor, memory: torch.cuda.Event | None) -> Iterator[None]:

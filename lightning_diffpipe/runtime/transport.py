@@ -225,8 +225,14 @@ class P2PTransport:
         return _P2PExchange(self, list(works), what, then)
 
     def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
-        """Waits for operations in a thread."""
-        return self._waiter.watch(lambda: self.await_works(works, what))
+        """Waits for operations in a thread, on behalf of the stream that computes here."""
+        entered = self._streams.entered(self._mesh.device)
+
+        def wait() -> None:
+            with entered:
+                self.await_works(works, what)
+
+        return self._waiter.watch(wait)
 
     @property
     def blocks_host(self) -> bool:

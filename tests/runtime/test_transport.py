@@ -6,11 +6,14 @@ tensors, as gloo's do, and fail where a real wait would block.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -242,3 +245,29 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
     ranks_own.wait(keys[0])
     ranks_own.wait(keys[1])  # nobody said where it is due
     assert notes[6:] == ["waited", *begins, "waited"]
+
+
+def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
+    """History: over gloo the thread that waits let its own stream wait for the copy back to a GPU, not the one that
+    reads the sum; and it began on the first GPU, where it took memory of another rank.
+    """
+    notes: list[str] = []
+    mine = threading.get_ident()
+
+    def current_stream(device):
+        assert threading.get_ident() == mine
+        return Stream(notes, f"compute of {device.index}")
+
+    cuda = SimpleNamespace(current_stream=current_stream, stream=lambda stream: stream)
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    mesh = SimpleNamespace(
+        timeout_s=1.0, backend="gloo", device=torch.device("cuda", 1), local_rank=0, rank=0
+    )
+    work = SimpleNamespace(wait=lambda timeout: notes.append("waited"))
+    transport_of_rank = P2PTransport(mesh, 2)
+    exchange = transport_of_rank.awaited([work], "gradients", lambda: notes.append("read"))
+    while not exchange.is_ready():
+        time.sleep(1e-3)
+    exchange.wait()
+    transport_of_rank.close()
+    assert notes == ["in compute of 1", "waited", "out", "read"]
