@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorSpec
@@ -118,7 +119,8 @@ def compare(
                 worst, name = error, key
     for parameter in trained.values():
         parameter.grad = None
-    tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in whole.dtypes)
+    device = result.loss.device
+    tolerance = max(_tolerance(dtype, device) for dtype in whole.dtypes)
     loss_error = abs(float(result.loss) - whole.loss) / max(abs(whole.loss), 1e-12)
     if not (worst <= tolerance and loss_error <= tolerance):  # a loss may be NaN
         raise GraphError(
@@ -128,6 +130,12 @@ def compare(
             "custom kernel's buffer or a tensor kept in a global; pass it through arguments and outputs"
         )
     _log.info("verified: loss to %.1e, gradients to %.1e", loss_error, worst)
+
+
+def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    if dtype in _TOLERANCE and rounding_of(dtype, device) > torch.finfo(dtype).eps:
+        return _TOLERANCE[torch.float16]  # TF32 has as many digits
+    return _TOLERANCE.get(dtype, 0.0)
 
 
 def _difference(gradient: Tensor | None, expected: Tensor | None, scale: float) -> float:

@@ -10,7 +10,14 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import DiffPipeStrategy, assembly, find_plan, pipeline, plan_source
+from lightning_diffpipe import (
+    DiffPipeStrategy,
+    assembly,
+    find_plan,
+    pipeline,
+    plan_source,
+    verification,
+)
 from lightning_diffpipe.assembly import _require_unwritten_weights, cut_positions
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
@@ -170,7 +177,7 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     assert places == [torch.device("meta"), "run"]
 
 
-def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
+def test_what_is_verified_may_differ_by_the_rounding_of_autocast_and_tf32(monkeypatch):
     """History: in bf16-mixed only the rounding of float32 weights was allowed."""
     layer = nn.Linear(2, 1)
     gradients = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
@@ -188,6 +195,9 @@ def test_what_is_verified_may_differ_by_the_rounding_of_autocast():
     check(torch.float32, torch.bfloat16, torch.int64)
     with pytest.raises(GraphError, match=r"the gradient of weight by 2.0e-02 .* below 1e-03"):
         check(torch.float32, torch.int64)
+    # Convolutions of a GPU round float32 to TF32 by default.
+    monkeypatch.setattr(verification, "rounding_of", lambda dtype, device: 2.0**-10)
+    check(torch.float32, torch.int64)
 
 
 @pytest.mark.parametrize("got", [torch.nan, torch.inf, None])

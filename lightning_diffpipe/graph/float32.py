@@ -31,3 +31,19 @@ def float32_precisions() -> tuple[str, str, str]:
         backends.cudnn.conv.fp32_precision,
         backends.mkldnn.matmul.fp32_precision,
     )
+
+
+def rounding_of(dtype: torch.dtype, device: torch.device, convolves: bool = True) -> float:
+    """The distance from 1 to the next number of a type as products know it: that of TF32 for float32 on a GPU.
+
+    Args:
+        dtype: A type of numbers with a fraction.
+        device: Where it is computed.
+        convolves: Whether convolutions count, which may round to TF32 unless torch is told otherwise, and not only
+            other products.
+    """
+    own = float(torch.finfo(dtype).eps)
+    if device.type != "cuda" or dtype != torch.float32:
+        return own
+    products, convolutions, _ = float32_precisions()
+    return 2.0**-10 if "tf32" in (products, convolutions if convolves else "") else own

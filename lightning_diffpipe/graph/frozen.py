@@ -30,6 +30,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
+from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan
@@ -198,9 +199,26 @@ class FrozenView:
             rows = self.graph.spec(key).rows or 0
             expected = whole[key][start * rows : stop * rows] if rows else whole[key]
             difference = _relative_difference(value, expected)
-            if difference > _tolerance(value.dtype):
+            if difference > self._tolerance(value):
                 found[self.graph.layers[key[0]].name] = difference
         return found
+
+    def _tolerance(self, value: Tensor) -> float:
+        """Kernels are chosen by size, so that parts of a batch may differ by rounding.
+
+        It is that of the coarsest type on the way: under autocast a text encoder's products are bfloat16, and the
+        norm behind them makes float32 of it.
+        """
+        if not value.dtype.is_floating_point:
+            return 0.0
+        specs = (spec for i in self.cut.layers for spec in self.graph.layers[i].outputs)
+        dtypes = {value.dtype} | {spec.dtype for spec in specs if isinstance(spec, TensorSpec)}
+        for kind, dtype in map(str.split, self.graph.autocast):
+            if kind == value.device.type:
+                dtypes.add(getattr(torch, dtype.removeprefix("torch.")))
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+        eps = max(rounding_of(dtype, value.device) for dtype in floating)
+        return min(0.1, 1e4 * eps)
 
 
 def why_not_splittable(layer: Layer) -> str:
@@ -320,10 +338,3 @@ def _relative_difference(value: Tensor, expected: Tensor) -> float:
         return float("inf")
     scale = expected.abs().max().clamp_min(1e-30)
     return float(((value - expected).abs().max() / scale).nan_to_num(float("inf")))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Kernels are chosen by size, so that parts of a batch may differ by rounding."""
-    if dtype.is_floating_point:
-        return float(min(0.1, 1e4 * torch.finfo(dtype).eps))
-    return 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.float32 import float32_precisions
+from lightning_diffpipe.graph.float32 import rounding_of
 
 
 def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = False) -> float:
@@ -25,9 +24,6 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
         ['1e-06', '1e-03', '1e-01']
     """
     given = (latents, *model.parameters())
-    eps = max(torch.finfo(x.dtype).eps for x in given if x.is_floating_point())
-    products, convolutions, _ = float32_precisions()
-    tf32 = "tf32" in (products, convolutions if convolves_parts else "")
-    if latents.is_cuda and latents.dtype == torch.float32 and tf32:
-        eps = max(eps, 2.0**-11)
+    dtypes = {x.dtype for x in given if x.is_floating_point()}
+    eps = max(rounding_of(dtype, latents.device, convolves_parts) for dtype in dtypes)
     return min(max(1e-6, 1e4 * eps), 0.1)

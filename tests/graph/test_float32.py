@@ -31,3 +31,23 @@ def test_torch_before_2_9_has_the_older_names_only(
 def test_the_newer_names_answer_here():
     assert len(float32.float32_precisions()) == 3
     assert hasattr(torch.backends, "fp32_precision")
+
+
+@pytest.mark.parametrize(
+    ("products", "convolutions", "convolves", "expected"),
+    [
+        ("none", "tf32", True, 2.0**-10),
+        ("none", "tf32", False, 2.0**-23),
+        ("tf32", "none", False, 2.0**-10),
+        ("none", "none", True, 2.0**-23),
+    ],
+)
+def test_float32_on_a_gpu_may_have_the_digits_of_tf32(
+    products, convolutions, convolves, expected, monkeypatch
+):
+    """History: encoders whose convolutions rounded so, as they do by default, were said to mix samples."""
+    monkeypatch.setattr(float32, "float32_precisions", lambda: (products, convolutions, "none"))
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    assert float32.rounding_of(torch.float32, gpu, convolves) == expected
+    assert float32.rounding_of(torch.float32, host, convolves) == 2.0**-23
+    assert float32.rounding_of(torch.bfloat16, gpu, convolves) == 2.0**-7

@@ -370,6 +370,34 @@ def test_encoders_that_mix_samples_are_refused():
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
 
 
+class OfItsSize(Encoder):
+    """Rounds as bfloat16 does, otherwise for every number of samples, and makes float32 of it."""
+
+    def forward(self, x):
+        return super().forward(x).float() * (1 + 2**-8 * (len(x) == 1))
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_samples_may_differ_by_the_rounding_of_the_coarsest_type(half):
+    """History: a text encoder under bf16-mixed on a GPU ends with a norm in float32. Its products are of bfloat16,
+    by kernels that are chosen by size, and training ended with "mixes samples".
+    """
+    root = Encoded()
+    root.encoder = OfItsSize().requires_grad_(False)
+
+    def under_autocast(module, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return step(module, batch).float()
+
+    graph = probe(root, under_autocast, rows().float())
+    graph, positions = fold(root, under_autocast, rows().float(), graph, [1])
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        call = lambda: under_autocast(root, rows().float())
+        mixing = view.mixing(call, seed=1)
+        assert mixing == (frozenset() if half else {"encoder"})
+
+
 def test_encoders_that_do_not_mix_samples_are_known_not_to():
     root = Encoded()
     graph, positions = folded(root)
