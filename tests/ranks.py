@@ -3,8 +3,10 @@
     results = run_ranks(function, 4, argument)      # function(rank, *arguments) -> anything picklable
 
 Processes are forked from a server that has imported torch, Lightning and this project once and used them
-(`tests/warm.py`), so that a test pays milliseconds, not seconds, for each. Every wait has a deadline: a
-hanging test prints the stack of every rank and fails in a minute, never in an hour.
+(`tests/warm.py`), so that a test pays milliseconds, not seconds, for each. Ranks with an odd number have another
+server, whose sets of strings have another order: a fork hashes as its server does, where processes that users start
+each have a seed of their own. Every wait has a deadline: a hanging test prints the stack of every rank and fails
+in a minute, never in an hour.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.warm"])
+_SERVERS = {"1": forkserver.ForkServer(), "2": forkserver.ForkServer()}
+"""By the hash seed of their forks. They start with the first test that needs them."""
+for _server in _SERVERS.values():
+    _server.set_forkserver_preload(["tests.warm"])
 
 
 class RankError(AssertionError):
@@ -64,8 +71,8 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
+        for rank, process in enumerate(processes):
+            _start(process, list(_SERVERS)[rank % len(_SERVERS)])
         try:
             _join(processes, time.monotonic() + timeout_s, grace_s)
         finally:
@@ -75,6 +82,17 @@ def run_ranks(
                     process.kill()
                 process.join()
         return _results(processes, folder, late)
+
+
+def _start(process: Any, hash_seed: str) -> None:
+    """Forks a process from one of the servers, which `multiprocessing` has only one of."""
+    with (
+        mock.patch.dict(os.environ, PYTHONHASHSEED=hash_seed),
+        mock.patch.object(
+            forkserver, "connect_to_new_process", _SERVERS[hash_seed].connect_to_new_process
+        ),
+    ):
+        process.start()
 
 
 def _join(processes: list[Any], deadline: float, grace_s: float) -> None:

@@ -32,3 +32,14 @@ def test_a_rank_that_hangs_after_another_failed_is_named():
     """History: who was killed while it waited for a dead rank counted as ended in time."""
     with pytest.raises(RankError, match=r"ranks \[0\] did not end in time"):
         run_ranks(dies, 2, 60.0, grace_s=0.5)
+
+
+def order(rank):
+    return list({f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")})
+
+
+def test_ranks_order_their_sets_differently():
+    """History: all ranks were forked from one process, so nothing that followed the order of a set ever failed."""
+    first, second, third = run_ranks(order, 3)
+    assert first == third != second
+    assert sorted(first) == sorted(second)

@@ -183,7 +183,7 @@ class _Graph:
                 (node,) = nodes
                 have = apart.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
-        return apart, self._highest(shared)
+        return apart, self._highest([exit_ for exit_ in leaving if exit_ in shared])
 
     def _shared(self, leaving: dict[tuple[Node, int], set[Node]]) -> set[tuple[Node, int]]:
         """Exits from which some weight can be reached that hangs off another node, too."""
@@ -200,7 +200,7 @@ class _Graph:
             shared |= more
             contested |= frozenset().union(*(self._weights[child] for child, _ in more))
 
-    def _highest(self, shared: set[tuple[Node, int]]) -> list[tuple[Node, int]]:
+    def _highest(self, shared: Sequence[tuple[Node, int]]) -> list[tuple[Node, int]]:
         """Refuses exits below other exits, whose gradients would be counted twice."""
         children = {child for child, _ in shared}
         below = set(

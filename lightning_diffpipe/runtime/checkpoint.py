@@ -176,7 +176,7 @@ def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool
 
 
 def _common_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    return [name for name in own.keys() & state.keys() if isinstance(own[name], Tensor)]
+    return [name for name, value in own.items() if name in state and isinstance(value, Tensor)]
 
 
 def collect_optimizer_state(

@@ -46,7 +46,7 @@ def owners_of(
         placement: Ranks of the stages.
 
     Returns:
-        Entries that some rank lacks, or has an old copy of.
+        Entries that some rank lacks, or has an old copy of; on all ranks in the same order, in which they are sent.
     """
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     owners = {}
@@ -58,7 +58,9 @@ def owners_of(
     if len(residents) == 1:
         return owners
     for stage in pieces.stages:  # statistics change on the stage that runs the layer
-        owners |= dict.fromkeys(stage.written_buffers, placement.stage_ranks[stage.index][0])
+        owners |= dict.fromkeys(
+            sorted(stage.written_buffers), placement.stage_ranks[stage.index][0]
+        )
     return owners
 
 
@@ -66,7 +68,7 @@ def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str,
     """World ranks that hold each trained parameter, over all pipelines."""
     stages_of: dict[str, set[int]] = {}
     for stage in pieces.stages:
-        for name in stage.parameters & trained:
+        for name in sorted(stage.parameters & trained):
             stages_of.setdefault(name, set()).add(stage.index)
     return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
 
@@ -76,7 +78,7 @@ def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
     return {
         name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
         for stage in pieces.stages
-        for name in stage.parameters
+        for name in sorted(stage.parameters)
     }
 
 

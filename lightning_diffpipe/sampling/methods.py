@@ -142,8 +142,9 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
         raise _unknown(options, set().union(*takers))
     if method == "auto":
         refuse_axes(num_ranks, *axes)
-        for name in options.further.keys() & {"mode", "sequence_mode"}:
-            refuse_mode(options.further[name], name)
+        for name in ("mode", "sequence_mode"):
+            if name in options.further:
+                refuse_mode(options.further[name], name)
         return options
     mesh = fit_mesh(num_ranks, method, *axes)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)

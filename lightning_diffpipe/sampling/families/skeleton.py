@@ -246,7 +246,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
     parameters = dict(model.named_parameters())
     stored = model.state_dict(keep_vars=True)
     buffers = [name for name in stored if name not in parameters]
-    wanted = parameters.keys() if names is None else set(names)
+    wanted = parameters.keys() if names is None else sorted(set(names))
     for name, value in weights.read([*wanted, *buffers]):
         if value.shape != stored[name].shape:
             raise CheckpointError(
