@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import safe_globals
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.checkpoint_files import (
+    WholeFiles,
+    chosen,
+    require_file,
+    types_of_hydra_configs,
+    unreadable,
+    why_unwritable,
+)
+from lightning_diffpipe.errors import CheckpointError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.runtime.checkpoint import (
@@ -36,6 +47,8 @@ from lightning_diffpipe.runtime.checkpoint import (
     take_over,
 )
 from lightning_diffpipe.runtime.mesh import Mesh
+
+_ADAM = 2.0  # bytes of optimizer state for each byte of a trained weight; optimizers are made later
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,79 @@ class CheckpointHooks(ParallelStrategy):
     pipeline: Pipeline | None
     division: Division | None
     _failed: bool
+    _found_last: tuple[Any, ...] = ()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes files: the user's plugin, else `WholeFiles`, also inside of a wrapping one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def choose_checkpoint(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Finds the checkpoint to go on from, before there are processes.
+
+        Args:
+            trainer: About to run.
+            arguments: Of `fit` or the like; the path in the place of "last".
+
+        Raises:
+            CheckpointError: There is nothing to read where the user says.
+        """
+        path = arguments.get("ckpt_path")
+        fits = trainer.state.fn == TrainerFn.FITTING
+        found = chosen(trainer, path, fits, arguments.get("weights_only"))
+        self._found_last = (found,) if path == "last" else ()
+        if path is not None:
+            arguments["ckpt_path"] = found
+
+    def require_same_checkpoint(self) -> None:
+        """Refuses ranks that see other files than rank 0, as without a folder for all machines.
+
+        Raises:
+            CheckpointError: They found another checkpoint behind "last", or none.
+        """
+        if self.world_size == 1 or not self._found_last:
+            return
+        paths: list[Any] = [None] * self.world_size
+        dist.all_gather_object(paths, self._found_last[0])
+        for rank, path in enumerate(paths):
+            if path != paths[0]:
+                with raised_by_all():
+                    raise CheckpointError(
+                        f'behind ckpt_path="last" rank 0 found {paths[0]}, and rank {rank} {path}; give all ranks '
+                        "a folder that they share, or the same path"
+                    )
+
+    def check_folders(self, trainer: Any, averages_bytes_factor: float) -> None:
+        """Finds out before anything costly whether checkpoints can be written; tells all ranks.
+
+        Args:
+            trainer: About to fit.
+            averages_bytes_factor: Bytes of averages for each byte of a trained weight.
+
+        Raises:
+            CheckpointError: They cannot.
+        """
+        if trainer.fast_dev_run:
+            return
+        why = None
+        if self.is_global_zero:
+            assert self.lightning_module is not None
+            tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+            states = _ADAM + averages_bytes_factor
+            num_bytes = sum(t.nbytes * (1 + states * t.requires_grad) for t in tensors)
+            why = why_unwritable(trainer, num_bytes)
+        why = self.broadcast(why)
+        if why is not None:
+            with raised_by_all():
+                raise CheckpointError(why)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -166,20 +252,15 @@ class CheckpointHooks(ParallelStrategy):
         """Reads a checkpoint written by any strategy.
 
         Raises:
-            CheckpointError: The file is missing, cut short or no checkpoint.
+            CheckpointError: The file is missing (then a FileNotFoundError, too), cut short or no checkpoint.
         """
         path = self.broadcast(str(checkpoint_path))
+        require_file(path)
         try:
-            with safe_globals(_of_hydra_configs()):
+            with safe_globals(types_of_hydra_configs()):
                 return super().load_checkpoint(path, weights_only=weights_only)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"there is no checkpoint {path}") from error
         except Exception as error:
-            raise CheckpointError(
-                f"cannot read the checkpoint {path}: {error}. If it was cut short while being "
-                "written, take an earlier one; if it holds other than tensors and plain values and "
-                "you trust it, pass weights_only=False beside ckpt_path"
-            ) from error
+            raise unreadable(path, error) from error
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
@@ -233,16 +314,3 @@ def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Names of an optimizer's parameters, in the order in which it numbers them."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _of_hydra_configs() -> list[Any]:
-    """What parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
-
-    A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
-    """
-    omegaconf = sys.modules.get("omegaconf")
-    if omegaconf is None:
-        return []
-    base, nodes = omegaconf.base, omegaconf.nodes
-    own = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
-    return [*own, nodes.AnyNode, Any, defaultdict, dict, list, int]

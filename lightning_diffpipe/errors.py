@@ -10,6 +10,7 @@
     │   ├── ForeignLayerError                  a layer of another stage was called outside a step
     │   └── LayoutError                        a denoiser that cannot be run on a part of its tokens
     ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
+    │   └── MissingCheckpointError (FileNotFoundError) there is none
     ├── SamplingError          (ValueError)    final latents that are not finite
     ├── BoundaryError                          a value crossing a stage boundary is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
@@ -73,6 +74,10 @@ class LayoutError(GraphError):
 
 class CheckpointError(DiffPipeError, ValueError):
     """A checkpoint cannot be read, or does not fit the module."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
 
 
 class SamplingError(DiffPipeError, ValueError):

@@ -1,7 +1,8 @@
-"""Files that are whole or not there: written aside, then put in place.
+"""Files that are whole or not there: written beside their place, then put into it.
 
-Ranks, jobs and machines may write the same file at once, and any of them may be killed meanwhile. A reader finds
-one of their files, never half of one. Others may read what is written, as far as the user's umask lets them.
+Ranks, jobs and machines may write the same file at once, and any of them may be killed meanwhile, or find the disk
+full. A reader finds one of their files, never half of one. Others may read what is written, as far as the user's
+umask lets them.
 """
 
 from __future__ import annotations
@@ -9,38 +10,110 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import tempfile
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+_UNFINISHED = ".part"
+_ABANDONED_S = 3600.0
 
 
 def check_writable(path: Path) -> None:
     """Finds out before long work whether its result can be written; leaves nothing behind.
 
     Raises:
-        OSError: The path is a folder, or its folder can neither be made nor written.
+        OSError: The path is a folder, or its folder can neither be made nor written; has the path.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    with tempfile.TemporaryFile(dir=nearest):
+    with _naming(path), tempfile.TemporaryFile(dir=nearest):
         pass
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file aside, then puts it in place.
+@contextlib.contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Opens a file beside a path, to which it is moved at the end; after an error nothing is left of it.
+
+    Args:
+        path: Where the file shall be; what is there is replaced, also a link.
+        durable: Wait until the disk has it, so that it survives a power cut.
 
     Raises:
-        OSError: The folder cannot be made or written; nothing is left behind.
+        OSError: The folder cannot be made or written, or is full; has the path.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(
-        f".{uuid.uuid4().hex}"
-    )  # no name of a process: hosts may share the folder
-    try:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
-        aside.replace(path)
-    except OSError:
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = _beside(path)
+        try:
+            with beside.open("wb") as file:
+                yield file
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+        if durable:
+            _sync_folder(path.parent)
+
+
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Writes a file beside its place, then puts it there; arguments and errors as of `replacing`."""
+    with replacing(path, durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def link_atomically(target: Path, link: Path) -> None:
+    """Makes a relative link, or moves one: there is no moment without it.
+
+    Raises:
+        OSError: The file system knows no links, or the folder cannot be written.
+    """
+    with _naming(link):
+        beside = _beside(link)
+        beside.symlink_to(os.path.relpath(target, link.parent))
+        beside.replace(link)
+        _sync_folder(link.parent)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes what killed processes left half written; what somebody is still writing is younger than an hour."""
+    for path in folder.glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
+            if time.time() - path.lstat().st_mtime > _ABANDONED_S:
+                path.unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")  # no process: hosts share folders
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system syncs folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives errors of the disk the path the user knows; whoever writes may raise others on top of them."""
+    before = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        first: BaseException | None = error
+        while first not in (None, before) and not (isinstance(first, OSError) and first.errno):
+            first = first.__cause__ or first.__context__
+        if first is before or not isinstance(first, OSError):
+            raise
+        raise OSError(first.errno, first.strerror, str(path)) from error

@@ -6,10 +6,12 @@ Lightning's default process group, which the pipeline itself never uses.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as LauncherBase
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -87,8 +90,19 @@ class ProcessHooks(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = _InPlace(self.check_run)
+        else:
             self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher.check_run = self.check_run
+
+    def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Looks at what a trainer was asked for, before any process is started or met.
+
+        Args:
+            trainer: About to run.
+            arguments: Of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
+        """
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's rank-zero helpers which rank this is."""
@@ -220,13 +234,57 @@ def open_meeting_place() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
+class _InPlace(LauncherBase):
+    """Stands where processes were started by others: it only looks at a run before it begins.
+
+    Args:
+        check_run: See `ProcessHooks`.
+    """
+
+    is_interactive_compatible = True
+
+    def __init__(self, check_run: Callable[[Any, dict[str, Any]], None]) -> None:
+        self._check_run = check_run
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
+    ) -> Any:
+        """Calls the function."""
+        return _checked(self._check_run, trainer, function, *args, **kw)()
+
+    def kill(self, signum: Any) -> None:
+        """There is nothing to end."""
+
+
 class _Launcher(_SubprocessScriptLauncher):
     """Starts the other processes of this machine, whose meeting place is open before they look for it."""
 
     meeting_place: dist.TCPStore | None = None
+    check_run: Callable[[Any, dict[str, Any]], None]
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
+    ) -> Any:
+        """Starts the processes, unless the run is refused, and calls the function."""
+        return super().launch(
+            _checked(self.check_run, trainer, function, *args, **kw), trainer=trainer
+        )
 
     def _call_children_scripts(self) -> None:
         if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
             self.meeting_place = open_meeting_place()
             os.environ["MASTER_PORT"] = str(self.meeting_place.port)
         super()._call_children_scripts()
+
+
+def _checked(
+    check: Callable[[Any, dict[str, Any]], None],
+    trainer: Any,
+    function: Callable[..., Any],
+    *args: Any,
+    **kw: Any,
+) -> Callable[[], Any]:
+    """The call of a trainer's function with the arguments that are left when `check` has seen them."""
+    call = inspect.signature(function).bind(*args, **kw)
+    check(trainer, call.arguments)
+    return lambda: function(*call.args, **call.kwargs)

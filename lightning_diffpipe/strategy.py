@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.early_answers import early_answers, only_counted
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
@@ -178,6 +179,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     # ------------------------------------------------------------------------------------ set-up
 
+    def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Finds the checkpoint to go on from before any process is started."""
+        self.choose_checkpoint(trainer, arguments)
+
+    def setup_environment(self) -> None:
+        """Brings processes together, which shall go on from the same checkpoint."""
+        super().setup_environment()
+        self.require_same_checkpoint()
+
     def setup(self, trainer: Any) -> None:
         """Plans the pipeline and puts this rank's part of the module on its device."""
         assert self.accelerator is not None
@@ -191,6 +201,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if fitting:
             self._failed = self._told_of_outputs = False
             self.stop_requeueing()
+            self.check_folders(trainer, self._averages_bytes_factor(trainer))
+            settle_last(trainer)
             self._set_up_pipeline(trainer)
             self._reset_optimizers()
             self.setup_optimizers(trainer)

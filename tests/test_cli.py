@@ -91,7 +91,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "name=a=b"], """of the shell: 'name="a=b"'"""),
         (
             ["train", "ckpt_path=runs/epoch=0-step=10.ckpt"],
-            "diffpipe train: there is no checkpoint runs/epoch=0-step=10.ckpt to go on from (ckpt_path)",
+            "diffpipe train: there is no checkpoint runs/epoch=0-step=10.ckpt",
         ),
         (
             ["show", "plan (1).json"],
@@ -187,7 +187,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         # History: every rank showed a traceback.
         (
             ["train", "ckpt_path=none.ckpt"],
-            "diffpipe train: there is no checkpoint none.ckpt to go on from (ckpt_path)",
+            "diffpipe train: there is no checkpoint none.ckpt",
         ),
         # History: StopIteration, from inside.
         (

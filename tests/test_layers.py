@@ -27,7 +27,8 @@ ALLOWED = {
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "plan_source", "pipeline_options",
        "assembly", "pipeline", "loader", "refusals", "example_batch", "early_answers", "verification", "step_watch",
-       "demo", "transfer", "checkpointing", "processes", "model_sources", "lockstep", "metric_sync",
+       "demo", "transfer", "checkpointing", "checkpoint_files", "processes",
+       "model_sources", "lockstep", "metric_sync",
        "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {

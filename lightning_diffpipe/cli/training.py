@@ -70,13 +70,37 @@ def _runs_ended(trainer: Any) -> Iterator[None]:
 
 
 def _require_checkpoint(config: DictConfig) -> None:
-    """Looks before processes start whether there is, or may be, a file to go on from."""
+    """Looks before processes start whether there is, or may be, a file to go on from.
+
+    Raises:
+        CheckpointError: The file is missing or cannot be read, or a run would begin anew beside another's.
+    """
+    from lightning_diffpipe.checkpoint_files import look_at, newest
+
     path = config.ckpt_path
     if path == "last":
         _require_last_checkpoints(config)
-    by_name = path in (None, "last", "best", "hpc") or "://" in str(path)
-    if not by_name and not str(path).startswith("registry") and not Path(str(path)).exists():
-        raise CheckpointError(f"there is no checkpoint {path} to go on from (ckpt_path)")
+    elif path is None:
+        folders = _checkpoint_folders(config)
+        try:
+            found = newest(file for folder in folders for file in folder.glob("*.ckpt"))
+        except CheckpointError:
+            return  # nothing there that anybody could lose
+        if found.path is not None and not config.trainer.get("fast_dev_run"):
+            raise CheckpointError(
+                f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
+                "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
+            )
+    elif path not in ("best", "hpc") and not str(path).startswith("registry"):
+        look_at(path)
+
+
+def _checkpoint_folders(config: DictConfig) -> list[Path]:
+    """Where callbacks of a config save."""
+    if not config.trainer.enable_checkpointing:
+        return []
+    nodes = list(_nodes(config, "callbacks"))
+    return [Path(node.dirpath).absolute() for node in nodes if node.get("dirpath")]
 
 
 @raised_by_all()
@@ -95,7 +119,7 @@ def _require_last_checkpoints(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     named = [o.partition("=")[0] for o in hydra_config.overrides.hydra]
     own = Path(hydra_config.runtime.output_dir)
-    folders = [Path(node.dirpath).absolute() for node in nodes if node.get("dirpath")]
+    folders = _checkpoint_folders(config)
     if "hydra.run.dir" not in named and all(own in folder.parents for folder in folders):
         raise ConfigurationError(
             f"ckpt_path=last looks into {folders[0] if folders else own}, which is new in each run; name a "
@@ -130,6 +154,9 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    from lightning_diffpipe.checkpoint_files import chosen
+    from lightning_diffpipe.strategy import DiffPipeStrategy
+
     if config.save_to is not None:
         _require_final_checkpoint(config, "save_to is written")
         if config.save_dtype not in _SAVE_DTYPES:
@@ -146,7 +173,10 @@ def train(config: DictConfig) -> Any:
     with _runs_ended(trainer):
         for logger in trainer.loggers:
             logger.log_hyperparams(plain(config))
-        trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+        path = config.ckpt_path
+        if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
+            path = chosen(trainer, path, fits=True)  # which ours does by itself
+        trainer.fit(module, datamodule=data, ckpt_path=path)
     _require_batches(trainer)
     if config.save_to is not None and trainer.is_global_zero:
         _export(config, type(module), _last_checkpoint(trainer))

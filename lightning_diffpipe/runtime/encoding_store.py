@@ -81,7 +81,7 @@ class EncodingStore:
             self._stop(f"its share of {self.max_bytes} bytes is used up")
             return
         try:
-            write_atomically(self.path(key), content)
+            write_atomically(self.path(key), content, durable=False)
         except OSError as error:
             self._stop(str(error))
             return

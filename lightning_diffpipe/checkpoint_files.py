@@ -1,0 +1,386 @@
+"""The checkpoint files of a run: how they are written, where they go, and from which of them it goes on.
+
+    before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
+    start of fit              folders can be written, and have room
+    every save                a file is written beside its place, then moved there; links likewise
+
+Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback saves, there is a moment without one,
+or with a link to a file that is gone, and whoever was killed then began at step 0. So any checkpoint counts here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.serialization import safe_globals
+
+from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
+from lightning_diffpipe.files import check_writable, link_atomically, remove_abandoned, replacing
+
+_ENDING = ModelCheckpoint.FILE_EXTENSION
+# What training goes on from, beside the weights.
+_STATES = ("optimizer_states", "lr_schedulers", "loops")
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Checkpoints that are whole or not there, written straight beside their place.
+
+    Lightning's own are made in memory first, then in the folder for temporary files, and copied from there, where a
+    full disk or the end of the process leaves half of one under its final name.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a file; one on other than the local file system as Lightning does.
+
+        Raises:
+            CheckpointError: The folder is full or cannot be written; has the path.
+        """
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = _local(path)
+        try:
+            with replacing(path) as file:
+                torch.save(checkpoint, file)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the checkpoint {path}: {error.strerror}. Nothing was left of it, and what was "
+                "there before is as it was. Make room, or name another folder, and go on from the latest checkpoint"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The checkpoint to go on from.
+
+    Attributes:
+        path: The newest one that can be read; a link to it, if there is one; None if there is no file at all.
+        step: Optimizer steps before it was written.
+        skipped: Newer ones, and why they cannot be read.
+        num_files: Checkpoints there are.
+    """
+
+    path: Path | None
+    step: int
+    skipped: tuple[str, ...]
+    num_files: int
+
+
+def newest(
+    files: Iterable[Path], to_train: bool = True, weights_only: bool | None = None
+) -> Newest:
+    """Finds the newest checkpoint that can be read, by the time at which it was written.
+
+    Of several that hold the same weights of the same step it is the first one: what is written at the end of
+    training counts the epoch as over, and would lose the rest of it.
+
+    Args:
+        files: Candidates; links count as what they point to.
+        to_train: Training shall go on, so those of weights alone do not count.
+        weights_only: As of `torch.load`.
+
+    Raises:
+        CheckpointError: There are files, and none of them can be read; says why.
+    """
+    names: dict[Path, list[Path]] = {}
+    for path in files:
+        if path.is_file():
+            names.setdefault(path.resolve(), []).append(path)
+    written = sorted(names, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
+    skipped: list[str] = []
+    found: tuple[Path, dict[str, Any]] | None = None
+    for file in written:
+        path = max(names[file], key=lambda name: (name.is_symlink(), str(name)))
+        try:
+            content = look_at(path, to_train, weights_only)
+        except CheckpointError as error:
+            if found is None:
+                skipped.append(str(error))
+            continue
+        if found is not None and not _are_of_same_moment(found[1], content):
+            break
+        found = path, content
+    if found is not None:
+        return Newest(found[0], found[1].get("global_step", 0), tuple(skipped), len(written))
+    if skipped:
+        raise CheckpointError(
+            f"none of {len(skipped)} checkpoints can be read, so there is nothing to go on from, and to begin at "
+            f"step 0 beside them is refused; move them away to do so: {'; '.join(skipped)}"
+        )
+    return Newest(None, 0, (), 0)
+
+
+def look_at(
+    path: str | Path, to_train: bool = True, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Finds out in milliseconds whether a checkpoint is whole; its tensors are not read.
+
+    Args:
+        path: The file.
+        to_train: It must have all that training goes on from.
+        weights_only: As of `torch.load`.
+
+    Returns:
+        What it holds; tensors are read when they are used.
+
+    Raises:
+        CheckpointError: It is not there, is empty, cut short, or no such checkpoint; a line with the remedy.
+    """
+    require_file(path)
+    try:
+        with safe_globals(types_of_hydra_configs()):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except Exception as error:  # torch raises errors of many types
+        raise unreadable(path, error) from error
+    if not isinstance(found, dict) or "state_dict" not in found:
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
+    missing = [key for key in _STATES if key not in found]
+    if to_train and missing:
+        raise CheckpointError(
+            f"{path} has weights only (no {missing[0]!r}, as by save_weights_only=True), so training cannot go on "
+            "from it; load the weights into the module, and begin without ckpt_path"
+        )
+    return found
+
+
+def _are_of_same_moment(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two checkpoints hold the same weights after the same step; reads both, if it is so."""
+    first, second = one["state_dict"], other["state_dict"]
+    return (
+        one.get("global_step") == other.get("global_step")
+        and first.keys() == second.keys()
+        and all(
+            torch.equal(first[name], second[name])
+            for name in first
+            if isinstance(first[name], torch.Tensor)
+        )
+    )
+
+
+def require_file(path: str | Path) -> None:
+    """Finds out whether there is anything to read at a path of this machine; others pass.
+
+    Raises:
+        CheckpointError: There is not, or it is an address of the web; a line with the remedy.
+    """
+    if str(path).startswith(("http://", "https://")):
+        raise CheckpointError(
+            f"{path} is an address, and checkpoints are read from files, by every rank: download it first "
+            f"(curl -LO {path}), and give the path of the file"
+        )
+    if not _is_local_file_protocol(path):
+        return
+    file = _local(path)
+    if file.is_symlink() and not file.exists():
+        raise MissingCheckpointError(
+            f"there is no checkpoint {path}: it is a link to {file.readlink()}, which is gone{_other(file)}"
+        )
+    if not file.exists():
+        raise MissingCheckpointError(f"there is no checkpoint {path}{_other(file)}")
+    if file.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder, and a checkpoint is one file{_other(file / 'any')}. One in parts, as of FSDP or "
+            "DeepSpeed, becomes a file by "
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
+        )
+    if file.stat().st_size == 0:
+        raise CheckpointError(
+            f"the checkpoint {path} is empty (0 bytes): whoever wrote it was stopped, or the disk was full; take "
+            f"an earlier one{_other(file)}"
+        )
+
+
+def _other(file: Path) -> str:
+    """The newest other checkpoint of a folder, as the end of a sentence."""
+    folder = file.parent
+    others = [p for p in folder.glob(f"*{_ENDING}") if p != file and p.is_file()]
+    others = [p for p in others if p.stat().st_size]
+    if not others:
+        return ""
+    latest = max(others, key=lambda path: path.stat().st_mtime_ns)
+    return f"; the newest other one in {folder} is {latest.name}"
+
+
+def unreadable(path: str | Path, error: Exception) -> CheckpointError:
+    """What to say of a file that torch does not read."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return CheckpointError(
+        f"cannot read the checkpoint {path}: {reason}. If it was cut short while being "
+        "written, take an earlier one; if it holds other than tensors and plain values and "
+        "you trust it, pass weights_only=False beside ckpt_path"
+    )
+
+
+def types_of_hydra_configs() -> list[Any]:
+    """What parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
+
+    A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
+    """
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None:
+        return []
+    base, nodes = omegaconf.base, omegaconf.nodes
+    own = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
+    return [*own, nodes.AnyNode, Any, defaultdict, dict, list, int]
+
+
+# ------------------------------------------------------------------------------------- of a trainer
+
+
+def _local(path: str | Path) -> Path:
+    return Path(str(path).removeprefix("file://"))
+
+
+def _folders(trainer: Any) -> Iterator[Path]:
+    """Folders on this machine into which callbacks of a trainer save."""
+    from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
+
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+            if _is_local_file_protocol(folder):
+                yield _local(folder)
+        elif isinstance(callback, FinalCheckpoint):
+            yield callback.path.parent
+
+
+def files_of(trainer: Any) -> list[Path]:
+    """All checkpoints that callbacks of a trainer have left in their folders, of this run and of earlier ones."""
+    folders = dict.fromkeys(folder.absolute() for folder in _folders(trainer))
+    return [file for folder in folders for file in sorted(folder.glob(f"*{_ENDING}"))]
+
+
+def chosen(
+    trainer: Any, path: str | Path | None, fits: bool, weights_only: bool | None = None
+) -> Any:
+    """The checkpoint that a run goes on from, before its processes start.
+
+    Args:
+        trainer: About to fit or to evaluate.
+        path: The user's `ckpt_path`.
+        fits: Training shall go on; else something is evaluated.
+        weights_only: Likewise the user's.
+
+    Returns:
+        The path; in the place of "last" the newest file that can be read, None if there is no file yet.
+
+    Raises:
+        CheckpointError: There is nothing to read at the path, or nothing that can be read behind "last".
+    """
+    if path == "last":
+        found = newest(files_of(trainer), fits, weights_only)
+        for reason in found.skipped:
+            rank_zero_warn(f"a newer checkpoint is skipped: {reason}")
+        places = ", ".join(str(folder) for folder in dict.fromkeys(_folders(trainer)))
+        if found.path is None and not fits:
+            raise MissingCheckpointError(
+                f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"}'
+            )
+        if found.path is None:
+            rank_zero_warn(
+                f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"} yet, so '
+                "training begins at step 0"
+            )
+            return None
+        rank_zero_info(
+            f"going on from {found.path} (step {found.step}), the newest of {found.num_files} checkpoints"
+        )
+        return str(found.path)
+    named = path in ("best", "hpc") or str(path).startswith("registry")
+    if path is None and fits and trainer.global_step == 0:
+        _warn_of_earlier(trainer)
+    elif path is not None and not named:
+        require_file(path)
+    return path
+
+
+def _warn_of_earlier(trainer: Any) -> None:
+    """Says that a run begins anew beside the checkpoints of another one."""
+    try:
+        found = newest(files_of(trainer))
+    except CheckpointError:  # no harm in beginning anew
+        return
+    if found.path is not None:
+        rank_zero_warn(
+            f"training begins at step 0, though {found.path} is there, an earlier run's at step {found.step}: "
+            'ckpt_path="last" goes on from it'
+        )
+
+
+def why_unwritable(trainer: Any, num_bytes: float) -> str | None:
+    """Looks at the folders of a trainer's checkpoints, before anything costly; for rank 0.
+
+    Warns where there is less room than two checkpoints take, as one is removed when the next one is there.
+
+    Args:
+        trainer: About to fit.
+        num_bytes: About as large as one checkpoint will be.
+
+    Returns:
+        Why one of them cannot be written.
+    """
+    for folder in dict.fromkeys(_folders(trainer)):
+        try:
+            check_writable(folder / "any")
+        except OSError as error:
+            return (
+                f"checkpoints cannot be written to {folder}: {error.strerror}. Name another folder "
+                "(ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...)), or make it writable"
+            )
+        remove_abandoned(folder)
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(nearest).free
+        if free < 2 * num_bytes:
+            rank_zero_warn(
+                f"{folder} has {free / 2**20:,.0f} MiB free, and a checkpoint of this module takes about "
+                f"{num_bytes / 2**20:,.0f} MiB; while one is written, the one before is still there. Make room, or "
+                "name another folder"
+            )
+    return None
+
+
+def settle_last(trainer: Any) -> None:
+    """Makes a resumed run go on with its `last.ckpt`, and every run move that link without a moment in between.
+
+    The first checkpoint of a run does not know yet that there will be a `last.ckpt`; whoever goes on from it finds
+    the name taken, and Lightning then writes `last-v1.ckpt` beside an old `last.ckpt`.
+    """
+    for callback in trainer.callbacks:
+        if not isinstance(callback, ModelCheckpoint) or not callback.save_last:
+            continue
+        callback._link_checkpoint = _link  # type: ignore[method-assign]
+        if (
+            trainer.ckpt_path is None
+            or callback.last_model_path
+            or "{" in callback.CHECKPOINT_NAME_LAST
+        ):
+            continue
+        last = Path(str(callback.dirpath), f"{callback.CHECKPOINT_NAME_LAST}{_ENDING}")
+        if Path(trainer.ckpt_path).resolve().parent == last.parent.resolve():
+            callback.last_model_path = str(last)
+
+
+def _link(trainer: Any, filepath: str, linkpath: str) -> None:
+    """As `ModelCheckpoint._link_checkpoint`, but for the moment in which there is no link."""
+    if trainer.is_global_zero and Path(filepath).absolute() != Path(linkpath).absolute():
+        if Path(linkpath).is_dir() and not Path(linkpath).is_symlink():
+            shutil.rmtree(linkpath)
+        try:
+            link_atomically(Path(filepath), Path(linkpath))
+        except OSError:  # a file system without links
+            with replacing(Path(linkpath)) as copy, Path(filepath).open("rb") as original:
+                shutil.copyfileobj(original, copy)
+    trainer.strategy.barrier()

@@ -1,0 +1,254 @@
+"""Which checkpoint a run goes on from, whatever happened while the ones before were written."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_diffpipe import files
+from lightning_diffpipe.callbacks import FinalCheckpoint
+from lightning_diffpipe.checkpoint_files import WholeFiles, look_at, newest
+from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data
+
+
+def train(folder, max_steps, ckpt_path=None, callbacks=(), **checkpoint):
+    """Trains on one rank, saving every step as the shipped configs do every 500th."""
+    saving = ModelCheckpoint(
+        folder, filename="{step:06d}", auto_insert_metric_name=False,
+        **{"every_n_train_steps": 1, "save_last": "link", **checkpoint},
+    )  # fmt: skip
+    trainer = quiet_trainer(
+        devices=1, strategy=quick_strategy(), enable_checkpointing=True, max_epochs=-1,
+        max_steps=max_steps, callbacks=[saving, *callbacks],
+    )  # fmt: skip
+    trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def steps_in(folder):
+    return {torch.load(path)["global_step"] for path in folder.glob("0*.ckpt")}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL in front of a call that changes a folder."""
+
+
+def test_a_run_killed_at_any_moment_of_saving_is_gone_on_with(tmp_path, monkeypatch):
+    """History: killed between removing and remaking last.ckpt, 1 of 20 runs began at step 0 again."""
+    count = [0]
+    calls = [(os, name) for name in ("replace", "rename", "remove", "unlink", "symlink", "fsync")]
+
+    def killing(owner, name, at):
+        own = getattr(owner, name)
+
+        def call(*args, **options):
+            if str(tmp_path) in str(args[0]) or isinstance(args[0], int):
+                count[0] += 1
+                if count[0] == at:
+                    raise Killed
+            return own(*args, **options)
+
+        return call
+
+    moments = 0
+    while True:
+        moments += 1
+        folder, count[0] = tmp_path / str(moments), 0
+        with monkeypatch.context() as patch:
+            for owner, name in calls:
+                patch.setattr(owner, name, killing(owner, name, moments))
+            try:
+                train(folder, 2)
+            except Killed:
+                pass
+            else:
+                break
+        there = steps_in(folder) if folder.exists() else set()
+        found = newest(folder.glob("*.ckpt"))
+        assert found.step == max(there, default=0), f"moment {moments}: {there}, {found}"
+        if moments % 3:
+            continue
+        trainer = train(folder, 3, "last")
+        assert (trainer.ckpt_path is None) == (not there), f"moment {moments}: {there}"
+        assert trainer.global_step == 3
+        assert torch.load(folder / "last.ckpt")["global_step"] == 3
+        assert not list(folder.glob("last-*")), f"moment {moments}"
+    assert moments > 10, "the calls that save were not met"
+
+
+def test_a_resumed_run_goes_on_with_its_link(tmp_path):
+    """History: last.ckpt kept pointing at an old file, beside a newer last-v1.ckpt."""
+    train(tmp_path, 1)
+    train(tmp_path, 2, tmp_path / "000001.ckpt")
+    assert [p.name for p in sorted(tmp_path.glob("last*"))] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt").resolve().name == "000002.ckpt"
+
+
+def test_a_checkpoint_cut_short_is_skipped_with_a_word(tmp_path):
+    train(tmp_path, 2, save_top_k=-1)
+    newer = tmp_path / "000003.ckpt"
+    newer.write_bytes((tmp_path / "000002.ckpt").read_bytes()[:-100])
+    (tmp_path / "000004.ckpt").touch()
+    with pytest.warns(UserWarning, match=r"a newer checkpoint is skipped: cannot read .*000003"):
+        trainer = train(tmp_path, 3, "last")
+    assert (trainer.ckpt_path, trainer.global_step) == (str(tmp_path / "last.ckpt"), 3)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    newer.write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints can be read, so there is no"):
+        train(tmp_path, 3, "last")
+
+
+def test_the_end_of_training_is_gone_on_with_in_the_middle_of_its_epoch(tmp_path):
+    """What is written at the end counts the epoch as over: going on from there would skip the rest of it."""
+    final = FinalCheckpoint(tmp_path / "final.ckpt")
+    train(tmp_path, 2, callbacks=[final])
+    found = newest(tmp_path.glob("*.ckpt"))
+    assert (found.path.name, found.step, found.num_files) == ("last.ckpt", 2, 2)
+    train(tmp_path, 3, "last", callbacks=[final], every_n_train_steps=2)
+    assert newest(tmp_path.glob("*.ckpt")).path.name == "final.ckpt"
+
+
+def test_beginning_anew_beside_checkpoints_is_told(tmp_path):
+    train(tmp_path, 1)
+    with pytest.warns(
+        UserWarning, match=r"begins at step 0, though .*last.ckpt is there, .* step 1"
+    ):
+        train(tmp_path, 1)
+
+
+def evaluate(folder, path):
+    callback = ModelCheckpoint(folder)
+    trainer = quiet_trainer(
+        devices=1, strategy=quick_strategy(), enable_checkpointing=True, callbacks=[callback]
+    )
+    trainer.validate(build(Settings()), datamodule=Data(), ckpt_path=path, verbose=False)
+
+
+def test_there_is_nothing_to_evaluate_without_a_checkpoint(tmp_path):
+    """History: with ckpt_path="last" and no checkpoint, the initial weights were evaluated."""
+    with pytest.raises(FileNotFoundError, match='ckpt_path="last", but there is no checkpoint in'):
+        evaluate(tmp_path, "last")
+    train(tmp_path, 1, save_weights_only=True)
+    evaluate(tmp_path, "last")  # weights are enough
+    with pytest.raises(CheckpointError, match=r"has weights only \(no 'optimizer_states'"):
+        train(tmp_path, 2, "last")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is no checkpoint .*a.ckpt; the newest other one in .* b.ckpt"),
+        (lambda path: path.touch(), r"a.ckpt is empty \(0 bytes\): .*other one in .* is b.ckpt"),
+        (lambda path: path.mkdir(), "a.ckpt is a folder, .*consolidate_checkpoint"),
+        (lambda path: path.symlink_to("gone.ckpt"), "it is a link to gone.ckpt, which is gone"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named_with_its_remedy(tmp_path, make, message):
+    """History: a file of 0 bytes was refused for no reason at all."""
+    make(tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").write_bytes(b"something")
+    with pytest.raises(CheckpointError, match=message) as raised:
+        train(tmp_path, 1, tmp_path / "a.ckpt")
+    there = os.path.lexists(tmp_path / "a.ckpt") and not (tmp_path / "a.ckpt").is_symlink()
+    assert isinstance(raised.value, MissingCheckpointError) is not there
+    assert isinstance(raised.value, FileNotFoundError) is not there
+
+
+def test_an_address_is_no_checkpoint():
+    """History: it was said not to exist."""
+    with pytest.raises(CheckpointError, match=r"is an address, .* \(curl -LO https://a.b/c.ckpt\)"):
+        look_at("https://a.b/c.ckpt")
+
+
+# ------------------------------------------------------------------------------------------- disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of one megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+LARGE = {"state_dict": {str(n): torch.zeros(100_000) for n in range(4)}}
+
+
+def test_a_full_disk_leaves_what_was_there(small_disk):
+    """History: a file cut short was left under its final name."""
+    path = small_disk / "last.ckpt"
+    WholeFiles().save_checkpoint({"state_dict": {}}, path)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"cannot write .*last.ckpt: No space left on device"):
+        WholeFiles().save_checkpoint(LARGE, path)
+    assert list(small_disk.iterdir()) == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_full_folder_for_temporary_files_does_not_matter(tmp_path, small_disk):
+    """History: checkpoints went through it, and failed without a path although their folder had room."""
+    (small_disk / "full").write_bytes(bytes(900_000))
+    program = (
+        "import sys, torch; from pathlib import Path\n"
+        "from lightning_diffpipe.checkpoint_files import WholeFiles\n"
+        "path = Path(sys.argv[1]); content = {'a': torch.zeros(10**6)}\n"
+        "WholeFiles().save_checkpoint(content, path); assert path.stat().st_size > 4e6"
+    )
+    environment = {**os.environ, "TMPDIR": str(small_disk)}
+    command = [sys.executable, "-c", program, str(tmp_path / "a.ckpt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_the_disk_has_the_path(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan.json'"):
+        files.write_atomically(tmp_path / "plan.json", "{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path):
+    """History: at the first save, after hours."""
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*file/run: Not a directory"):
+        train(tmp_path / "file" / "run", 1)
+
+
+def test_little_room_is_told_before_training(small_disk):
+    module = torch.nn.Linear(400, 400)  # with Adam's state 1.9 MB
+    trainer = L.Trainer(
+        devices=1, accelerator="cpu", strategy=quick_strategy(), logger=False,
+        callbacks=[ModelCheckpoint(small_disk)],
+    )  # fmt: skip
+    strategy = trainer.strategy
+    strategy._lightning_module = module
+    with pytest.warns(UserWarning, match=r"has 1 MiB free, and a checkpoint .* takes about 2 MiB"):
+        strategy.check_folders(trainer, 0.0)
+
+
+def test_what_killed_writers_left_is_removed_in_time(tmp_path):
+    old, young = tmp_path / ".1.part", tmp_path / ".2.part"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    files.remove_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == [young]
