@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
@@ -28,6 +29,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.mean_check import MeanCheck
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.planning.instruction import (
     Encode,
@@ -104,6 +106,10 @@ def assemble(
     owners = owners_of(module, pieces, residents, schedule.placement)
     known = _planned_graphs(module, step, batch, graph, plan, process.device)
     interception = Interception(module).install()
+    if process.rank == 0:
+        check = MeanCheck(module, step, batch, graph, interception)
+        if difference := check.difference(plan.num_microbatches):
+            rank_zero_warn(difference)
     whole = None
     here = _on_device(batch, process.device) if verify else None
     if verify:  # The last moment at which the module is whole.
@@ -175,7 +181,8 @@ def _planned_graphs(
     if not graph.needs_values:
         return []
     here = _on_device(batch, device)
-    parts = split(here, microbatch_sizes(num_samples(batch), plan.num_microbatches))
+    sizes = microbatch_sizes(num_samples(batch, graph.form), plan.num_microbatches)
+    parts = split(here, sizes, graph.form)
     try:
         with placed(module, device):
             unlike = {batch_signature(part): part for part in parts}

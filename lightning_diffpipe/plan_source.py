@@ -76,14 +76,18 @@ def _make_plan(
     """Reads the plan that was given, or searches one."""
     if options.plan is not None:
         _warn_of_unused(options)
-        plan = _given_plan(options.plan, process.world_size, num_samples(subject.batch))
+        plan = _given_plan(
+            options.plan, process.world_size, num_samples(subject.batch, subject.graph.form)
+        )
         num_pipelines = process.world_size // plan.ranks_per_pipeline
         check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
         return plan
     assert profile is not None
     _require_runnable_filling(options.filling)
     data_parallel = options.pipelines_beside(process.world_size)
-    wishes = options.wishes(num_samples(subject.batch) * data_parallel, data_parallel)
+    wishes = options.wishes(
+        num_samples(subject.batch, subject.graph.form) * data_parallel, data_parallel
+    )
     return find_plan(profile, cluster, wishes)
 
 

@@ -23,12 +23,13 @@ from lightning_diffpipe.assembly import assemble
 from lightning_diffpipe.errors import ConfigurationError, GraphError, raised_by_all
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe, probe_named
-from lightning_diffpipe.graph.samples import Form
+from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.plan_source import plan_of_rank_0, planned_layers
 from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.common_start import (
     agree,
@@ -38,7 +39,7 @@ from lightning_diffpipe.runtime.common_start import (
     require_equal,
     world_group,
 )
-from lightning_diffpipe.runtime.microbatch import num_samples, split
+from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import Step
 
 _log = logging.getLogger(__name__)
@@ -69,11 +70,12 @@ def prepare(
     world = world_group(process.world_size, process.timeout_s)
     seed = agree(_own_seed(options), world)
     align_parameters(module, world)
-    size = num_samples(batch)
-    probed = min(_NUM_PROBED_SAMPLES, size)
-    small = split(batch, [probed, size - probed])[0]
+    with raised_by_all():
+        own = OwnForm.of(module)
+        size = num_samples(batch, own)
+        form = own or Form.of(batch, size)
+        small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
     planned = agree(planned_layers(options) if process.rank == 0 else (), world)
-    form = Form.of(batch, size)
     graph = on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
     with raised_by_all():
         require_equal(graph.digest, world)
@@ -102,7 +104,12 @@ def prepare(
 
 
 def _probed(
-    module: nn.Module, step: Step, batch: Any, form: Form, seed: int, planned: tuple[str, ...]
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    form: Form | OwnForm,
+    seed: int,
+    planned: tuple[str, ...],
 ) -> LayerGraph:
     """The layers of a step: those that a plan or profile names, which may be finer, if this module has them."""
     graph = probe(module, step, batch, seed=seed, form=form)

@@ -286,7 +286,11 @@ def warn_of_outputs(out: Any) -> bool:
     Returns:
         Whether it did.
     """
-    further = [str(key) for key in out if key != "loss"] if isinstance(out, Mapping) else []
+    further = (
+        [str(key) for key in out if key not in ("loss", "weight")]
+        if isinstance(out, Mapping)
+        else []
+    )
     if further:
         rank_zero_warn(
             f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "

@@ -216,10 +216,11 @@ class StepWatch:
 
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         layout = self._layout
-        sizes = microbatch_sizes(num_samples(batch), layout.schedule.num_microbatches)
+        form = layout.steps.form
+        sizes = microbatch_sizes(num_samples(batch, form), layout.schedule.num_microbatches)
         # Who saves behind a validation stands in its inference mode, where nothing gets a gradient.
         with torch.inference_mode(False):
-            layout.steps.require_unchanged(split(batch, sizes, layout.steps.form)[0], arguments)
+            layout.steps.require_unchanged(split(batch, sizes, form)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
         return list(map(_TRAINING, self._modules))

@@ -73,10 +73,11 @@ def run_whole(
         seed: Seed of the run.
         pipeline: Index of this rank's pipeline, which draws its own random numbers.
     """
-    sizes = microbatch_sizes(num_samples(batch), num_microbatches)
-    loss, dtypes = 0.0, {parameter.dtype for parameter in module.parameters()}
+    sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
+    loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
     with untouched(module):
-        for index, (size, part) in enumerate(zip(sizes, split(batch, sizes), strict=True)):
+        parts = split(batch, sizes, graph.form)
+        for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             known = reprobe(module, step, part, graph)
             outputs = (leaf for layer in known.layers for leaf in layer.outputs)
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
@@ -87,11 +88,12 @@ def run_whole(
                 log=lambda *arguments: None,
             )
             assert run.loss is not None
-            loss += float(run.loss.detach()) * size / sum(sizes)
-            run.backward(loss_scale=size / sum(sizes))
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            weight = float(size if run.weight is None else run.weight)
+            loss, total = loss + float(run.loss.detach()) * weight, total + weight
+            run.backward(loss_scale=size if run.weight is None else 1.0)
+    gradients = {n: p.grad / total for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad(set_to_none=True)
-    return WholeRun(loss, gradients, frozenset(dtypes))
+    return WholeRun(loss / total, gradients, frozenset(dtypes))
 
 
 def compare(

@@ -97,8 +97,8 @@ class EncodingCache(L.Callback):
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Modules to remember; notes why the other frozen ones are not."""
-        sizes = microbatch_sizes(num_samples(batch), pipeline.plan.num_microbatches)
         steps = pipeline.engine.layout.steps
+        sizes = microbatch_sizes(num_samples(batch, steps.form), pipeline.plan.num_microbatches)
         microbatch = split(batch, sizes, steps.form)[0]
         partitioned = steps.of(microbatch)
         graph = partitioned.graph

@@ -129,6 +129,11 @@ def uncut(graph: LayerGraph) -> StageCut:
     return _stage_cut(graph, 0, frozenset(range(len(graph.layers))), frozenset(), (), (), True)
 
 
+def tail(graph: LayerGraph) -> StageCut:
+    """The code behind the last layer, as a stage that runs no layer at all."""
+    return _stage_cut(graph, 0, frozenset(), graph.tail_reads, (), (), True)
+
+
 def _reads(graph: LayerGraph, layers: Iterable[int], is_last: bool) -> frozenset[TensorKey]:
     own = frozenset(layers)
     keys = frozenset().union(*(graph.layers[i].reads for i in own))

@@ -44,6 +44,7 @@ from lightning_diffpipe.graph.own_gradients import gradients_noticed
 from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
 from lightning_diffpipe.graph.samples import (
     Form,
+    OwnForm,
     add_sample,
     argument_rows,
     count_samples,
@@ -56,6 +57,7 @@ from lightning_diffpipe.graph.trace import (
     logging_replaced,
     loss_of,
     trained_parameters,
+    weight_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ class StepProbe:
         fake_mode: TrackedFakeMode | None,
         mode: str,
         original: nn.Module | None = None,
-        form: Form | None = None,
+        form: Form | OwnForm | None = None,
     ) -> None:
         self._module, self._step, self._batch = module, step, batch
         self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
@@ -199,7 +201,7 @@ class StepProbe:
             watched=frozenset(uncalled_owners(self._module, known, layers)),
             host_random=tracer.drew_host_random,
             signature=batch_signature(self._batch),
-            num_samples=count_samples(self._batch),
+            num_samples=count_samples(self._batch, self._form),
             mode=self._mode,
             folded=tuple(tracer.provenance.folded),
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
@@ -214,6 +216,7 @@ class StepProbe:
             hooks=_readers_of_hooked(tracer, found, returned),
             changes_gradients=tracer.provenance.changes_gradients,
             batch_writes=frozenset(tracer.provenance.batch_writes),
+            weighted=weight_of(out) is not None,
         )
 
     def _new(self, batch: Any) -> Any:
@@ -303,8 +306,10 @@ class StepProbe:
         Returns:
             Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
         """
-        num_samples = count_samples(self._batch)
+        num_samples = count_samples(self._batch, self._form)
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
+        if isinstance(self._form, OwnForm):  # a sample may have rows anywhere
+            return None, unknown
         try:
             with self._fake_mode or contextlib.nullcontext():
                 larger = self._batch
@@ -347,7 +352,7 @@ class StepProbe:
         trained: frozenset[str],
         more: Sequence[_Dims],
     ) -> tuple[Layer, ...]:
-        num_samples = count_samples(self._batch)
+        num_samples = count_samples(self._batch, self._form)
         layers: list[Layer] = []
         for record, (more_in, more_out) in zip(records, more, strict=True):
             tags = unfolded(record.reads)

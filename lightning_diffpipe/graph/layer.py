@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.samples import Form
+from lightning_diffpipe.graph.samples import Form, OwnForm
 
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
@@ -245,7 +245,8 @@ class LayerGraph:
             it before; one past the last layer is the loss. Empty for `retain_grad`.
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, which may change their gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
-        form: Which parts of the batch it was planned with have one entry per sample, if that is known.
+        form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
+        weighted: The step returns a weight beside its loss.
     """
 
     layers: tuple[Layer, ...]
@@ -275,7 +276,8 @@ class LayerGraph:
     hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
     changes_gradients: bool = field(default=False, compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    form: Form | None = field(default=None, compare=False, repr=False)
+    form: Form | OwnForm | None = field(default=None, compare=False, repr=False)
+    weighted: bool = False
 
     @cached_property
     def path(self) -> tuple[int, ...]:

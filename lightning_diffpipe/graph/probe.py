@@ -34,7 +34,7 @@ from lightning_diffpipe.graph.fake import (
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.own_gradients import is_users
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.samples import Form
+from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.graph.trace import loss_of
 
 __all__ = [
@@ -62,7 +62,7 @@ def probe(
     max_share: float = 1 / 32,
     mode: Mode = "auto",
     layer_names: Sequence[str] | None = None,
-    form: Form | None = None,
+    form: Form | OwnForm | None = None,
 ) -> LayerGraph:
     """Finds the layers of a step, what they read, which are frozen.
 
@@ -75,7 +75,7 @@ def probe(
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
         layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its
             layers for a batch of another signature. See `reprobe` for folded graphs.
-        form: That of the batch that the microbatch was cut from.
+        form: That of the batch that the microbatch was cut from, or how the module cuts it.
 
     Returns:
         The graph; equal on all ranks, whatever parameters live there.
@@ -112,6 +112,10 @@ def reprobe(
         raise GraphError(
             f"a batch {new.signature} trains other parameters than {graph.signature}, e.g. {odd[0]}; "
             "every batch must train the same ones"
+        )
+    if new.weighted != graph.weighted:
+        raise GraphError(
+            'the step returns a "weight" beside the loss for some batches only; return it always'
         )
     return new
 
@@ -235,7 +239,7 @@ def _in_some_mode(
     batch: Any,
     seed: int,
     mode: Mode,
-    form: Form | None,
+    form: Form | OwnForm | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     reason = "asked for"
@@ -256,7 +260,7 @@ def _without_values(
     root: nn.Module,
     step: Step,
     batch: Any,
-    form: Form | None,
+    form: Form | OwnForm | None,
     work: Callable[[StepProbe], LayerGraph],
     allow_failure: bool,
 ) -> LayerGraph | str:
@@ -294,7 +298,7 @@ def _fake(
     step: Step,
     batch: Any,
     mode: TrackedFakeMode,
-    form: Form | None,
+    form: Form | OwnForm | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     with rng.preserved(host=True), _without_reports_of_torch():

@@ -9,6 +9,8 @@ Of what layers take and give it is learnt by running the step with one sample mo
 `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample; one that does not change is
 shared by all samples. Comparing sizes with the number of samples alone would be fooled by tables of the same
 length, and miss heads or frames folded into the batch.
+
+A module that knows better says it: see `OwnForm`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+
+from lightning_diffpipe.errors import ConfigurationError
 
 _PLAIN = (str, bytes, int, float, bool, np.generic)
 
@@ -70,6 +74,46 @@ class Form:
             for leaf, cut in zip(leaves, self.per_sample, strict=True)
         )
         return leaves if fits else None
+
+
+@dataclass(frozen=True)
+class OwnForm:
+    """A module's own way to cut its batches, whose samples are more than rows: pairs, bags, graphs.
+
+    Attributes:
+        owner: Class of the module.
+        split_batch: The module's method: a batch and sample counts to a batch for each count, in order.
+        count_samples: Its method, if it has one: the number of samples of a batch. Otherwise rows count.
+    """
+
+    owner: str
+    split_batch: Callable[[Any, list[int]], Sequence[Any]]
+    count_samples: Callable[[Any], int] | None
+
+    @classmethod
+    def of(cls, module: Any) -> OwnForm | None:
+        """That of a module; None if it has no `split_batch`."""
+        split_batch = getattr(module, "split_batch", None)
+        if not callable(split_batch):
+            return None
+        count = getattr(module, "count_samples", None)
+        return cls(type(module).__name__, split_batch, count if callable(count) else None)
+
+    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Cuts a batch, and looks whether the module gave what it was asked for.
+
+        Raises:
+            ConfigurationError: It gave another number of batches, or others sizes.
+        """
+        parts = list(self.split_batch(batch, list(sizes)))
+        found = [count_samples(part, self) for part in parts]
+        if found != list(sizes):
+            raise ConfigurationError(
+                f"{self.owner}.split_batch(batch, {list(sizes)}) gave {len(parts)} batches of {found} samples. Let "
+                "it return one batch for each of the sizes; where a sample is not a row of the batch, but a pair, "
+                "say, count_samples(batch) returns how many there are"
+            )
+        return parts
 
 
 def change_samples(
@@ -128,13 +172,17 @@ def sample_counts(batch: Any) -> dict[str, int]:
     }
 
 
-def count_samples(batch: Any) -> int | None:
+def count_samples(batch: Any, form: Form | OwnForm | None = None) -> int | None:
     """Number of samples: dimension 0 of the first tensor or array, or else the length of the first list.
+
+    A module that counts them itself (`OwnForm`) is asked.
 
     Example:
         >>> count_samples({"image": torch.zeros(4, 3, 8, 8), "caption": ["a", "b", "c", "d"]})
         4
     """
+    if isinstance(form, OwnForm) and form.count_samples is not None:
+        return int(form.count_samples(batch))
     return next(_first_counts(batch), None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -303,3 +304,21 @@ def loss_of(out: Any) -> Tensor:
     if loss.numel() != 1:
         raise GraphError(f"the loss has shape {tuple(loss.shape)}; return a scalar, e.g. its mean")
     return loss
+
+
+def weight_of(out: Any) -> Tensor | float | None:
+    """How much the loss of a microbatch weighs, if the step says it: `{"loss": loss, "weight": num_tokens}`.
+
+    Raises:
+        GraphError: It is no number.
+    """
+    weight = out.get("weight") if isinstance(out, Mapping) else None
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return weight.detach().reshape(())
+    if weight is None or (isinstance(weight, Real) and not isinstance(weight, bool)):
+        return None if weight is None else float(weight)
+    found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
+    raise GraphError(
+        f'the step returned a "weight" of {found} beside the loss; return one number, which says how much the loss '
+        "of a microbatch counts, such as the number of tokens it is a mean over"
+    )

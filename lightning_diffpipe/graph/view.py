@@ -30,7 +30,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan, with_layout
 from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
-from lightning_diffpipe.graph.trace import loss_of
+from lightning_diffpipe.graph.trace import loss_of, weight_of
 
 __all__ = ["FrozenView", "StageRun", "StageView"]
 
@@ -105,6 +105,7 @@ class StageRun(LayerRun):
 
     Attributes:
         loss: The loss, on the last stage.
+        weight: How much it weighs, on the last stage of a step that says so.
         result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
     """
@@ -119,6 +120,7 @@ class StageRun(LayerRun):
     ) -> None:
         super().__init__(plan)
         self.loss: Tensor | None = None
+        self.weight: Tensor | float | None = None
         self.result: Any = None
         self._interception, self._log = interception, log
         self._trained, self._received = trained, received
@@ -151,7 +153,11 @@ class StageRun(LayerRun):
     def _finish(self, result: Any) -> None:
         cut = self._plan.cut
         if cut.is_last:
-            self.result, self.loss = result, loss_of(result)
+            self.result, self.loss, self.weight = result, loss_of(result), weight_of(result)
+            if (self.weight is not None) != self._plan.graph.weighted:
+                raise GraphError(
+                    'the step returns a "weight" beside its loss for some batches only; return it always'
+                )
         for key in cut.sent:
             if key not in self.outputs:
                 self.outputs[key] = self._received[key].detach()
@@ -166,7 +172,7 @@ class StageRun(LayerRun):
 
         Args:
             grad_outputs: Gradients of `cut.sent_gradients`.
-            loss_scale: Weight of this microbatch's loss, on the last stage.
+            loss_scale: This microbatch's loss is multiplied by it, on the last stage, besides its own weight.
 
         Returns:
             Gradients of `cut.received_gradients`; zeros where nothing here reads a tensor.
@@ -221,7 +227,8 @@ class StageRun(LayerRun):
         roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
         if self.loss is not None and self.loss.requires_grad:
             roots.append(self.loss)
-            flows.append(torch.ones_like(self.loss) * loss_scale)
+            flow = torch.ones_like(self.loss) * loss_scale
+            flows.append(flow if self.weight is None else flow.mul_(self.weight))
         return roots, flows
 
     def _passing(self, flows: Sequence[Tensor]) -> list[Tensor | None]:

@@ -71,7 +71,7 @@ class Bench:
         progress: Progress | None,
     ) -> None:
         self._module, self._step, self._batch, self._graph = module, step, batch, graph
-        self._total, self._clock = count_samples(batch), clock_for(device)
+        self._total, self._clock = count_samples(batch, graph.form), clock_for(device)
         self._device = device
         self._progress = progress or (lambda what, share: None)
 
@@ -274,7 +274,7 @@ class Bench:
     def _samples(self, count: int) -> Any:
         if self._total is None or count == self._total:
             return self._batch
-        return take_samples(self._batch, self._total, count)
+        return take_samples(self._batch, self._total, count, self._graph.form)
 
 
 def _both_ways(

@@ -77,7 +77,7 @@ class Subject:
     @property
     def counts(self) -> tuple[int, ...]:
         """Sample counts to time at."""
-        total = count_samples(self.batch)
+        total = count_samples(self.batch, self.graph.form)
         return tuple(self.sample_counts or default_counts(total, self.microbatch_size))
 
     @property
@@ -110,7 +110,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
         ProfileError: The step cannot be run at any of the sample counts.
         GraphError: The step calls other layers than in its probe.
     """
-    total, counts = count_samples(subject.batch), subject.counts
+    total, counts = count_samples(subject.batch, subject.graph.form), subject.counts
     if total is not None and max(counts) > total:
         raise ProfileError(
             f"cannot time {max(counts)} samples with a batch of {total}; "
@@ -184,10 +184,11 @@ def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
 
 def _probed(subject: Subject) -> Any:
     """As many samples of the batch as were probed."""
-    total, count = count_samples(subject.batch), subject.graph.num_samples
+    form, count = subject.graph.form, subject.graph.num_samples
+    total = count_samples(subject.batch, form)
     if total is None or count is None:
         return subject.batch
-    return take_samples(subject.batch, total, count)
+    return take_samples(subject.batch, total, count, form)
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.probe import Step, probe
-from lightning_diffpipe.graph.samples import Form, count_samples
+from lightning_diffpipe.graph.samples import Form, OwnForm, count_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.cache import cached_profile
@@ -71,11 +71,12 @@ def profile(
     if place.type == "cpu":
         keep_freed_memory()  # as training will
     batch = tree_to(batch, home)
-    total = count_samples(batch)
-    small = batch
-    if total is not None and total > _NUM_PROBED_SAMPLES:
-        small = take_samples(batch, total, _NUM_PROBED_SAMPLES)
-    form = None if total is None else Form.of(batch, total)
+    form: Form | OwnForm | None = OwnForm.of(module)
+    total, small = count_samples(batch, form), batch
+    if total is not None:
+        form = form or Form.of(batch, total)
+        if total > _NUM_PROBED_SAMPLES:
+            small = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
     with current(home):
         graph = probe(module, step, small, max_share=max_share, form=form)
     with _bar(progress) as report:

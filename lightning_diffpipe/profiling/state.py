@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.samples import change_samples
+from lightning_diffpipe.graph.samples import Form, OwnForm, change_samples
 
 
 @contextlib.contextmanager
@@ -105,14 +105,17 @@ def tree_to(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
-def take_samples(batch: Any, total: int, count: int) -> Any:
+def take_samples(batch: Any, total: int, count: int, form: Form | OwnForm | None = None) -> Any:
     """The first samples of a batch, see `graph.samples.is_per_sample`.
 
     Args:
         batch: A tree of tensors, arrays and lists.
         total: Samples in it; what has another length is shared by all samples.
         count: Samples wanted.
+        form: That of a larger batch, or how the module cuts it.
     """
+    if isinstance(form, OwnForm):
+        return batch if count == total else form.split(batch, [count, total - count])[0]
     return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 

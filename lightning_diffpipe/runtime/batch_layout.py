@@ -118,7 +118,9 @@ class BatchLayout:
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches.
         """
-        sizes = microbatch_sizes(num_samples(batch), self.schedule.num_microbatches)
+        sizes = microbatch_sizes(
+            num_samples(batch, self.steps.form), self.schedule.num_microbatches
+        )
         works = self._works(batch, sizes, batch_index, accumulate, arguments)
         splits = self._splits_frozen(works)
         mesh, num_ranks = self.mesh, self.schedule.num_ranks
@@ -153,7 +155,8 @@ class BatchLayout:
                     index=index,
                     call=StepCall(self._step, self._root, microbatch, arguments, written),
                     seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
-                    loss_scale=sizes[index] / total / accumulate,
+                    loss_scale=(1 if cut_step.graph.weighted else sizes[index] / total)
+                    / accumulate,
                     partitioned=cut_step,
                     num_samples=sizes[index],
                 )

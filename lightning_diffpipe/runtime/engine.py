@@ -163,7 +163,9 @@ class Engine:
             step = self.layout.lay_out(batch, batch_index, accumulate, arguments)
         if ahead:
             ahead.prepare(upcoming, batch_index, accumulate)
-        self._reduces = reduce_gradients
+        weighted = step.works[0].partitioned.graph.weighted
+        earlier = self.reducer.take() if weighted else ()
+        self._reduces = reduce_gradients or weighted
         try:
             run_alone(
                 self.executor, step.program, step.works, step.frozen, ahead.filler if ahead else None,
@@ -172,7 +174,11 @@ class Engine:
         except BaseException:
             self.drop_prepared()
             raise
-        loss, logged = self._results.finish()
+        loss, weight, logged = self._results.finish()
+        if (
+            weighted
+        ):  # their sum is known only now, and not the same for the next batch of the window
+            self.reducer.add_mean(weight, earlier)
         recording = self.executor.recording
         if ahead:
             ahead.observe(step, recording)

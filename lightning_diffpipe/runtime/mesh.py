@@ -194,7 +194,7 @@ class Mesh:
             dist.all_gather(rows, own, group=self.transfers if patient else self.control)
         return [row.tolist() for row in rows]
 
-    def summed_over_pipelines(self, number: int) -> int:
+    def summed_over_pipelines(self, number: float) -> float:
         """The sum of a number of every pipeline, on all of them.
 
         Raises:
@@ -203,11 +203,11 @@ class Mesh:
         layout = self.layout
         if layout.num_pipelines == 1:
             return number
-        total = torch.tensor([number])
+        total = torch.tensor([number], dtype=torch.float64)
         peers = range(self.local_rank, layout.world_size, layout.ranks_per_pipeline)
         with self.naming(peers, patient=False):
             dist.all_reduce(total, group=self.data_parallel)
-        return int(total)
+        return float(total)
 
     def of_rank(self, source: int, value: Any) -> Any:
         """An object of one rank of the world on all of them, by way of the hosts.

@@ -2,7 +2,8 @@
 
 Tensors and numpy arrays are cut along dimension 0; lists and tuples of strings with one entry per sample
 (captions, ids, sizes, pictures) along their length. Dicts, tuples and lists of batched tensors are containers and
-keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged.
+keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged. A module may cut
+its batches itself, with a method `split_batch`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,24 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import Form, change_samples, sample_counts
+from lightning_diffpipe.graph.samples import (
+    Form,
+    OwnForm,
+    change_samples,
+    count_samples,
+    sample_counts,
+)
 
 
-def num_samples(batch: Any) -> int:
-    """Counts the samples of a batch, the common length of its tensors and lists.
+def num_samples(batch: Any, form: Form | OwnForm | None = None) -> int:
+    """Counts the samples of a batch, the common length of its tensors and lists; or asks the module.
 
     Raises:
         ConfigurationError: No tensor or list tells the number of samples, or they disagree; or there are
             tensors in a container that is not known to pytree.
     """
+    if isinstance(form, OwnForm):
+        return count_samples(batch, form) or 0
     _refuse_unknown_containers(batch)
     sizes = sample_counts(batch)
     if not sizes:
@@ -72,14 +81,15 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
     return (small + 1,) * larger + (small,) * (num_microbatches - larger)
 
 
-def split(batch: Any, sizes: Sequence[int], form: Form | None = None) -> list[Any]:
+def split(batch: Any, sizes: Sequence[int], form: Form | OwnForm | None = None) -> list[Any]:
     """Cuts a batch into microbatches of the given sizes, in order.
 
     Args:
         batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
         sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
             the parts that have one entry per sample.
-        form: That of the batch the run was planned with, which tells more surely in small ones.
+        form: That of the batch the run was planned with, which tells more surely in small ones; or how the
+            module cuts it.
 
     Returns:
         One batch of the same form for each size. Tensors and arrays are views.
@@ -88,6 +98,8 @@ def split(batch: Any, sizes: Sequence[int], form: Form | None = None) -> list[An
         >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
         {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
     """
+    if isinstance(form, OwnForm):
+        return form.split(batch, sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)

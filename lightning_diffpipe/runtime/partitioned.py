@@ -21,7 +21,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
-from lightning_diffpipe.graph.samples import Form
+from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
@@ -77,7 +77,7 @@ class PartitionedStepCache:
         return self._graph.needs_values
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> Form | OwnForm | None:
         """That of the batch that was planned with."""
         return self._graph.form
 

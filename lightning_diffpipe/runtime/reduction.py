@@ -46,6 +46,7 @@ class GradientReducer:
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._mesh = mesh
+        self._parameters = tuple(parameters.values())
         self._buckets = [
             (ranks, bucket) for ranks, bucket in _buckets(parameters, holders) if len(ranks) > 1
         ]
@@ -67,6 +68,32 @@ class GradientReducer:
             `None` if this rank shares no parameter.
         """
         return Reduction(self._mesh, self._buckets, awaited) if self._buckets else None
+
+    def take(self) -> tuple[Tensor | None, ...]:
+        """Takes away the gradients that are there; a step adds to none."""
+        gradients = tuple(parameter.grad for parameter in self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
+
+    def add_mean(self, weight: Tensor, earlier: Sequence[Tensor | None]) -> None:
+        """Makes gradients of a weighted sum, summed over all holders, those of a mean, and adds earlier ones.
+
+        Args:
+            weight: The sum of the weights of this pipeline; a scalar, equal on its ranks.
+            earlier: What `take` gave.
+        """
+        if self._mesh.layout.num_pipelines > 1:
+            total: Tensor | float = self._mesh.summed_over_pipelines(float(weight))
+        else:
+            total = weight
+        for parameter, before in zip(self._parameters, earlier, strict=True):
+            if parameter.grad is None:
+                parameter.grad = before
+                continue
+            parameter.grad.div_(total)
+            if before is not None:
+                parameter.grad.add_(before)
 
     def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, each parameter counted once.

@@ -104,8 +104,8 @@ class ResultSharing:
         ]
         return [work for work in under_way if work is not None]
 
-    def finish(self) -> tuple[Tensor, list[Logged]]:
-        """The batch's mean loss and metrics, equal on every rank of the pipeline.
+    def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
+        """The batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
 
         Raises:
             ConfigurationError: As `start`.
@@ -125,7 +125,7 @@ class ResultSharing:
                 if kind not in kinds:
                     kinds[kind] = _REDUCTIONS[kind](*self._table)
                 logged.append(Logged(name, kinds[kind][column], options))
-        return kinds["mean"][0], logged
+        return kinds["mean"][0], self._table[1, :, 0].sum(), logged
 
     def _agree(self) -> set[str]:
         """Adds the names all ranks have, and returns those."""
@@ -150,7 +150,7 @@ class ResultSharing:
             if work.loss is None:
                 continue
             found = {columns[n]: value for n, value, _ in _calls(work) if n in columns}
-            size = _scalar(work.num_samples, device, dtype)
+            size = _scalar(work.weight, device, dtype)
             for column, value in sorted({0: work.loss, **found}.items(), key=itemgetter(0)):
                 start = row * width + column
                 values += [zeros[end:start], _scalar(value, device, dtype)[None]]
@@ -161,7 +161,8 @@ class ResultSharing:
 
 
 def _mean(values: Tensor, samples: Tensor) -> Tensor:
-    return (values * samples).sum(0) / samples.sum(0)
+    # A mean over nothing is NaN, and counts nothing.
+    return (values * samples).where(samples != 0, 0.0).sum(0) / samples.sum(0)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

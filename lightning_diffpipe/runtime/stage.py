@@ -75,11 +75,13 @@ class MicrobatchWork:
         index: Its number in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
         seed: Seeds the random numbers drawn outside layers.
-        loss_scale: The loss is multiplied by it before the backward: its share of the samples.
+        loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
+            weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         partitioned: The step cut into stages, for this microbatch's signature.
         num_samples: Samples in the microbatch.
         frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
         loss: Unscaled loss, on the last stage.
+        weight: What it counts as in the mean over microbatches, on the last stage: samples, or what the step said.
         logged: What the user's step logged on the last stage, as (method, args, kwargs).
     """
 
@@ -91,6 +93,7 @@ class MicrobatchWork:
     num_samples: int
     frozen: dict[int, dict[TensorKey, Tensor]] = field(default_factory=dict)
     loss: Tensor | None = None
+    weight: Tensor | float = 0.0
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -119,6 +122,7 @@ class StageRunner:
         if work.partitioned.cut.stages[stage].is_last:
             assert run.loss is not None
             work.loss = run.loss.detach()
+            work.weight = work.num_samples if run.weight is None else run.weight
         self._stash.put("run", stage, work.index, run)
 
     def backward(self, stage: int, work: MicrobatchWork) -> None:

@@ -40,6 +40,7 @@ def works(*metrics, size=2, **options):
         SimpleNamespace(
             loss=torch.tensor(float(number)),
             num_samples=size,
+            weight=size,
             logged=[("log", (name, value), options) for name, value in logged.items()],
         )
         for number, logged in enumerate(metrics, 1)
@@ -48,7 +49,7 @@ def works(*metrics, size=2, **options):
 
 def shared(sharing, microbatches):
     sharing.start(microbatches)
-    loss, logged = sharing.finish()
+    loss, _, logged = sharing.finish()
     return float(loss), {entry.name: float(entry.value) for entry in logged}
 
 
