@@ -77,7 +77,7 @@ def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
 
 
 def make_plan(plan, world_size=2, **options):
-    subject = SimpleNamespace(batch=torch.ones(8, 4))
+    subject = SimpleNamespace(batch=torch.ones(8, 4), graph=SimpleNamespace(form=None))
     process = pipeline.Process(0, world_size, torch.device("cpu"), "gloo", 1.0)
     return _make_plan(subject, None, PipelineOptions(plan=plan, **options), Cluster(2), process)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.own_gradients import (
     num_transforms_around,
     stays_whole,
@@ -42,6 +43,9 @@ ATOMIC_TYPES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 """Their fast paths read parameters of their children without calling them."""
 
 Forward = Callable[..., Any]
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_LIBRARIES = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_diffpipe/")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -88,6 +92,31 @@ def forward_replaced(
                 del module.__dict__[attribute]
             else:
                 module.__dict__[attribute] = value
+
+
+def _refuse_collective(func: Any) -> None:
+    """Refuses that a step talks to other ranks, which run other stages of it, or the same at another time.
+
+    Raises:
+        ConfigurationError: There are other ranks; names the user's line and what it calls.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    frames = traceback.extract_stack()
+    paths = [frame.filename.replace("\\", "/") for frame in frames]
+    users = [i for i, path in enumerate(paths) if not any(own in path for own in _LIBRARIES)]
+    where, name = "training_step", func._opname.strip("_")
+    if users and users[-1] + 1 < len(frames):
+        user, inside = frames[users[-1]], frames[users[-1] + 1 :]
+        name = next((frame.name for frame in inside if frame.name != "wrapper"), name)
+        where = f"{user.filename}:{user.lineno} ({user.line})"
+    raise ConfigurationError(
+        f"training_step calls {name}, which waits for all ranks, in {where}. In a pipeline ranks run other layers "
+        "of the step, once for each microbatch, so they would wait for ever. Return the loss of the batch that the "
+        "step is given, and log with self.log, which gives all ranks of a pipeline the same value; with "
+        "sync_dist=True it is the mean over pipelines, too. What needs other ranks' values belongs into "
+        "on_train_batch_end"
+    )
 
 
 class OwnFunctions:
@@ -161,6 +190,8 @@ class CallTree(TorchDispatchMode):
         return self.stack[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            _refuse_collective(func)
         out = func(*args, **(kwargs or {}))
         cost = operator_cost(func, args, kwargs or {}, out)
         for node in self.stack:
