@@ -164,7 +164,7 @@ class Predictor:
             fitted(options, world.num_ranks)
             return open_source(path, world.rank == 0, where, dtype, ema, variant)
 
-        return cls(world.agree(open_it), options, world, where, timeout_s)
+        return cls(world.agree("opening the model", open_it), options, world, where, timeout_s)
 
     @classmethod
     def from_module(
@@ -192,7 +192,9 @@ class Predictor:
             fitted(choice, world.num_ranks)
             return source_of_module(module)
 
-        return cls(world.agree(take_it), choice, world, module.device, timeout_s)
+        return cls(
+            world.agree("opening the model", take_it), choice, world, module.device, timeout_s
+        )
 
     def __call__(
         self,
@@ -239,12 +241,15 @@ class Predictor:
         self._on_step = on_step
         started_s = time.perf_counter()
         if self._world.rank == 0:
+            self._world.enter("encoding prompts")
             pictures = self._lead(settings)
         else:
+            self._world.enter("waiting for the request")
             pictures = None
             with raised_by_all():
-                packed = self._world.requests.broadcast_object(_not_here)
+                packed = self._world.links.broadcast_object(_not_here)
             self._sample(packed)
+        self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return pictures
@@ -281,12 +286,12 @@ class Predictor:
                 if not isinstance(error, DiffPipeError):
                     reason = DiffPipeError(f"rank 0 failed before sampling: {error!r}")
                 with contextlib.suppress(Exception):
-                    self._world.requests.broadcast_object(lambda: _raise(reason))
+                    self._world.links.broadcast_object(lambda: _raise(reason))
             raise
 
     def _announce(self, call: Call) -> Tensor:
         self._announced = True
-        return self._sample(self._world.requests.broadcast_object(call.packed))
+        return self._sample(self._world.links.broadcast_object(call.packed))
 
     def _sample(self, packed: Call) -> Tensor:
         try:
@@ -301,6 +306,7 @@ class Predictor:
         except BaseException as error:
             self._break_off(error)
             raise
+        self._world.enter("decoding latents")
         self.report = merge(reports) if self._world.rank == 0 else None
         _refuse_unless_finite(reports, packed)
         return latents
@@ -314,10 +320,11 @@ class Predictor:
             try:
                 give_up = worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
-                prepared = self._world.agree(partial(worker.load, call), give_up)
+                load = partial(worker.load, call)
+                prepared = self._world.agree("reading weights and probing", load, give_up)
                 # Ranks without a prompt of their own learn here that the others refuse the request.
                 sample = partial(worker.sample, call, self._step_of(call), prepared)
-                mine = self._world.agree(sample, give_up)
+                mine = self._world.agree("drawing", sample, give_up)
                 return worker, worker.gather(call, mine)
             except (ConfigurationError, GraphError) as error:
                 if error.leaves_messages:
@@ -356,11 +363,11 @@ class Predictor:
         self._broken_by = None
 
     def _step_of(self, call: Call) -> Callable[[int], None]:
-        num_steps, progress = len(call.scheduler.timesteps), self._world.progress
+        num_steps, heartbeat = len(call.scheduler.timesteps), self._world.heartbeat
 
         def on_step(index: int) -> None:
-            if progress is not None:
-                progress.step()
+            if heartbeat is not None:
+                heartbeat.step()
             if self._on_step is not None:
                 self._on_step(index + 1, num_steps)
 
@@ -371,7 +378,8 @@ class Predictor:
         if self._worker is None:
             if self.options.method == "auto" and self._chooser is None:
                 self._chooser = self._new_chooser()
-            chosen = self._world.requests.broadcast_object(lambda: self._decided(packed))
+            self._world.enter("choosing a method")
+            chosen = self._world.links.broadcast_object(lambda: self._decided(packed))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 

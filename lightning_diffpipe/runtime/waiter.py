@@ -19,9 +19,9 @@ class Pending:
         self._over = threading.Event()
         self._error: BaseException | None = None
 
-    def is_over(self) -> bool:
-        """Whether `result` would return, or raise, at once."""
-        return self._over.is_set()
+    def is_over(self, within_s: float = 0.0) -> bool:
+        """Whether `result` would return, or raise, at once; waits so long for it."""
+        return self._over.wait(within_s) if within_s else self._over.is_set()
 
     def result(self) -> None:
         """Blocks until it is over.

@@ -12,6 +12,9 @@ What all positions send each other at the same point of their programs begins at
     ...
     x = a.wait()                                                              # blocks, or times out
 
+A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
+are waited for as long as their maker lives: its heartbeat tells.
+
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
   turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
   positions together have one for what they do at the same point.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import pickle
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +36,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
+from lightning_diffpipe.runtime.heartbeat import Heartbeat
 from lightning_diffpipe.runtime.mesh import open_edge
 from lightning_diffpipe.runtime.streams import SideStreams
 from lightning_diffpipe.sampling.statistics import Traffic
@@ -209,6 +215,10 @@ class Alone:
         """What it returns."""
         return make()
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """What is given."""
+        return [value]
+
     def finish(self) -> None:
         """Nothing is under way."""
 
@@ -223,10 +233,11 @@ class ProcessLinks:
         ranks: World ranks of the positions, in order.
         device: Where tensors live.
         backend: "gloo" or "nccl".
-        timeout_s: How long any wait may last.
+        timeout_s: How long a wait for a message may last.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
+        heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
     """
 
     def __init__(
@@ -238,12 +249,13 @@ class ProcessLinks:
         groups: Mapping[tuple[int, int], dist.ProcessGroup],
         control: dist.ProcessGroup,
         together: dist.ProcessGroup,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.ranks, self.device, self.timeout_s = tuple(ranks), device, timeout_s
         self.num_ranks = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.traffic = Traffic()
-        self.control = control
+        self.control, self.heartbeat = control, heartbeat
         self._groups, self._together, self._backend = dict(groups), together, backend
         self.occupies_device = backend != "gloo"
         self.is_under_way = False
@@ -262,6 +274,7 @@ class ProcessLinks:
         device: torch.device,
         backend: str = "gloo",
         timeout_s: float = 300.0,
+        heartbeat: Heartbeat | None = None,
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
 
@@ -272,25 +285,39 @@ class ProcessLinks:
             groups_of_ranks: Disjoint groups; this rank must be in one of them.
             device: Where tensors of this rank live.
             backend: "gloo" or "nccl".
-            timeout_s: How long any wait may last.
+            timeout_s: How long a wait for a message may last.
+            heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
 
         Returns:
             The links of this rank's group.
+
+        Raises:
+            PipelineTimeoutError: A rank was lost meanwhile.
         """
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
+        patience = timeout if heartbeat is None else max(timeout, default_pg_timeout)
+
+        def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
+            def make() -> dist.ProcessGroup | None:
+                return dist.new_group(list(ranks), backend=backend, timeout=limit)
+
+            return make() if heartbeat is None else heartbeat.call("new connections", make)
+
         for ranks in groups_of_ranks:
-            control = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+            control = group_of(ranks, "gloo", patience)
             together, groups = control, {}
             if backend != "gloo" and len(ranks) > 1:
-                together = _connected(ranks, device, backend, timeout)
+                together = group_of(ranks, backend, timeout)
+                if dist.get_rank() in ranks:  # makes its communicator
+                    dist.all_reduce(torch.zeros(1, device=device), group=together)
             for a, b in itertools.permutations(range(len(ranks)), 2):
                 groups[a, b] = control
                 if backend != "gloo":
                     pair = [ranks[a], ranks[b]]
-                    groups[a, b] = dist.new_group(pair, backend=backend, timeout=timeout)
+                    groups[a, b] = group_of(pair, backend, timeout)
                     open_edge(groups[a, b], *pair, device)
             if dist.get_rank() in ranks:
-                mine = cls(ranks, device, backend, timeout_s, groups, control, together)
+                mine = cls(ranks, device, backend, timeout_s, groups, control, together, heartbeat)
         assert mine is not None, "this rank is in no group"
         return mine
 
@@ -402,14 +429,50 @@ class ProcessLinks:
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Position 0 makes it, all get it."""
-        box: list[Any] = [None]
+        outcome: Outcome = (None, None)
+        size, source = torch.zeros(1, dtype=torch.int64), self.ranks[0]
+        packed = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
-            box = [outcome_of(make)]
-        try:
-            dist.broadcast_object_list(box, src=self.ranks[0], group=self.control)
-        except RuntimeError as error:
-            raise self._lost("plain data", 0, 0.0) from error
-        return value_of(box[0])
+            outcome, packed = _pickled(outcome_of(make))
+            size += len(packed)
+        self._collective(lambda: dist.broadcast(size, source, group=self.control, async_op=True))
+        if self.rank > 0:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        self._collective(lambda: dist.broadcast(packed, source, group=self.control, async_op=True))
+        return value_of(outcome if self.rank == 0 else _unpickled(packed))
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Plain data of all positions, on all positions; what cannot be sent is an error of its position."""
+        _, packed = _pickled((value, None))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([len(packed)])
+        self._collective(lambda: dist.all_gather(sizes, own, group=self.control, async_op=True))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(packed)] = packed
+        found = [torch.empty_like(padded) for _ in self.ranks]
+        self._collective(lambda: dist.all_gather(found, padded, group=self.control, async_op=True))
+        return [
+            value_of(_unpickled(each[: int(size)])) for each, size in zip(found, sizes, strict=True)
+        ]
+
+    def _collective(self, start: Callable[[], dist.Work | None]) -> None:
+        """Runs a collective of the host to its end."""
+        started_s = time.monotonic()
+        if self.heartbeat is None:
+            try:
+                work = start()
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:
+                source = None if self.rank == 0 else 0
+                waited_s = time.monotonic() - started_s
+                raise self._lost("plain data", source, waited_s) from error
+            return
+        with self.heartbeat.naming("the other ranks"):
+            work = start()
+            assert work is not None
+            self.heartbeat.wait(work.is_completed, "the other ranks")
+            work.wait()
 
     def finish(self) -> None:
         """Waits until every send has left."""
@@ -439,7 +502,10 @@ class ProcessLinks:
             if waited_s >= 0.9 * self.timeout_s
             else f"lost {peer}, which stopped; its own error says why"
         )
-        return PipelineTimeoutError(f"rank {self.ranks[self.rank]} waited for {what}: {reason}")
+        phase = "" if self.heartbeat is None else f" while {self.heartbeat.phase}"
+        return PipelineTimeoutError(
+            f"rank {self.ranks[self.rank]} waited for {what}{phase}: {reason}"
+        )
 
 
 @dataclass
@@ -464,16 +530,6 @@ class _FromProcess:
         return _from_bytes(self.buffer, self.shape).to(self.links.device)
 
 
-def _connected(
-    ranks: Sequence[int], device: torch.device, backend: str, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
-    """A group whose communicator exists; collective in the world."""
-    group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-    if dist.get_rank() in ranks:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return group
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -482,7 +538,10 @@ def _from_bytes(buffer: Tensor, shape: TensorShape) -> Tensor:
     return buffer.view(shape.dtype).view(shape.shape)
 
 
-def outcome_of(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+Outcome = tuple[Any, Exception | None]
+
+
+def outcome_of(make: Callable[[], Any]) -> Outcome:
     """What a function returned or raised, as data."""
     try:
         return make(), None
@@ -490,7 +549,29 @@ def outcome_of(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def value_of(outcome: tuple[Any, Exception | None]) -> Any:
+def _pickled(outcome: Outcome) -> tuple[Outcome, Tensor]:
+    """An outcome, and as bytes; in place of what cannot be sent, or not be received, the error that says so."""
+    try:
+        packed = pickle.dumps(outcome)
+        if outcome[1] is not None:
+            pickle.loads(packed)  # an exception may take other arguments than it was given
+    except Exception as error:
+        reason = DiffPipeError(f"{type(outcome[1]).__name__}: {outcome[1]}")
+        if outcome[1] is None:
+            reason = ConfigurationError(
+                f"ranks share a request, but a part of it cannot be sent to other processes: {error}; most often "
+                "it is a function without a name, such as a lambda in a scheduler or an argument: take another one"
+            )
+        outcome = (None, reason)
+        packed = pickle.dumps(outcome)
+    return outcome, torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _unpickled(packed: Tensor) -> Any:
+    return pickle.loads(packed.numpy().tobytes())
+
+
+def value_of(outcome: Outcome) -> Any:
     """The value of an outcome, or its exception."""
     value, error = outcome
     if error is not None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.runtime.heartbeat import Heartbeat
 from lightning_diffpipe.sampling.links import (
     Alone,
     Links,
@@ -195,6 +196,7 @@ class Place:
         device: Where this rank computes.
         backend: Of the messages between denoisers, `"gloo"` or `"nccl"`.
         timeout_s: Longest wait for a message.
+        heartbeat: Of all ranks.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class Place:
         device: torch.device,
         backend: str = "gloo",
         timeout_s: float = 120.0,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.mesh, self.rank = mesh, rank
         at = mesh.coordinates(rank)
@@ -214,7 +217,7 @@ class Place:
             groups = mesh.groups(axis)
             if len(groups[0]) == 1:
                 return Alone(device)
-            return ProcessLinks.connect(groups, device, backend, timeout_s)
+            return ProcessLinks.connect(groups, device, backend, timeout_s, heartbeat)
 
         self.links = links("parallel")
         self.sequence_links = links("sequence")

@@ -226,7 +226,9 @@ class Worker:
     ) -> None:
         assert options.mesh is not None
         self.options, self.world = options, world
-        self.place = Place(options.mesh, world.rank, device, world.backend, timeout_s)
+        self.place = Place(
+            options.mesh, world.rank, device, world.backend, timeout_s, world.heartbeat
+        )
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options
@@ -337,7 +339,7 @@ class Worker:
         Returns:
             On rank 0 the final latents of all samples; elsewhere what was given.
         """
-        mesh, links = self.place.mesh, self.world.requests
+        mesh, links = self.place.mesh, self.world.links
         if mesh.data == 1:
             return latents
         shares = self.place.share_of(call.num_samples)
@@ -372,7 +374,7 @@ class Worker:
 
     def _around(self) -> Traffic:
         """What was sent so far outside the sampler."""
-        return self.place.branches.traffic.plus(self.world.requests.traffic)
+        return self.place.branches.traffic.plus(self.world.links.traffic)
 
     def close(self) -> None:
         """Ends this rank's groups; collective."""

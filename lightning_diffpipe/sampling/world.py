@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
-from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.runtime.heartbeat import Heartbeat
 from lightning_diffpipe.runtime.links import gloo_of_all_hosts, measure_cluster
-from lightning_diffpipe.sampling.links import Alone, Links, ProcessLinks
+from lightning_diffpipe.runtime.waiter import Pending
+from lightning_diffpipe.sampling.links import Alone, ProcessLinks
 from lightning_diffpipe.sampling.memory import forget_variables
-from lightning_diffpipe.sampling.progress import Progress
 
 _log = logging.getLogger(__name__)
+_boards = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,18 @@ class World:
 
     Attributes:
         links: Between all of them, over gloo: what is rare travels on the host.
-        requests: The same for what may take long on one rank: loading, encoding prompts, choosing a
-            method, drawing more prompts than another, and whatever the caller does between two requests.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
-        progress: Of all ranks in what they do together; None if there is one.
+        heartbeat: Of all ranks, in whatever they do; None if there is one rank.
     """
 
-    links: Links
-    requests: Links
+    links: ProcessLinks | Alone
     backend: str
-    progress: Progress | None = None
+    heartbeat: Heartbeat | None = None
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
         """A world of this process only."""
-        return cls(Alone(device), Alone(device), "gloo")
+        return cls(Alone(device), "gloo")
 
     @property
     def rank(self) -> int:
@@ -64,36 +64,46 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Plain data of all ranks, on all ranks."""
-        return _gathered(self.requests, value)
+        return self.links.gather_object(value)
 
-    def agree(self, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None) -> Any:
+    def enter(self, phase: str) -> None:
+        """Says what this rank does from now on, for the others' messages: `"encoding prompts"`."""
+        if self.heartbeat is not None:
+            self.heartbeat.phase = phase
+
+    def agree(
+        self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
+    ) -> Any:
         """What `make` returns on this rank, if it works on all; else the same error on all ranks.
 
         Args:
-            make: May note its steps in `progress`; from the first one on it is missed if it hangs.
+            phase: What is done, for messages.
+            make: May note its steps in `heartbeat`; from the first one on it is missed if it hangs.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
         Raises:
             PipelineTimeoutError: A rank stopped, or makes no more steps.
         """
-        if self.progress is None:
+        heartbeat = self.heartbeat
+        if heartbeat is None:
             return make()
         value, error = None, None
-        self.progress.start_turn()
+        heartbeat.begin(phase)
         try:
             value = make()
-            self.progress.note("done")
+            heartbeat.note("done")
         except BaseException as raised:
             refuses = isinstance(raised, DiffPipeError)
             if isinstance(raised, PipelineTimeoutError):
                 # Who lost a rank may have lost one that refuses.
-                refuses = self.progress.has_refusal()
-            self.progress.note("refused" if refuses else "gone", str(raised) or repr(raised))
+                refuses = heartbeat.has_refusal()
+            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
+                heartbeat.note("refused" if refuses else "gone", str(raised) or repr(raised))
             if not refuses:
                 raise
             error = raised
-        errors = self._errors(self.progress, error, give_up)
+        errors = self._errors(heartbeat, error, give_up)
         failed = [rank for rank, each in enumerate(errors) if each is not None]
         if failed:  # on all ranks the same, and what was lost because of another error only if there is none
             rank = min(failed, key=lambda rank: isinstance(errors[rank], PipelineTimeoutError))
@@ -104,7 +114,7 @@ class World:
         return value
 
     def _errors(
-        self, progress: Progress, error: Exception | None, give_up: Callable[[], None]
+        self, heartbeat: Heartbeat, error: Exception | None, give_up: Callable[[], None]
     ) -> list[Any]:
         """Waits for all ranks; returns their errors."""
         flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
@@ -120,10 +130,10 @@ class World:
         try:
             if isinstance(error, PipelineTimeoutError):
                 give_up_here()
-            with _losing_peers(self.requests):
+            with heartbeat.naming("the other ranks"):
                 flag, group = torch.tensor([error is not None], dtype=torch.uint8), self._group
                 work = dist.all_gather(flags, flag, group=group, async_op=True)
-                progress.watch(work.is_completed, give_up_here)
+                heartbeat.wait(work.is_completed, "the other ranks", give_up_here)
                 work.wait()
             if not any(map(bool, flags)):
                 return []
@@ -138,79 +148,94 @@ class World:
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        assert isinstance(self.requests, ProcessLinks)
-        return self.requests.control
+        assert isinstance(self.links, ProcessLinks)
+        return self.links.control
 
     def measured_link(self) -> Link:
         """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
 
         Between hosts if there are several, since every mesh of all ranks has messages that go there.
         """
-        if not isinstance(self.links, ProcessLinks):
+        if self.heartbeat is None or not isinstance(self.links, ProcessLinks):
             return Link()
-        if self.backend == "nccl":
+        device, control = self.links.device, self.links.control
+
+        def measure() -> Cluster:
+            if self.backend == "gloo":
+                return measure_cluster(control, torch.device("cpu"), budget_s=0.5)
             group = dist.new_group(backend="nccl")
-            with torch.cuda.device(self.links.device):  # where NCCL sends plain data from
-                cluster = measure_cluster(group, self.links.device, budget_s=0.5)
+            with torch.cuda.device(device):  # where NCCL sends plain data from
+                cluster = measure_cluster(group, device, budget_s=0.5)
             dist.destroy_process_group(group)
-        else:
-            cluster = measure_cluster(self.links.control, torch.device("cpu"), budget_s=0.5)
+            return cluster
+
+        cluster = self.heartbeat.call("the measurement of links", measure)
         return cluster.p2p_between_hosts or cluster.p2p
 
     def disconnect(self) -> None:
         """Destroys the groups made for these links; the default group stays."""
-        for links in (self.links, self.requests):
-            if isinstance(links, ProcessLinks):
-                links.disconnect()
+        if isinstance(self.links, ProcessLinks):
+            self.links.disconnect()
+        self._stop()
 
     def abandon(self) -> None:
         """The same at once, with messages under way."""
-        for links in (self.links, self.requests):
-            if isinstance(links, ProcessLinks):
-                links.abandon()
+        if isinstance(self.links, ProcessLinks):
+            self.links.abandon()
+        self._stop()
 
-
-def _gathered(links: Links, value: Any) -> list[Any]:
-    if not isinstance(links, ProcessLinks):
-        return [value]
-    values = [None] * links.num_ranks
-    with _losing_peers(links):
-        dist.all_gather_object(values, value, group=links.control)
-    return values
-
-
-@contextlib.contextmanager
-def _losing_peers(links: Links) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PipelineTimeoutError(
-            f"rank {links.rank} lost a peer, which stopped; its own error says why"
-        ) from error
+    def _stop(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.close()
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     """Joins the default process group, making it from the environment if a launcher has set that.
 
     Collective.
+
+    Raises:
+        PipelineTimeoutError: A rank was lost, or did not come.
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with gloo_of_all_hosts():
-            patience = datetime.timedelta(seconds=max(timeout_s, 60.0))
-            dist.init_process_group("gloo", timeout=patience)
+        _meet(max(timeout_s, 60.0))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World.alone(device)
-    ranks = list(range(dist.get_world_size()))
-    patience_s = max(timeout_s, default_pg_timeout.total_seconds())
-    links, requests = (
-        ProcessLinks.connect([ranks], device, "gloo", seconds)
-        for seconds in (timeout_s, patience_s)
-    )
-    backend = _agreed_backend(_gathered(requests, _Place.of(device)), links.rank)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    board = f"diffpipe/{links.control.group_name}"  # no other predictor has it
-    progress = Progress(store, board, links.rank, links.num_ranks, timeout_s)
-    return World(links, requests, backend, progress)
+    host = "rank 0"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host = "the launcher, torchrun"
+    board = f"diffpipe/{next(_boards)}"
+    heartbeat = Heartbeat(store, board, rank, num_ranks, timeout_s, host)
+    ranks = list(range(num_ranks))
+    links = ProcessLinks.connect([ranks], device, "gloo", timeout_s, heartbeat)
+    backend = _agreed_backend(links.gather_object(_Place.of(device)), rank)
+    return World(links, backend, heartbeat)
+
+
+def _meet(patience_s: float) -> None:
+    """Makes the default process group; in a thread, as a store that is frozen never answers."""
+
+    def meet() -> None:
+        with gloo_of_all_hosts():
+            limit = datetime.timedelta(seconds=patience_s)
+            dist.init_process_group("gloo", timeout=limit)
+
+    pending = Pending(meet)
+    threading.Thread(target=pending.run, name="diffpipe-meet", daemon=True).start()
+    try:
+        if not pending.is_over(
+            within_s=patience_s + 30.0
+        ):  # torch's own error comes first, if it comes
+            raise RuntimeError("the store did not answer")
+        pending.result()
+    except RuntimeError as error:
+        rank, size, at = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        raise PipelineTimeoutError(
+            f"rank {rank} could not meet all of {size} ranks at {at}:{os.environ.get('MASTER_PORT')} within "
+            f"{patience_s:g} s: one of them has not started, has stopped, or cannot be reached: {error}"
+        ) from error
 
 
 class _Place(NamedTuple):

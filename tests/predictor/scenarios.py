@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.placement import place_parameters
@@ -194,17 +195,40 @@ def killed(rank, path, prompts, settings, options, victim, told):
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
 
 
-def killed_early(rank, path, prompts, settings, options, victim, when, told):
-    """One rank is killed while it loads, or encodes prompts; the others write as in `killed`."""
+def lost(rank, port, path, prompts, settings, options, victim, when, how, told):
+    """One rank is killed or frozen, perhaps the one that has the store; the others write as in `killed`.
 
-    def die(*arguments, **options):
-        time.sleep(1.0)  # the others wait by now
-        os.kill(os.getpid(), signal.SIGKILL)
+    Args:
+        rank: This one.
+        port: Where ranks meet, as they do in use.
+        path: Of the pipeline.
+        prompts: To be drawn.
+        settings: Of the request.
+        options: Of the predictor.
+        victim: Which one.
+        when: The function in which it happens; empty for the second denoising step.
+        how: The signal.
+        told: Folder for what the others say.
+    """
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def strike(*arguments, **options):
+        time.sleep(0.5)  # the others wait by now
+        os.kill(os.getpid(), how)
+        time.sleep(60.0)
+
+    def on_step(done, steps):
+        if rank == victim and done == 2 and not when:
+            strike()
 
     started_s = time.monotonic()
-    with mock.patch(when, die) if rank == victim else contextlib.nullcontext():
-        said = failure(rank, path, prompts, settings, options)
+    with mock.patch(when, strike) if rank == victim and when else contextlib.nullcontext():
+        said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
     (told / str(rank)).write_text(f"{said}\n{time.monotonic() - started_s:.1f}")
+    while len(list(told.iterdir())) < 2:
+        time.sleep(0.05)
+    os._exit(1)  # the victim is still there
 
 
 def hung(rank, path, prompts, settings, options, victim, told):

@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import socket
+from signal import SIGKILL, SIGSTOP
 from types import SimpleNamespace
 
 import diffusers
@@ -26,8 +28,8 @@ from tests.predictor.scenarios import (
     failure_of_each,
     hung,
     killed,
-    killed_early,
     latents_of_each,
+    lost,
     refused_later,
     refused_over_nccl,
     requests_in_turn,
@@ -329,8 +331,16 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     file = overflowing / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file(load_file(file) | {"proj_out.bias": load_file(file)["proj_out.bias"] * np.inf}, file)
     refused = with_scheduler(folder_of("pixart"), tmp_path / "refused", thresholding())
+    unsendable = with_scheduler(
+        folder_of("stable_diffusion"), tmp_path / "unsendable", diffusers.SASolverScheduler()
+    )
     pixart = job("pixart")
     cases = {
+        # History: rank 0 had an error of pickle, and the others waited for as long as it lived.
+        "a part of it cannot be sent to other processes: ": (
+            unsendable,
+            *job("stable_diffusion", method="single")[1:],
+        ),
         "SamplingError: final latents are not finite (ranks 0, 1; 3 steps in float32)": (
             overflowing,
             *pixart[1:],
@@ -472,23 +482,51 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert any(f"lost rank {victim}, which stopped" in each for each in told), told
 
 
+DRAW = "lightning_diffpipe.sampling.families.source.draw_with"
+OPEN = "lightning_diffpipe.predictor.open_source"
+LOAD = "lightning_diffpipe.sampling.methods.load_weights"
+GATHER = "lightning_diffpipe.predictor.Worker.gather"
+CONNECT = "lightning_diffpipe.predictor.Worker"
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("victim", "when"),
+    ("victim", "when", "how", "phase"),
     [
-        pytest.param(1, "lightning_diffpipe.predictor.open_source", marks=pytest.mark.slow),
-        (0, "lightning_diffpipe.sampling.families.source.draw_with"),
+        (0, DRAW, SIGSTOP, "encoding prompts"),
+        (0, "", SIGSTOP, "drawing"),
+        (0, DRAW, SIGKILL, "encoding prompts"),
+        pytest.param(1, OPEN, SIGKILL, "opening the model", marks=slow),
+        pytest.param(0, OPEN, SIGSTOP, "opening the model", marks=slow),
+        pytest.param(1, CONNECT, SIGSTOP, "choosing a method", marks=slow),
+        pytest.param(0, CONNECT, SIGSTOP, "choosing a method", marks=slow),
+        pytest.param(1, LOAD, SIGSTOP, "reading weights and probing", marks=slow),
+        pytest.param(0, LOAD, SIGKILL, "reading weights and probing", marks=slow),
+        pytest.param(1, GATHER, SIGSTOP, "drawing", marks=slow),
+        pytest.param(0, "", SIGKILL, "drawing", marks=slow),
     ],
 )
-def test_a_rank_killed_before_the_first_step_ends_the_others(victim, when, job, tmp_path):
-    """At once, though they would wait half an hour for one that takes long."""
-    arguments = (*job("dit", 2, method="single"), victim, when, tmp_path)
+def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
+    victim, when, how, phase, job, tmp_path
+):
+    """History: ranks stood for ever in a call to the store of a rank that was frozen, for half an hour where one
+    may take long, and told DistNetworkError where it was killed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = (port, *job("dit", 4, method="single", timeout_s=3.0), victim, when, how, tmp_path)
+    grace_s = 20.0 if how == SIGKILL else 0.5  # a frozen one is there when the others have told
     with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
-        run_ranks(killed_early, 3, *arguments, timeout_s=60.0)
-    for rank in {0, 1, 2} - {victim}:
-        said, seconds = (tmp_path / str(rank)).read_text().splitlines()
-        assert said.startswith("PipelineTimeoutError: rank"), said
-        assert "which stopped" in said
-        assert float(seconds) < 30
+        run_ranks(lost, 3, *arguments, timeout_s=60.0, grace_s=grace_s)
+    told = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
+    for rank, each in told.items():
+        said, seconds = each.splitlines()
+        assert said.startswith(f"PipelineTimeoutError: rank {rank} waited for"), said
+        assert f"rank {victim}" in said
+        assert f"while {phase}" in said
+        assert float(seconds) < 20
+    why = "timeout_s" if how == SIGSTOP else "which stopped"
+    assert any(why in each for each in told.values()), told
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def refuses(rank, who):
 
     joined = world.join_world(CPU, timeout_s=20)
     try:
-        joined.agree(make)
+        joined.agree("loading", make)
     except CheckpointError as error:
         return str(error), error.is_of_all_ranks
     finally:
