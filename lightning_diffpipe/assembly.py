@@ -151,7 +151,7 @@ def _cut_as_planned(
     _require_global_generators(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
     _require_runnable(schedule)
-    pieces = cut_for(graph, positions, alone=schedule.num_ranks == 1)
+    pieces = cut_for(graph, positions, schedule.placement)
     require_one_home(graph, pieces)
     require_hooks_within_stages(graph, pieces)
     return graph, positions, schedule, pieces

@@ -70,7 +70,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     Args:
         num_stages: Stages the layers are cut into; `"auto"` lets the planner choose.
         num_microbatches: Slices each batch is cut into along dimension 0.
-        schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, or `"auto"`.
+        schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, `"v"`, `"zero_bubble_v"`, or
+            `"auto"`.
         num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
             `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by

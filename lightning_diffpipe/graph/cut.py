@@ -1,8 +1,8 @@
 """Cutting the trained path into stages: what each stage runs, holds, receives and sends.
 
 The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages
-passes through those between. Frozen layers are no part of any stage: whoever runs them, their results
-reach the stages that read them as `frozen_received`.
+passes through those between, unless an earlier stage of the same rank has it (`planning/routing.py`). Frozen layers
+are no part of any stage: whoever runs them, their results reach the stages that read them as `frozen_received`.
 
     path:      l0   l1  |  l2   l3  |  l4   loss
     reads:               l1        l1 (skip), l3
@@ -12,14 +12,18 @@ reach the stages that read them as `frozen_received`.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.graph.layer import Call, LayerGraph, TensorKey, Value
+from lightning_diffpipe.planning.routing import Route, route
 
 FROZEN_SHARE = 0.1
 """A container whose frozen layers make more than this share of its cost stays expanded."""
+
+_SKIP_SHARE = 16
+"""Tensors that skip less than this part of the path matter to no placement: stages are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,10 @@ class StageCut:
     Attributes:
         index: Position in the pipeline; -1 for the frozen layers.
         layers: Layers executed here.
-        received: Tensors that come from the stage before, including those only passed on.
-        sent: Tensors that go to the stage after it, including those passed through; for the frozen
+        received: Tensors that come from earlier stages, including those only passed on.
+        message: Those of them that the stage before sends.
+        handed: Those that an earlier stage of the same rank hands on, by that stage.
+        sent: Tensors that go to later stages, including those passed through; for the frozen
             layers: all results that some stage reads.
         frozen_received: Results of frozen layers that are read here.
         needed: Tensors that must be real here; all others are dummies.
@@ -44,6 +50,8 @@ class StageCut:
     index: int
     layers: frozenset[int]
     received: tuple[TensorKey, ...]
+    message: tuple[TensorKey, ...]
+    handed: Mapping[int, tuple[TensorKey, ...]]
     sent: tuple[TensorKey, ...]
     frozen_received: tuple[TensorKey, ...]
     needed: frozenset[TensorKey]
@@ -52,6 +60,19 @@ class StageCut:
     parameters: frozenset[str]
     written_buffers: frozenset[str]
     is_last: bool
+
+    @property
+    def message_gradients(self) -> tuple[TensorKey, ...]:
+        """Those of `message` for which a gradient goes back."""
+        return self._with_gradients(self.message)
+
+    @property
+    def handed_gradients(self) -> Mapping[int, tuple[TensorKey, ...]]:
+        """Those of `handed` for which a gradient goes back."""
+        return {stage: self._with_gradients(keys) for stage, keys in self.handed.items()}
+
+    def _with_gradients(self, keys: tuple[TensorKey, ...]) -> tuple[TensorKey, ...]:
+        return tuple(key for key in keys if key in self.received_gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +98,17 @@ class Cut:
         return len(self.stages)
 
 
-def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
+def cut(
+    graph: LayerGraph,
+    positions: Sequence[int],
+    homes: Sequence[tuple[int, ...]] | None = None,
+) -> Cut:
     """Cuts the trained path in front of the given positions.
 
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
+        homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
 
     Returns:
         The stages with everything that crosses between them.
@@ -104,19 +130,26 @@ def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
     stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
     frozen = frozenset(graph.frozen)
 
-    def alive(s: int) -> tuple[TensorKey, ...]:
-        """Tensors made before stage s and read by it or after it."""
-        later = set().union(*reads[s:])
-        return tuple(sorted(k for k in later if k[0] in stage_of and stage_of[k[0]] < s))
-
-    stages = tuple(
-        _stage_cut(
-            graph, s, layers, reads[s], alive(s), alive(s + 1) if s < last else (), s == last
+    shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
+    carrying = frozenset(
+        s
+        for s, i in enumerate(own)
+        if s == last or any(graph.layers[k].carries_gradient for k in i)
+    )
+    ways: dict[TensorKey, _Way] = {}
+    for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
+        readers = tuple(s for s, keys in enumerate(reads) if key in keys)
+        back = readers if graph.needs_gradient(key) else ()
+        with_gradient = tuple(s for s in back if s in carrying)
+        returned = route(stage_of[key[0]], with_gradient, shared_homes, carrying)
+        ways[key] = _Way(
+            route(stage_of[key[0]], readers, shared_homes, None, returned), returned.readers
         )
-        for s, layers in enumerate(own)
+    stages = tuple(
+        _stage_cut(graph, s, layers, reads[s], ways, s == last) for s, layers in enumerate(own)
     )
     results = tuple(sorted(k for k in set().union(*reads) if k[0] in frozen))
-    frozen_cut = _stage_cut(graph, -1, frozen, frozenset(), (), results, False)
+    frozen_cut = replace(_stage_cut(graph, -1, frozen, frozenset(), {}, False), sent=results)
     holders = {
         n: tuple(s.index for s in stages if n in s.parameters) for n in sorted(graph.trained)
     }
@@ -126,7 +159,7 @@ def cut(graph: LayerGraph, positions: Sequence[int]) -> Cut:
 
 def uncut(graph: LayerGraph) -> StageCut:
     """Everything, frozen layers included, as one stage: the reference all cuts must agree with."""
-    return _stage_cut(graph, 0, frozenset(range(len(graph.layers))), frozenset(), (), (), True)
+    return _stage_cut(graph, 0, frozenset(range(len(graph.layers))), frozenset(), {}, True)
 
 
 def tail(graph: LayerGraph) -> StageCut:
@@ -141,26 +174,46 @@ def _reads(graph: LayerGraph, layers: Iterable[int], is_last: bool) -> frozenset
     return frozenset(key for key in keys if key[0] not in own)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a tensor gets to its readers, and the stages from which a gradient of it comes back."""
+
+    route: Route
+    returned_by: frozenset[int]
+
+
 def _stage_cut(
     graph: LayerGraph,
     index: int,
     layers: frozenset[int],
     needed: frozenset[TensorKey],
-    received: tuple[TensorKey, ...],
-    sent: tuple[TensorKey, ...],
+    ways: Mapping[TensorKey, _Way],
     is_last: bool,
 ) -> StageCut:
     parameters = frozenset().union(*(graph.layers[i].parameters for i in layers))
     frozen = tuple(sorted(k for k in needed if graph.layers[k[0]].frozen))
+    message = tuple(key for key, way in ways.items() if index in way.route.sent_to)
+    handed: dict[int, list[TensorKey]] = {}
+    readers: dict[TensorKey, set[int]] = {}
+    for key, way in ways.items():
+        for before, stage in (*((s - 1, s) for s in way.route.sent_to), *way.route.handed):
+            if before == index:
+                readers.setdefault(key, set()).add(stage)
+        for before, stage in way.route.handed:
+            if stage == index:
+                handed.setdefault(before, []).append(key)
+    received = tuple(sorted({*message, *(key for keys in handed.values() for key in keys)}))
     return StageCut(
         index=index,
         layers=layers,
         received=received,
-        sent=sent,
+        message=message,
+        handed={before: tuple(keys) for before, keys in sorted(handed.items())},
+        sent=tuple(readers),
         frozen_received=frozen,
         needed=needed,
-        received_gradients=tuple(k for k in received if graph.needs_gradient(k)),
-        sent_gradients=tuple(k for k in sent if graph.needs_gradient(k)),
+        received_gradients=tuple(k for k in received if index in ways[k].returned_by),
+        sent_gradients=tuple(k for k, to in readers.items() if to & ways[k].returned_by),
         parameters=parameters | (graph.tail_parameters if is_last else frozenset()),
         written_buffers=frozenset().union(*(graph.layers[i].written_buffers for i in layers)),
         is_last=is_last,
@@ -203,6 +256,48 @@ def _crossing_bytes(
             stack += output.parts - seen
             seen |= output.parts
     return total
+
+
+def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Tensors of the path that are read far behind where they are made.
+
+    Returns:
+        For each its bytes, for the batch that was probed; the position in the path of the layer that makes it (of
+        a container: its last one); and those of the layers that read it, the length of the path for the loss.
+    """
+    path = graph.path
+    at = {layer: position for position, layer in enumerate(path)}
+    foldable = {call for call in graph.calls if _folds(graph, call)}
+    readers: dict[Value, set[int]] = {}
+    for position, reader in enumerate((*path, len(graph.layers))):
+        stack, seen = list(graph.stream(reader)), set[Value]()
+        while stack:
+            value = stack.pop()
+            output = graph.folded[value] if isinstance(value, int) else None
+            if output and (len(output.parts) == 1 or output.call not in foldable):
+                stack += output.parts - seen  # handed through as it is, or never whole
+                seen |= output.parts
+            else:
+                readers.setdefault(value, set()).add(position)
+    found = []
+    for value, positions in readers.items():
+        inside = _layers_of(graph, value)
+        made = max((at[layer] for layer in inside if layer in at), default=len(path))
+        later = tuple(sorted(position for position in positions if position > made))
+        if later and later[-1] - made >= max(2, len(path) // _SKIP_SHARE):
+            size = (
+                graph.folded[value].num_bytes
+                if isinstance(value, int)
+                else graph.spec(value).nbytes
+            )
+            found.append((size, made, later))
+    return tuple(sorted(found))
+
+
+def _layers_of(graph: LayerGraph, value: Value) -> range:
+    if isinstance(value, int):
+        return range(graph.folded[value].call.first, graph.folded[value].call.stop)
+    return range(value[0], value[0] + 1)
 
 
 def _folds(graph: LayerGraph, call: Call) -> bool:

@@ -128,6 +128,7 @@ class Layer:
         written_buffers: Names of the buffers it changes (running statistics).
         buffers: Names of the buffers it reads, its own and those of the glue that feeds it.
         written_parameters: Names of the parameters it changes (weights it normalizes itself).
+        carries_gradient: A gradient of the loss reaches this call; not if it is made under `no_grad`, or detached.
     """
 
     index: int
@@ -145,6 +146,7 @@ class Layer:
     written_buffers: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     written_parameters: frozenset[str] = frozenset()
+    carries_gradient: bool = True
 
     @property
     def deps(self) -> frozenset[int]:
@@ -330,7 +332,8 @@ class LayerGraph:
 
     def needs_gradient(self, key: TensorKey) -> bool:
         """Whether a gradient for this tensor flows back to the stage that made it."""
-        return self.spec(key).requires_grad and not self.layers[key[0]].frozen
+        layer = self.layers[key[0]]
+        return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
 
     @cached_property
     def digest(self) -> str:

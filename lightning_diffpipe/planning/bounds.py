@@ -28,6 +28,7 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.partition import Cut
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.one_f_one_b import forwards_ahead
 
 _SLACK = 1e-9
@@ -46,7 +47,7 @@ class Bounds:
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
         group_size: Samples on which frozen layers run at a time; None for whole microbatches.
         frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
-        stages_per_rank: More than one if stages are dealt out round robin.
+        placement: Where stages run, if ranks hold several.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
             zero-bubble schedules do: then the way back to the first layer bounds nothing.
         warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
@@ -59,7 +60,7 @@ class Bounds:
     keeps_all: bool = False
     group_size: int | None = None
     frozen_first: bool = True
-    stages_per_rank: int = 1
+    placement: Placement | None = None
     splits_backward: bool = False
     warmup_depth: int = 1
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -126,18 +127,21 @@ class Bounds:
         bound_s, link_s = self.all_work_s, 0.0
         work = self._work_s(1)
         for stage, (first, stop, replicas) in enumerate(cuts):
-            if stage == self.num_ranks and self._interleaves:
-                break  # The later stages of every rank are counted with its first one.
-            # Until its first stage is reached a rank has nothing to do, nor after that stage's last backward.
-            later = cuts[stage + self.num_ranks :: self.num_ranks] if self._interleaves else ()
-            more_s = sum(work[b] - work[a] for a, b, _ in later)
+            more_s = 0.0
+            if self.placement:
+                (rank,) = self.placement.stage_ranks[stage]
+                its_first, *later = self.placement.stages_of(rank)
+                if stage != its_first:
+                    continue  # The later stages of every rank are counted with its first one.
+                # Until that is reached a rank has nothing to do, nor after that stage's last backward.
+                more_s = sum(work[cuts[s][1]] - work[cuts[s][0]] for s in later)
             bound_s = max(bound_s, link_s + more_s + self.stage_s(first, stop, replicas, link_s))
             link_s += self._link_s(first, stop)
         return bound_s
 
     def pipeline_s(self, cuts: Sequence[Cut]) -> float:
         """The bound of a whole cut with the wait for the first gradient; leaves frozen work in bubbles out."""
-        if self._interleaves:
+        if self.placement:
             return self.cuts_s(cuts)
         links_s = [self._link_s(first, stop) for first, stop, _ in cuts]
         bound_s, before_s, after_s = 0.0, 0.0, sum(links_s)
@@ -154,8 +158,10 @@ class Bounds:
 
     def _link_s(self, first: int, stop: int) -> float:
         """Time, at least, of a message over the cut behind these layers; nothing behind the last."""
-        if stop == self.model.num_layers():
-            return 0.0
+        if stop == self.model.num_layers() or (
+            self.placement and self.model.profile.backbones[0].skips
+        ):
+            return 0.0  # skips may stay where they are
         cluster = self.model.cluster
         num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.sizes[-1])
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
@@ -171,10 +177,6 @@ class Bounds:
         """Forward of the largest microbatch."""
         sums = self.model.sums(0, self.sizes[0]).forward
         return sums[stop] - sums[first]
-
-    @property
-    def _interleaves(self) -> bool:
-        return self.stages_per_rank > 1
 
     def fits(self, first: int, stop: int, replicas: int, later_ranks: int) -> bool:
         """Whether a stage fits into memory, with that many ranks of the pipeline after it."""

@@ -7,8 +7,9 @@ asks.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -21,6 +22,8 @@ from lightning_diffpipe.planning.frozen_parts import (
     grouped_s,
 )
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
+from lightning_diffpipe.planning.routing import route
+from lightning_diffpipe.planning.schedule import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,35 @@ class CostModel:
         layers = self.profile.backbones[run.backbone].layers
         last = run.stop == len(layers)
         return 0.0 if last else samples * layers[run.stop - 1].boundary_bytes_per_sample
+
+    def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
+        """Bytes of a sample behind every stage that have to travel: without what later ranks have already."""
+        crossing = [round(self.boundary_bytes(run, 1)) for run in runs]
+        if placement.num_stages == placement.num_ranks:
+            return tuple(crossing)
+        stops = [run.stop for run in runs]
+        for skip in self.profile.backbones[0].skips:
+            maker, *readers = (
+                min(bisect_right(stops, at), len(runs) - 1) for at in (skip.made, *skip.readers)
+            )
+            later = tuple(sorted({stage for stage in readers if stage > maker}))
+            if later:
+                way = route(maker, later, placement.stage_ranks)
+                for stage in range(maker, later[-1]):
+                    if stage + 1 not in way.sent_to:
+                        crossing[stage] -= skip.bytes_per_sample
+        return tuple(max(num_bytes, 0) for num_bytes in crossing)
+
+    def nested_bytes(self, first: int, stop: int) -> float:
+        """Bytes of a sample that cross two cuts if the layers before `first` and from `stop` on share a rank."""
+        layers, num_bytes = self.profile.backbones[0].layers, 0.0
+        for cut in (first, stop):
+            num_bytes += layers[cut - 1].boundary_bytes_per_sample
+        for skip in self.profile.backbones[0].skips:
+            inside = any(first <= reader < stop for reader in skip.readers)
+            if skip.made < first and skip.readers[-1] >= stop:
+                num_bytes -= (1 if inside else 2) * skip.bytes_per_sample
+        return num_bytes
 
     @property
     def frozen_bytes(self) -> int:

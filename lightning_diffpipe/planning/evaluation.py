@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.memory import (
     rank_bytes,
 )
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Cut, Stage
+from lightning_diffpipe.planning.partition import Cut, Stage, even_cuts
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import EncoderProfile
@@ -50,6 +50,11 @@ DiffusionPipe, which moves samples between ranks in the middle of an encoder, is
 
 UNFILLED_SHARE = 0.1
 """How much the unfilled step counts when filled plans are compared: more only where theirs are equal."""
+
+
+LINK_SHARE = 0.1
+"""How much the time of all links, over the ranks, counts where a model has skips: many cuts take the same time
+then, and that which sends least is the safest, since messages cost the ranks more than is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,8 @@ class Evaluator:
             costs, frame = self.costs(proposal), self.frame(proposal)
             start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
             step_s = makespan(frame.pipeline.outline, costs, start_s)
+            if self.model.profile.backbones[0].skips:
+                step_s += LINK_SHARE * costs.link_s() / proposal.shape.num_ranks
             if self.fills:
                 step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
             self._steps[proposal] = step_s
@@ -268,6 +275,7 @@ class Evaluator:
             no_bubble_limit_s=_no_bubble_limit_s(timeline),
             peak_memory_bytes=self.peak_bytes(proposal),
             samples_per_s=self._rate(iteration_s),
+            **self._sent_bytes(proposal),
         )
         return PipelinePlan(
             self._resolved(proposal, "none"),
@@ -277,6 +285,28 @@ class Evaluator:
             costs,
             layers=self._layers,
         )
+
+    def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
+        """What its ranks send each other, and what those of a chain would; see `Planned`."""
+        model, placement, shape = (
+            self.model,
+            self.frame(proposal).pipeline.placement,
+            proposal.shape,
+        )
+        homes, samples = placement.stage_ranks, 2 * sum(shape.sizes)
+        crossing = model.crossing_bytes(proposal.runs, placement)
+        apart = (
+            b for b, here, there in zip(crossing, homes, homes[1:], strict=False) if here != there
+        )
+        sent = {"sent_bytes": samples * sum(apart)}
+        if shape.spec.place:
+            work = model.work_s(0, shape.sizes)
+            firsts = even_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
+            runs = [LayerRun(0, 0, first) for first in firsts[1:]]
+            sent["chain_sent_bytes"] = samples * round(
+                sum(model.boundary_bytes(r, 1) for r in runs)
+            )
+        return sent
 
     def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""

@@ -14,8 +14,11 @@ Source:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.planning.schedule import Placement
@@ -240,6 +243,58 @@ def _firsts_within(times: Sequence[float], num_stages: int, limit: float) -> tup
             return None
         spent += time
     return tuple(firsts)
+
+
+def nested_cuts(
+    times: Sequence[float],
+    num_ranks: int,
+    most: float,
+    crossing: Callable[[int, int], float],
+) -> tuple[int, ...] | None:
+    """Cuts a chain for V placement so that least crosses, with at most so much work on every rank.
+
+    Args:
+        times: Time of every layer.
+        num_ranks: R. Rank `r` gets the `r`-th stage of 2 R from the front and that from the back.
+        most: The most work that a rank may get.
+        crossing: What crosses two cuts, in front of a layer and in front of a later one, between which
+            all inner ranks have their layers.
+
+    Returns:
+        The first layer of every stage; None if there is no such way.
+
+    Example:
+        >>> nested_cuts([1, 1, 1, 1, 1, 1], 2, most=3, crossing=lambda a, b: abs(a - 2))
+        (0, 2, 4, 5)
+    """
+    ends = [0.0, *accumulate(times)]
+    most *= 1 + 1e-9
+    crosses = lru_cache(maxsize=None)(crossing)
+    level: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, len(times)): (0.0, ())}
+    for inner in range(num_ranks - 1, 0, -1):
+        reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (a, b), (cost, edges) in level.items():
+            for c in range(a + 1, b):
+                left = most - (ends[c] - ends[a])
+                if left < 0:
+                    break
+                lowest = max(c + 2 * inner, bisect_left(ends, ends[b] - left))
+                highest = min(b - 1, bisect_right(ends, ends[c] + inner * most) - 1)
+                for d in range(lowest, highest + 1):
+                    dearer = cost + crosses(c, d)
+                    if (c, d) not in reached or dearer < reached[c, d][0]:
+                        reached[c, d] = dearer, (*edges, c, d)
+        level = reached
+    ways = [
+        (cost, ab, edges)
+        for ab, (cost, edges) in level.items()
+        if ends[ab[1]] - ends[ab[0]] <= most
+    ]
+    if not ways:
+        return None
+    _, (a, b), edges = min(ways)
+    turn = min(max(bisect_left(ends, (ends[a] + ends[b]) / 2), a + 1), b - 1)
+    return (0, *sorted({*edges, turn}))
 
 
 def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:

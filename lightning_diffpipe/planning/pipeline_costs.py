@@ -95,6 +95,10 @@ class PipelineCosts:
                 return self.gradient_s[message.stage][message.microbatch]
         return self.activation_s[message.stage][message.microbatch]
 
+    def link_s(self) -> float:
+        """Seconds of all messages between stages."""
+        return sum(sum(row) for table in (self.activation_s, self.gradient_s) for row in table)
+
     def reduce_s(self, rank: int) -> float:
         """See `Costs`."""
         return self.all_reduce_s[rank] if self.all_reduce_s else 0.0
@@ -192,8 +196,10 @@ def pipeline_costs(
     def slowest_s(among: Sequence[Link], num_bytes: float) -> float:
         return max((link.seconds(num_bytes) for link in among), default=0.0)
 
+    crossing = model.crossing_bytes(runs, placement)
+
     def boundary_s(stage: int, size: int) -> float:
-        return slowest_s(links.downwards[stage], model.boundary_bytes(runs[stage], size))
+        return slowest_s(links.downwards[stage], size * crossing[stage])
 
     # What goes down over a cut as activations comes back over it as gradients.
     stages = range(placement.num_stages)

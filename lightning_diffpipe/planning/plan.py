@@ -73,6 +73,10 @@ class Planned:
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
         peak_memory_bytes: By rank of a pipeline; empty where it is not known, in plans written by hand.
         samples_per_s: Samples of all pipelines per second.
+        sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None where it is
+            not known.
+        chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
+            several.
     """
 
     iteration_s: float
@@ -84,6 +88,8 @@ class Planned:
     no_bubble_limit_s: float
     peak_memory_bytes: tuple[int, ...]
     samples_per_s: float
+    sent_bytes: int | None = None
+    chain_sent_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +304,7 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
         "stages": [_stage_to_json(stage) for stage in plan.stages],
         **({"layers": list(plan.layers)} if plan.layers else {}),
         "programs": texts,
-        "planned": json.loads(json.dumps(asdict(plan.planned))),
+        "planned": {k: v for k, v in asdict(plan.planned).items() if v is not None},
         **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
         **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
     }
@@ -391,7 +397,10 @@ def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]
 
 def _read_planned(node: Node) -> Planned:
     names = tuple(f.name for f in fields(Planned))
-    node.check_keys(names)
+    late = ("sent_bytes", "chain_sent_bytes")
+    names = tuple(name for name in names if name not in late)
+    node.check_keys(names, late)
     memory = tuple(element.integer() for element in node["peak_memory_bytes"].elements())
     numbers = {name: node[name].number() for name in names if name != "peak_memory_bytes"}
-    return Planned(peak_memory_bytes=memory, **numbers)
+    sent, chained = (node[name].integer() if name in node else None for name in late)
+    return Planned(peak_memory_bytes=memory, sent_bytes=sent, chain_sent_bytes=chained, **numbers)

@@ -137,6 +137,21 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """A tensor that is read far behind where it is made, as in a U-Net.
+
+    Attributes:
+        bytes_per_sample: Bytes of it; `boundary_bytes_per_sample` of the layers in between count it, too.
+        made: Position of the layer that makes it.
+        readers: Positions of the layers that read it, ascending; the number of layers stands for the loss.
+    """
+
+    bytes_per_sample: int
+    made: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BackboneProfile:
     """A trainable denoiser: its layers in order.
 
@@ -148,12 +163,14 @@ class BackboneProfile:
             The first layer's `forward_s` has it once. None if unknown.
         split_s: What the backward of all layers takes longer when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
+        skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
     """
 
     name: str
     layers: tuple[LayerProfile, ...]
     repeated_s: Seconds | None = None
     split_s: Seconds | None = None
+    skips: tuple[Skip, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +319,7 @@ def _write(profile: ModelProfile) -> str:
                 **({} if b.repeated_s is None else {"repeated_s": b.repeated_s.to_json()}),
                 **({} if b.split_s is None else {"split_s": b.split_s.to_json()}),
                 "layers": [_layer_to_json(layer) for layer in b.layers],
+                **({"skips": [asdict(skip) for skip in b.skips]} if b.skips else {}),
             }
             for b in profile.backbones
         ],
@@ -384,12 +402,29 @@ def _read(node: Node) -> ModelProfile:
 
 
 def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"), ("repeated_s", "split_s"))
+    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips"))
     repeated_s, split_s = (
         Seconds.from_node(node[key]) if key in node else None for key in ("repeated_s", "split_s")
     )
     layers = tuple(map(_read_layer, node["layers"].elements()))
-    return BackboneProfile(node["name"].text(), layers, repeated_s, split_s)
+    given = node["skips"].elements() if "skips" in node else ()
+    skips = tuple(_read_skip(skip, len(layers)) for skip in given)
+    return BackboneProfile(node["name"].text(), layers, repeated_s, split_s, skips)
+
+
+def _read_skip(node: Node, num_layers: int) -> Skip:
+    node.check_keys(("bytes_per_sample", "made", "readers"))
+    made = node["made"].integer()
+    readers = tuple(reader.integer() for reader in node["readers"].elements())
+    if (
+        not readers
+        or list(readers) != sorted(set(readers))
+        or not made < readers[0] <= readers[-1] <= num_layers
+    ):
+        raise node["readers"].expected(
+            f"positions behind layer {made}, ascending, {num_layers} at most"
+        )
+    return Skip(node["bytes_per_sample"].integer(), made, readers)
 
 
 def _read_layer(node: Node) -> LayerProfile:

@@ -54,7 +54,7 @@ class Shape:
         """The schedule."""
         return SCHEDULES[self.schedule]
 
-    def placement(self, replicas: Sequence[int]) -> Placement:
+    def placement(self, replicas: Sequence[int] = ()) -> Placement:
         """Where the stages run, given the ranks of each."""
         if self.spec.place:
             return self.spec.place(self.num_stages, self.num_ranks)

@@ -29,7 +29,7 @@ from lightning_diffpipe.planning.evaluation import (
 )
 from lightning_diffpipe.planning.fitting import StageNeeds
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
-from lightning_diffpipe.planning.partition import Cut, even_cuts
+from lightning_diffpipe.planning.partition import Cut, even_cuts, nested_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import (
@@ -53,6 +53,9 @@ WORTHWHILE = 0.002
 
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
+
+UNEVEN = (1.02, 1.05)
+"""With skips, cuts that send least are tried whose fullest rank works so many times the average."""
 
 REMEDY_S = 5.0
 """Where nothing fits, seconds spent on each option that might help."""
@@ -182,7 +185,7 @@ class Search:
             shape.spec.keeps_all,
             self.evaluator.group_size(shape),
             not self.evaluator.fills,
-            shape.stages_per_rank,
+            shape.placement() if shape.spec.place else None,
             shape.spec.splits_backward,
             shape.spec.warmup_depth,
         )
@@ -261,7 +264,8 @@ class Search:
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
                 starts.append((self._try(start), start.cuts))
-        for step_s, cuts in sorted(starts)[:MOST_CLIMBS]:
+        most = len(starts) if shape.spec.nested else MOST_CLIMBS
+        for step_s, cuts in sorted(starts)[:most]:
             if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
                 self._climb(shape, cuts, bounds)
 
@@ -304,9 +308,19 @@ class Search:
                 if found is not None:
                     yield found
         elif (least_s := bounds.frozen_s + bounds.all_work_s) < limit_s:
-            for weights in (self._work_s(shape), self.resident_bytes(shape)):
-                firsts = even_cuts(weights, shape.num_stages)
-                yield least_s, tuple((a, b, 1) for a, b in pairwise((*firsts, len(weights))))
+            work_s = self._work_s(shape)
+            starts = [
+                even_cuts(work, shape.num_stages) for work in (work_s, self.resident_bytes(shape))
+            ]
+            for uneven in (
+                UNEVEN if shape.spec.nested and self.model.profile.backbones[0].skips else ()
+            ):
+                most = max(uneven * sum(work_s) / shape.num_ranks, max(work_s))
+                starts.append(
+                    nested_cuts(work_s, shape.num_ranks, most, self.model.nested_bytes) or ()
+                )
+            for firsts in filter(None, starts):
+                yield least_s, tuple((a, b, 1) for a, b in pairwise((*firsts, len(work_s))))
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Seconds of every layer for a microbatch."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_diffpipe.graph.cut import boundary_bytes
+from lightning_diffpipe.graph.cut import boundary_bytes, skips
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
@@ -20,6 +20,7 @@ from lightning_diffpipe.planning.profile import (
     LayerProfile,
     ModelProfile,
     Seconds,
+    Skip,
 )
 from lightning_diffpipe.profiling.encodings import Encoding, encoder_name
 
@@ -93,7 +94,8 @@ def assemble(
                 activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
             )
         )
-    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s)
+    long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))
+    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long)
     encoders = tuple(
         replace(encoder, results=e.results, cacheable=e.cacheable,
                 stored_bytes_per_sample=e.stored_bytes_per_sample, splittable=e.splittable)

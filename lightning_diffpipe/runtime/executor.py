@@ -164,7 +164,9 @@ class Executor:
                 yield from self._wait_for(self._start_reduction(), instruction)
             case ShareResults():
                 yield from self._wait_for(self._share_results(works), instruction)
-            case ForwardNoGrad() | UpdateWeights():
+            case ForwardNoGrad(stage, microbatch):
+                runner.forward_no_grad(stage, works[microbatch])
+            case UpdateWeights():
                 raise ScheduleError(
                     f"{instruction} cannot be run yet; it can be planned and simulated"
                 )

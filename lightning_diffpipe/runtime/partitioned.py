@@ -62,7 +62,7 @@ class PartitionedStepCache:
         self._graph = graph
         self._positions = tuple(positions)
         self._stages = placement.stages_of(local_rank)
-        self._alone = placement.num_ranks == 1
+        self._placement = placement
         self._interception = interception
         self._made: dict[str, PartitionedStep] = {}
         self._memo: Memo | None = None
@@ -131,7 +131,7 @@ class PartitionedStepCache:
             partitioned.remember(memo)
 
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
-        pieces = cut_for(graph, self._positions, self._alone)
+        pieces = cut_for(graph, self._positions, self._placement)
         root, interception, memory = self._root, self._interception, self._dummies
         views = {
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
@@ -147,10 +147,10 @@ class PartitionedStepCache:
         return partitioned
 
 
-def cut_for(graph: LayerGraph, positions: Sequence[int], alone: bool) -> Cut:
+def cut_for(graph: LayerGraph, positions: Sequence[int], placement: Placement) -> Cut:
     """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
-    pieces = cut(graph, positions)
-    if not alone:
+    pieces = cut(graph, positions, placement.stage_ranks)
+    if placement.num_ranks > 1:
         return pieces
     nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())
     return replace(pieces, frozen=nothing, stages=(uncut(graph),))

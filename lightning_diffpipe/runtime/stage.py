@@ -6,6 +6,8 @@ compute. This file turns views into the two operations a schedule knows, and bou
     forward   received tensors (from stage s-1) + frozen results  ->  tensors for stage s+1, or the loss
     backward  gradients of the tensors sent (from stage s+1)      ->  gradients of the tensors received
 
+Tensors that a later stage of the same rank reads are handed to it, and their gradients handed back.
+
 What the pipeline needs to know about a callable depends on the sizes of its microbatches, so there is
 one `PartitionedStep` for each signature of a microbatch.
 """
@@ -56,12 +58,17 @@ class PartitionedStep:
     @cached_property
     def activation_layouts(self) -> tuple[MessageLayout, ...]:
         """For each stage, the message that carries what it receives from the stage before."""
-        return tuple(self._layout(stage.received) for stage in self.cut.stages)
+        return tuple(self._layout(stage.message) for stage in self.cut.stages)
 
     @cached_property
     def gradient_layouts(self) -> tuple[MessageLayout, ...]:
         """For each stage, the message that carries the gradients of what it sent."""
-        return tuple(self._layout(stage.sent_gradients) for stage in self.cut.stages)
+        return tuple(map(self._layout, self.gradient_keys))
+
+    @cached_property
+    def gradient_keys(self) -> tuple[tuple[TensorKey, ...], ...]:
+        """For each stage, what it sent to the stage after it and gets gradients of; nothing behind the last."""
+        return (*(stage.message_gradients for stage in self.cut.stages[1:]), ())
 
     def _layout(self, keys: tuple[TensorKey, ...]) -> MessageLayout:
         return MessageLayout.of([self.graph.spec(key) for key in keys])
@@ -113,17 +120,37 @@ class StageRunner:
 
     def forward(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through one stage; its outputs stay attached for the backward."""
+        self._stash.put("run", stage, work.index, self._run(stage, work))
+
+    def forward_no_grad(self, stage: int, work: MicrobatchWork) -> None:
+        """Runs one microbatch through a stage to which no gradient comes back; keeps what others read."""
+        with torch.no_grad():
+            self._run(stage, work)
+
+    def _run(self, stage: int, work: MicrobatchWork) -> StageRun:
+        cut = work.partitioned.cut
         run = work.partitioned.stage_views[stage].forward(
             work.call,
             seed=work.seed,
-            received={**self._activations(stage, work), **work.frozen.get(stage, {})},
+            received={**self._received(stage, work), **work.frozen.get(stage, {})},
             log=lambda name, args, kwargs: work.logged.append((name, *_detached(args, kwargs))),
         )
-        if work.partitioned.cut.stages[stage].is_last:
+        if cut.stages[stage].is_last:
             assert run.loss is not None
             work.loss = run.loss.detach()
             work.weight = work.num_samples if run.weight is None else run.weight
-        self._stash.put("run", stage, work.index, run)
+            return run
+        if message := cut.stages[stage + 1].message:
+            self._stash.put("sent", stage + 1, work.index, self._of(run, message))
+        for later in cut.stages[stage + 1 :]:
+            if stage in later.handed:
+                handed = self._of(run, later.handed[stage])
+                self._stash.gather("handed", later.index, work.index, handed)
+        return run
+
+    @staticmethod
+    def _of(run: StageRun, keys: tuple[TensorKey, ...]) -> dict[TensorKey, Tensor]:
+        return {key: run.outputs[key].detach() for key in keys}
 
     def backward(self, stage: int, work: MicrobatchWork) -> None:
         """Backpropagates one microbatch through one stage and frees its activations."""
@@ -147,32 +174,27 @@ class StageRunner:
     def _keep_upstream(
         self, stage: int, work: MicrobatchWork, upstream: dict[TensorKey, Tensor]
     ) -> None:
-        if stage > 0:
-            self._stash.put("upstream", stage - 1, work.index, upstream)
+        cut = work.partitioned.cut.stages[stage]
+        if keys := cut.message_gradients:
+            of_message = {key: upstream[key] for key in keys}
+            self._stash.put("upstream", stage - 1, work.index, of_message)
+        for before, keys in cut.handed_gradients.items():
+            returned = {key: upstream[key] for key in keys}
+            if returned:
+                self._stash.gather("returned", before, work.index, returned, torch.add)
 
     def outgoing_activation(self, stage: int, work: MicrobatchWork) -> Tensor:
         """The message into `stage`, packed from what the stage before it produced."""
-        run: StageRun | None = self._stash.peek("run", stage - 1, work.index)
-        assert run is not None, f"stage {stage - 1} has not run microbatch {work.index}"
-        keys = work.partitioned.cut.stages[stage].received
-        tensors = {key: run.outputs[key] for key in keys}
+        tensors = self._taken("sent", stage, work, work.partitioned.cut.stages[stage].message)
         self._check("activation", stage, work, tensors)
         layout = work.partitioned.activation_layouts[stage]
         return layout.pack(list(tensors.values()), self._device)
 
     def outgoing_gradient(self, stage: int, work: MicrobatchWork) -> Tensor:
         """The message to `stage`: the gradients of what it sent."""
-        upstream: dict[TensorKey, Tensor] = self._stash.take("upstream", stage, work.index)
-        partitioned = work.partitioned
-        layout = partitioned.gradient_layouts[stage]
-        keys = partitioned.cut.stages[stage].sent_gradients
-        tensors = {
-            key: upstream[key]
-            if key in upstream
-            else torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-            for key, spec in zip(keys, layout.specs, strict=True)
-        }
+        tensors = self._taken("upstream", stage, work, work.partitioned.gradient_keys[stage])
         self._check("gradient", stage, work, tensors)
+        layout = work.partitioned.gradient_layouts[stage]
         return layout.pack(list(tensors.values()), self._device)
 
     def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
@@ -181,30 +203,39 @@ class StageRunner:
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
         """Takes a received message apart, for the instruction that will need it."""
-        pieces = work.partitioned.cut.stages[stage]
-        keys = pieces.received if kind == "activation" else pieces.sent_gradients
+        partitioned = work.partitioned
+        is_activation = kind == "activation"
+        keys = (
+            partitioned.cut.stages[stage].message
+            if is_activation
+            else partitioned.gradient_keys[stage]
+        )
         tensors = self._layout(kind, stage, work).unpack(buffer)
-        self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
+        if keys:
+            self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
 
-    def _activations(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
-        if stage == 0:
-            return {}
-        neighbour: StageRun | None = self._stash.peek("run", stage - 1, work.index)
-        if neighbour is not None:  # the stage before is on this rank too
-            keys = work.partitioned.cut.stages[stage].received
-            return {key: neighbour.outputs[key].detach() for key in keys}
-        activations: dict[TensorKey, Tensor] = self._stash.take("activation", stage, work.index)
-        return activations
+    def _received(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
+        """What a stage gets from earlier ones, of its own rank and of others."""
+        cut = work.partitioned.cut.stages[stage]
+        message = self._taken("activation", stage, work, cut.message)
+        return {**message, **self._taken("handed", stage, work, cut.handed)}
 
     def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
-        if work.partitioned.cut.stages[stage].is_last:
-            return {}
-        # "upstream" is left by the next stage where that is on this rank too.
-        local = self._stash.peek("gradient", stage, work.index) is None
-        gradients: dict[TensorKey, Tensor] = self._stash.take(
-            "upstream" if local else "gradient", stage, work.index
-        )
+        """Gradients of what a stage gave to later ones."""
+        partitioned = work.partitioned
+        gradients = self._taken("gradient", stage, work, partitioned.gradient_keys[stage])
+        later = partitioned.cut.stages[stage + 1 :]
+        handed = any(cut.handed_gradients.get(stage) for cut in later)
+        for key, returned in self._taken("returned", stage, work, handed).items():
+            gradients[key] = gradients[key] + returned if key in gradients else returned
         return gradients
+
+    def _taken(
+        self, what: str, stage: int, work: MicrobatchWork, expected: object
+    ) -> dict[TensorKey, Tensor]:
+        """What the stash has; nothing where nothing is expected."""
+        found: dict[TensorKey, Tensor] = {}
+        return self._stash.take(what, stage, work.index) if expected else found
 
     def _layout(self, kind: str, stage: int, work: MicrobatchWork) -> MessageLayout:
         partitioned = work.partitioned

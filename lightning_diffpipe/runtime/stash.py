@@ -6,6 +6,7 @@ takes it away, so at the end of a step the stash is empty; what is left over is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import ScheduleError
@@ -37,6 +38,19 @@ class Stash:
                 f"{what} of stage {stage}, microbatch {microbatch} was made twice in one step"
             )
         self._values[key] = value
+
+    def gather(
+        self,
+        what: str,
+        stage: int,
+        microbatch: int,
+        values: dict[Any, Any],
+        add: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """Keeps entries of a dict that comes in several parts; those that come again are added up."""
+        kept = self._values.setdefault(StashKey(what, stage, microbatch), {})
+        for key, value in values.items():
+            kept[key] = add(kept[key], value) if add and key in kept else value
 
     def take(self, what: str, stage: int, microbatch: int) -> Any:
         """Hands a value out and forgets it.

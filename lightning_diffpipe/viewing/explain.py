@@ -32,7 +32,7 @@ from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.viewing.units import percent, seconds
+from lightning_diffpipe.viewing.units import percent, seconds, size
 
 BEST = "the best of all plans"
 
@@ -86,6 +86,12 @@ class Explanation:
         for part in self.parts:
             share = percent(part.saved_s / step_s)
             lines.append(f"  without {part.name}: {seconds(part.saved_s)} less ({share})")
+        if planned.sent_bytes is not None and planned.chain_sent_bytes:
+            less = percent(1 - planned.sent_bytes / planned.chain_sent_bytes)
+            lines.append(
+                f"Its ranks send each other {size(planned.sent_bytes)} a step; with one stage on each rank "
+                f"it would be {size(planned.chain_sent_bytes)} ({less} less)."
+            )
         if self.changes:
             lines.append("What would help, best first:")
         for change in self.changes:

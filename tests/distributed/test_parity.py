@@ -69,6 +69,26 @@ def test_several_stages_on_each_rank(num_stages, num_microbatches):
     assert [stage.ranks for stage in outcomes[0].plan.stages] == [(0,), (1,)] * (num_stages // 2)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "filling"),
+    [
+        (2, "v", "auto"),
+        (3, "v", "none"),
+        (4, "v", "auto"),
+        (2, "zero_bubble_v", "none"),
+        (3, "zero_bubble_v", "auto"),
+    ],
+)
+def test_v_placement(num_ranks, schedule, filling):
+    """Skips of the tiny model go from the first half of the chain to the second: most stay on their rank."""
+    strategy = {"schedule": schedule, "filling": filling}
+    outcomes, _ = check(num_ranks, 3, strategy=strategy, module={"tied": num_ranks == 2})
+    down = [(rank,) for rank in range(num_ranks)]
+    plan = outcomes[0].plan
+    assert [stage.ranks for stage in plan.stages] == down + down[::-1]
+    assert plan.planned.sent_bytes < plan.planned.chain_sent_bytes * 2
+
+
 def test_interleaved_pipelines_side_by_side_with_tied_weights_and_clipping():
     check(
         4,

@@ -162,7 +162,7 @@ class Runner:
         schedule = SCHEDULES[plan.schedule](placement, plan.num_microbatches)
         layout = Layout(plan.world_size, placement)
         mesh = Mesh(layout, self.rank, CPU, "gloo", LONGEST_S)
-        pieces = cut_for(self.graph, plan.positions, alone=placement.num_ranks == 1)
+        pieces = cut_for(self.graph, plan.positions, placement)
         holders = holders_of(pieces, mesh, self.graph.trained)
         mesh.connect(messages_of_edge(schedule))
         mesh.connect_reductions(holders.values())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.graph.cut import balanced_positions, boundary_bytes, cut
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorSpec
+from lightning_diffpipe.planning.routing import Route, route
 
 
 def make_graph(reads, tail, frozen=()):
@@ -122,3 +123,19 @@ def test_empty_stages_are_refused(positions):
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(PartitionError, match="cannot cut 2 layers into 3 stages"):
         balanced_positions([1, 1], 3)
+
+
+def test_a_rank_keeps_what_its_later_stages_read():
+    """With V placement a skip from the first stage to the last does not travel, nor does its gradient."""
+    down_and_up, round_robin = ((0,), (1,), (1,), (0,)), ((0,), (1,), (0,), (1,))
+    assert route(0, (1, 3), None) == Route((1, 2, 3), ())
+    assert route(0, (1, 3), down_and_up) == Route((1,), ((0, 3),))
+    assert route(0, (1, 3), round_robin) == Route((1,), ((1, 3),))
+    graph = make_graph([(), (0,), (1,), (2, 0)], tail=(3,))
+    assert (0, 0) in cut(graph, [1, 2, 3]).stages[2].message
+    stages = cut(graph, [1, 2, 3], down_and_up).stages
+    assert stages[2].message == ()
+    assert stages[2].handed == {1: ((1, 0),)}
+    assert stages[3].message == ((2, 0),)
+    assert stages[3].handed == {0: ((0, 0),)}
+    assert stages[3].handed_gradients == {0: ((0, 0),)}

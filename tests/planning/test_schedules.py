@@ -9,6 +9,8 @@ from lightning_diffpipe.planning.instruction import Forward, ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_alive
 from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedules import v as v_placed
+from lightning_diffpipe.planning.schedules import zero_bubble_v
 from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
@@ -39,6 +41,8 @@ EXAMPLES = {
     "pipedream": (pipedream(4, 8), None),
     "pipedream_replicas_2_1": (pipedream(Placement.of_replicas((2, 1)), 6), None),
     "interleaved": (interleaved(Placement.round_robin(6, 3), 6), None),
+    "v": (v_placed(v_placed.place(6, 3), 6), None),
+    "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), THIRDS),
     "bidirectional": (bidirectional(4, 2), None),
     "patches": (patches(4, 4, 3), None),
     "patches_fewer_than_stages": (patches(3, 2, 3), TickCosts(feedback=1)),
@@ -108,6 +112,19 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank():
 def test_interleaving_needs_whole_groups():
     with pytest.raises(ScheduleError, match="need a multiple of 4 microbatches; got 6"):
         interleaved(Placement.round_robin(8, 4), 6)
+
+
+@pytest.mark.parametrize("R", [2, 3, 4, 5, 8])
+def test_v_has_the_bubble_of_two_interleaved_stages_and_zero_bubble_a_third_of_it(R):
+    for M in (2 * R - 1, 2 * R, 3 * R, 16):
+        placement = v_placed.place(2 * R, R)
+        whole, halves = (simulate(spec(placement, M), THIRDS) for spec in (v_placed, zero_bubble_v))
+        assert whole.iteration_s == 3 * (2 * M + R - 1)
+        assert halves.iteration_s == 6 * M + R - 1
+        assert max(map(peak_alive, v_placed(placement, M).programs)) <= 4 * R - 2
+        assert max(map(peak_alive, zero_bubble_v(placement, M).programs)) <= 3 * R + 1
+        for spec in (v_placed, zero_bubble_v):
+            lower(spec(placement, M)).validate()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.search import Search, find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
-from .profiles import equal_profile, random_case, random_cluster, random_profile
+from .profiles import equal_profile, random_case, random_cluster, random_profile, unet_profile
 
 
 def seeds(num_seeds, num_fast):
@@ -233,6 +233,22 @@ def test_stages_are_interleaved_on_any_number_of_ranks(num_ranks):
     options = PlanOptions(64, schedule="interleaved", data_parallel=1)
     plan = find_plan(equal_profile(20), Cluster(num_ranks), options)
     assert plan.num_microbatches % num_ranks == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
+    cluster = Cluster(num_ranks, p2p=Link(2e9, 1e-5))
+    options = PlanOptions(64, "auto", 16, 1, 1, "auto")
+    plan = find_plan(unet_profile(), cluster, options)
+    assert plan.options.schedule == "v"
+    assert plan.planned.sent_bytes <= 0.2 * plan.planned.chain_sent_bytes
+    chain = find_plan(unet_profile(), cluster, replace(options, schedule="1f1b_deep"))
+    assert plan.planned.iteration_s < 0.9 * chain.planned.iteration_s
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+    blind = replace(unet_profile().backbones[0], skips=())
+    assert ModelProfile.from_json(unet_profile().to_json()) == unet_profile()
+    unaware = find_plan(ModelProfile("blind", (blind,)), cluster, replace(options, schedule="v"))
+    assert unaware.planned.sent_bytes > 3 * plan.planned.sent_bytes
 
 
 @pytest.mark.parametrize(("num_ranks", "num_stages", "batch"), [(1, 1, 1024), (2, 2, 600)])

@@ -106,7 +106,7 @@ class Loopback:
         batch: Tells the layers; its first `num_probed` samples are probed.
         num_stages: Stages of the evenly cut path.
         num_microbatches: Microbatches of every batch.
-        num_ranks: Ranks that stages are dealt out to; only for interleaved ones.
+        num_ranks: Ranks that hold several stages each.
         replicas: Ranks for each stage; one each if not given.
         schedule: Name of a schedule.
         seed: Seed of the run.
@@ -146,9 +146,9 @@ class Loopback:
             self.graph, positions = fold(module, step, small, self.fine, positions)
         self.placement = Placement.of_replicas(replicas or [1] * num_stages)
         if num_ranks is not None:
-            self.placement = Placement.round_robin(num_stages, num_ranks)
+            self.placement = SCHEDULES[schedule].place(num_stages, num_ranks)
         self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
-        self.pieces = cut_for(self.graph, positions, alone=self.placement.num_ranks == 1)
+        self.pieces = cut_for(self.graph, positions, self.placement)
         self.reducer = SumBetweenCopies()
         self.transport = LateTransport if leaves_late else LoopbackTransport
         self.known: dict[str, LayerGraph] | None = {} if shares_probes else None

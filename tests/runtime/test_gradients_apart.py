@@ -71,6 +71,8 @@ SCHEDULES = {
     "gpipe": {"num_stages": 3},
     "zero_bubble": {"num_stages": 3},
     "interleaved": {"num_stages": 4, "num_ranks": 2},
+    "v": {"num_stages": 4, "num_ranks": 2},
+    "zero_bubble_v": {"num_stages": 4, "num_ranks": 2},
 }
 
 

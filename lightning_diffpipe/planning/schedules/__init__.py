@@ -8,9 +8,19 @@ from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
+from lightning_diffpipe.planning.schedules.v import v, zero_bubble_v
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 
-_SPECS = (one_f_one_b, deep_one_f_one_b, gpipe, zero_bubble, self_conditioning, interleaved)
+_SPECS = (
+    one_f_one_b,
+    deep_one_f_one_b,
+    gpipe,
+    zero_bubble,
+    self_conditioning,
+    interleaved,
+    v,
+    zero_bubble_v,
+)
 
 SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _SPECS}
 """By the name that options and plans use; the first is the default."""

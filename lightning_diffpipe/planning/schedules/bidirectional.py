@@ -16,10 +16,9 @@ Source:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from lightning_diffpipe.planning.instruction import Backward, Forward, Instruction
+from lightning_diffpipe.planning.instruction import Forward
 from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedules.greedy import list_schedule
 
 
 def bidirectional(
@@ -39,82 +38,11 @@ def bidirectional(
     """
     down = tuple((rank,) for rank in range(num_stages))
     placement = Placement(down + down[::-1], first_stages=(0, num_stages))
-    greedy = _Greedy(placement, num_microbatches, forward, backward)
-    while greedy.todo:
-        greedy.start_what_can_start()
-        greedy.advance()
-    programs = tuple(tuple(program) for program in greedy.programs)
+    programs = list_schedule(
+        placement,
+        num_microbatches,
+        lambda kind, stage: (forward if kind is Forward else backward)[stage // num_stages],
+        lambda work: (isinstance(work, Forward), work.microbatch, work.stage),
+        lambda stage: placement.backbone_of(stage).stop - stage,
+    )
     return Schedule(placement, num_microbatches, programs)
-
-
-@dataclass
-class _Greedy:
-    """List scheduling: whenever a rank is free, it takes the most urgent work that is ready."""
-
-    placement: Placement
-    num_microbatches: int
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    now: float = 0.0
-    ended: dict[Instruction, float] = field(default_factory=dict)
-    free_at: dict[int, float] = field(default_factory=dict)
-    in_flight: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        stages, microbatches = range(self.placement.num_stages), range(self.num_microbatches)
-        self.todo: set[Forward | Backward] = {
-            make(s, m) for make in (Forward, Backward) for s in stages for m in microbatches
-        }
-        self.programs: list[list[Instruction]] = [[] for _ in range(self.placement.num_ranks)]
-
-    def start_what_can_start(self) -> None:
-        """Gives every free rank its next work, if there is any."""
-        for rank in range(self.placement.num_ranks):
-            ready = [
-                i
-                for stage in self.placement.stages_of(rank)
-                for i in self._next_of(stage)
-                if self.free_at.get(rank, 0) <= self.now and self._is_ready(i)
-            ]
-            if ready:
-                self._start(rank, min(ready, key=_urgency))
-
-    def _next_of(self, stage: int) -> list[Forward | Backward]:
-        """The oldest forward and the oldest backward of a stage that are still to do."""
-        kinds: tuple[type[Forward] | type[Backward], ...] = (Backward, Forward)
-        todo = (
-            [m for m in range(self.num_microbatches) if k(stage, m) in self.todo] for k in kinds
-        )
-        return [kind(stage, left[0]) for kind, left in zip(kinds, todo, strict=True) if left]
-
-    def _is_ready(self, i: Forward | Backward) -> bool:
-        place = self.placement
-        needs: Instruction | None
-        if isinstance(i, Forward):
-            before = place.previous_stage(i.stage)
-            backbone = place.backbone_of(i.stage)
-            if self.in_flight.get(i.stage, 0) >= backbone.stop - i.stage:
-                return False
-            needs = None if before is None else Forward(before, i.microbatch)
-        else:
-            after = place.next_stage(i.stage)
-            own = Forward(i.stage, i.microbatch)
-            needs = own if after is None else Backward(after, i.microbatch)
-        return needs is None or self.ended.get(needs, float("inf")) <= self.now
-
-    def _start(self, rank: int, i: Forward | Backward) -> None:
-        which = 0 if i.stage < self.placement.num_stages // 2 else 1
-        is_forward = isinstance(i, Forward)
-        self.free_at[rank] = self.now + (self.forward if is_forward else self.backward)[which]
-        self.ended[i] = self.free_at[rank]
-        self.in_flight[i.stage] = self.in_flight.get(i.stage, 0) + (1 if is_forward else -1)
-        self.todo.remove(i)
-        self.programs[rank].append(i)
-
-    def advance(self) -> None:
-        """On to the next moment at which something ends."""
-        self.now = min((t for t in self.ended.values() if t > self.now), default=self.now)
-
-
-def _urgency(i: Forward | Backward) -> tuple[bool, int, int]:
-    return isinstance(i, Forward), i.microbatch, i.stage

@@ -23,6 +23,7 @@ class ScheduleSpec:
             order, and may have several.
         stages_per_rank: Stages of a rank that the search tries.
         most_per_rank: The most there may be.
+        nested: A rank has stages equally far from either end of the chain.
         whole_groups: Microbatches move in groups, one for each rank: their number is a multiple of the ranks.
         keeps_all: A rank keeps the activations of all its microbatches.
         splits_backward: Backwards run in two parts, which not every module allows.
@@ -37,6 +38,7 @@ class ScheduleSpec:
     place: Callable[[int, int], Placement] | None = None
     stages_per_rank: tuple[int, ...] = (1,)
     most_per_rank: float = math.inf
+    nested: bool = False
     whole_groups: bool = False
     keeps_all: bool = False
     splits_backward: bool = False

@@ -1,0 +1,107 @@
+"""List scheduling: whenever a rank is free, it takes the most urgent work that is ready.
+
+For placements on which nobody knows a closed form: the order is found with times that only stand for their
+proportions, and is run with whatever the work really takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Program,
+)
+from lightning_diffpipe.planning.schedule import Placement
+
+Work = Forward | Backward | BackwardInput | BackwardWeight
+
+
+def list_schedule(
+    placement: Placement,
+    num_microbatches: int,
+    ticks: Callable[[type[Work], int], float],
+    urgency: Callable[[Work], tuple[int, ...]],
+    most_in_flight: Callable[[int], float],
+    splits_backward: bool = False,
+) -> tuple[Program, ...]:
+    """The programs of all ranks; microbatches pass every stage in order.
+
+    Args:
+        placement: Where the stages run, each on one rank.
+        num_microbatches: Of each backbone.
+        ticks: Time of a kind of work on a stage; only proportions matter.
+        urgency: The smallest is taken first.
+        most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
+        splits_backward: Backwards run in two parts.
+    """
+    return _ListScheduling(
+        placement, num_microbatches, ticks, urgency, most_in_flight, splits_backward
+    ).run()
+
+
+class _ListScheduling:
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        ticks: Callable[[type[Work], int], float],
+        urgency: Callable[[Work], tuple[int, ...]],
+        most_in_flight: Callable[[int], float],
+        splits_backward: bool,
+    ) -> None:
+        self.placement, self.num_microbatches = placement, num_microbatches
+        self.ticks, self.urgency, self.most_in_flight = ticks, urgency, most_in_flight
+        self.back: type[Work] = BackwardInput if splits_backward else Backward
+        self.last: type[Work] = BackwardWeight if splits_backward else Backward
+        self.kinds = dict.fromkeys((Forward, self.back, self.last))
+        stages = range(placement.num_stages)
+        self.done: dict[type[Work], list[int]] = {k: [0 for _ in stages] for k in self.kinds}
+        self.ended: dict[Work, float] = {}
+        self.now = 0.0
+
+    def run(self) -> tuple[Program, ...]:
+        ranks = range(self.placement.num_ranks)
+        stages = [self.placement.stages_of(rank) for rank in ranks]
+        free_at, programs = [0.0 for _ in ranks], [list[Work]() for _ in ranks]
+        events = [0.0]
+        while events:
+            self.now = heapq.heappop(events)
+            for rank in ranks:
+                if free_at[rank] > self.now:
+                    continue
+                ready = [work for stage in stages[rank] for work in self._ready(stage)]
+                if ready:
+                    work = min(ready, key=self.urgency)
+                    programs[rank].append(work)
+                    self.done[type(work)][work.stage] += 1
+                    free_at[rank] = self.now + self.ticks(type(work), work.stage)
+                    self.ended[work] = free_at[rank]
+                    heapq.heappush(events, free_at[rank])
+        return tuple(map(tuple, programs))
+
+    def _ready(self, stage: int) -> list[Work]:
+        """The oldest work of each kind that could begin."""
+        oldest = (kind(stage, self.done[kind][stage]) for kind in self.kinds)
+        return [w for w in oldest if w.microbatch < self.num_microbatches and self._is_ready(w)]
+
+    def _is_ready(self, work: Work) -> bool:
+        stage, microbatch = work.stage, work.microbatch
+        if isinstance(work, Forward):
+            before = self.placement.previous_stage(stage)
+            in_flight = self.done[Forward][stage] - self.done[self.last][stage]
+            if in_flight >= self.most_in_flight(stage):
+                return False
+            needs: Work | None = None if before is None else Forward(before, microbatch)
+        elif isinstance(work, BackwardWeight):
+            needs = BackwardInput(stage, microbatch)
+        else:
+            after = self.placement.next_stage(stage)
+            own = Forward(stage, microbatch)
+            needs = own if after is None else self.back(after, microbatch)
+        return needs is None or self.ended.get(needs, math.inf) <= self.now
