@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+# Where GPUs are hidden (`conftest.py`); a process that has looked for them cannot be forked.
+_FORKS = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 _SERVERS = {"1": forkserver.ForkServer(), "2": forkserver.ForkServer()}
 """By the hash seed of their forks. They start with the first test that needs them."""
 for _server in _SERVERS.values():

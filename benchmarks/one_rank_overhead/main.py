@@ -48,9 +48,15 @@ class Samples(Dataset):
 
 
 class StableDiffusion(L.LightningModule):
-    """A step as in every Stable Diffusion training script."""
+    """A step as in every Stable Diffusion training script.
 
-    def __init__(self, width: int) -> None:
+    Args:
+        width: Channels of the first level.
+        levels: Of the U-Net.
+        layers_per_block: Of the U-Net; the text encoder has twice as many.
+    """
+
+    def __init__(self, width: int, levels: int = 3, layers_per_block: int = 2) -> None:
         super().__init__()
         self.vae = AutoencoderKL(
             block_out_channels=(width // 2, width),
@@ -63,7 +69,7 @@ class StableDiffusion(L.LightningModule):
                 hidden_size=64,
                 intermediate_size=128,
                 num_attention_heads=4,
-                num_hidden_layers=4,
+                num_hidden_layers=2 * layers_per_block,
                 vocab_size=100,
                 max_position_embeddings=12,
             )
@@ -72,10 +78,10 @@ class StableDiffusion(L.LightningModule):
         self.text_encoder.requires_grad_(False).eval()
         self.unet = UNet2DConditionModel(
             sample_size=16,
-            block_out_channels=(width, 2 * width, 3 * width),
-            down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-            layers_per_block=2,
+            block_out_channels=tuple(width * (1 + level) for level in range(levels)),
+            down_block_types=(*("CrossAttnDownBlock2D",) * (levels - 1), "DownBlock2D"),
+            up_block_types=("UpBlock2D", *("CrossAttnUpBlock2D",) * (levels - 1)),
+            layers_per_block=layers_per_block,
             cross_attention_dim=64,
             attention_head_dim=8,
             norm_num_groups=8,
@@ -87,7 +93,7 @@ class StableDiffusion(L.LightningModule):
             latents = self.vae.encode(batch["image"]).latent_dist.sample()
             text = self.text_encoder(batch["ids"])[0]
         noise = torch.randn_like(latents)
-        t = torch.randint(0, 1000, (len(latents),))
+        t = torch.randint(0, 1000, (len(latents),), device=latents.device)
         noisy = self.noise.add_noise(latents, noise, t)
         loss = F.mse_loss(self.unet(noisy, t, text).sample, noise)
         self.log("loss", loss)
@@ -114,21 +120,25 @@ class Clock(L.Callback):
         ]
 
 
-def fit(module: L.LightningModule, data: DataLoader, strategy: Any) -> list[float]:
+def fit(module: L.LightningModule, data: DataLoader, strategy: Any, **options: Any) -> list[float]:
     """Fits for a few steps; returns seconds per step."""
     clock = Clock()
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=STEPS,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, data)
+    quiet_trainer(strategy, callbacks=[clock], **options).fit(module, data)
     return clock.step_s
+
+
+def quiet_trainer(strategy: Any, **options: Any) -> L.Trainer:
+    """A trainer of one device that prints and writes nothing, on a CPU unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": STEPS,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, **{**defaults, **options})
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:

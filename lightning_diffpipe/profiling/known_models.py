@@ -8,7 +8,8 @@ predict, compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -305,16 +306,24 @@ KNOWN_MODELS = {
 
 
 class KnownTraining(nn.Module):
-    """All parts of a known model on the meta device, and its training step."""
+    """All parts of a known model, and its training step.
 
-    def __init__(self, known: KnownModel, dtype: torch.dtype) -> None:
+    Args:
+        known: The model.
+        dtype: Of all weights.
+        device: Where they are: without memory by default, else with random values.
+    """
+
+    def __init__(
+        self, known: KnownModel, dtype: torch.dtype, device: torch.device | str = "meta"
+    ) -> None:
         import diffusers
         import transformers
 
         super().__init__()
-        self.known, self.dtype = known, dtype
+        self.known, self.dtype, self.device = known, dtype, torch.device(device)
         class_name, config = known.denoiser
-        with torch.device("meta"):
+        with self.device, _made_in(dtype if self.device.type != "meta" else torch.float32):
             self.vae = diffusers.AutoencoderKL(**known.vae)
             self.text_encoders = nn.ModuleList(
                 _text_encoder(transformers, kind, config) for kind, config, _ in known.text_encoders
@@ -348,20 +357,31 @@ class KnownTraining(nn.Module):
         return (prediction.float() - noise.float()).square().mean()
 
     def batch(self, num_samples: int, resolution: int) -> Batch:
-        """A batch without values."""
+        """A batch of random values, where the weights are."""
         picture = (num_samples, 3, resolution, resolution)
-        batch = {"image": torch.empty(picture, device="meta", dtype=self.dtype)}
+        batch = {"image": torch.randn(picture, device=self.device, dtype=self.dtype)}
         for index, (_, _, length) in enumerate(self.known.text_encoders):
             shape = (num_samples, length)
-            batch[f"tokens_{index}"] = torch.empty(shape, device="meta", dtype=torch.long)
+            batch[f"tokens_{index}"] = torch.randint(1, 1000, shape, device=self.device)
         if self.known.call is _call_sdxl:
-            batch["time_ids"] = torch.empty((num_samples, 6), device="meta", dtype=self.dtype)
+            batch["time_ids"] = torch.ones((num_samples, 6), device=self.device, dtype=self.dtype)
         if self.known.call is _call_pixart:
             shape = (num_samples, self.known.text_encoders[0][2])
-            batch["mask"] = torch.empty(shape, device="meta", dtype=torch.long)
+            batch["mask"] = torch.ones(shape, device=self.device, dtype=torch.long)
         if self.known.controlnet is not None:
-            batch["hint"] = torch.empty(picture, device="meta", dtype=self.dtype)
+            batch["hint"] = torch.randn(picture, device=self.device, dtype=self.dtype)
         return batch
+
+
+@contextlib.contextmanager
+def _made_in(dtype: torch.dtype) -> Iterator[None]:
+    """Lets weights be made in a type at once: converted later, they would need the memory of both."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _text_encoder(transformers: Any, kind: str, config: Config) -> nn.Module:

@@ -60,7 +60,7 @@ class Recorder(L.Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.hooks.append("before_optimizer_step")
         self.gradients.append(
-            {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            {n: p.grad.cpu().clone() for n, p in module.named_parameters() if p.grad is not None}
         )
         self.plan = getattr(trainer.strategy, "plan", None)
         self.basis = getattr(getattr(trainer.strategy, "pipeline", None), "basis", None)

@@ -79,7 +79,8 @@ class TinyDiffusion(L.LightningModule):
         with torch.no_grad():
             mean, log_variance = self.encoder(batch["image"]).chunk(2, -1)
             latent = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
-        noise, t = torch.randn_like(latent), torch.rand(len(latent), dtype=latent.dtype)
+        noise = torch.randn_like(latent)
+        t = torch.rand(len(latent), dtype=latent.dtype, device=latent.device)
         noisy = (1 - t)[:, None, None] * latent + t[:, None, None] * noise
         return F.mse_loss(self.denoise(noisy, t, batch["text"]), noise - latent)
 

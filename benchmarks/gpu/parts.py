@@ -1,0 +1,428 @@
+"""The parts of `main.py`, each run as `python -m benchmarks.gpu.parts NAME DEVICE ROWS`.
+
+A part writes rows, as JSON lines, as soon as it has them. On a CPU its models are tiny.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.gpu.models import sized
+from benchmarks.gpu.ranks import Run, train_together
+from benchmarks.one_rank_overhead.main import Samples, StableDiffusion, quiet_trainer
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.profiling.device_memory import give_back
+from lightning_diffpipe.profiling.known_models import KnownTraining
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.modelled import modelled_profile
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.request import Request
+
+Report = Callable[..., None]
+"""`report(**row)` writes a row."""
+
+SLIDES = {
+    "sd21": {8: 0.38, 16: 0.41, 32: 0.43, 64: 0.44},
+    "controlnet": {8: 0.76, 16: 0.81, 32: 0.86, 64: 0.89},
+}
+"""Frozen over trained time by number of samples, as the slides of DiffusionPipe have it."""
+
+
+class Place:
+    """Where a part computes, and how large its models are.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+        self.device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.clock = clock_for(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that tensors took since this was asked last; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
+        """The median of some runs, by the clock of the device, after one that does not count."""
+        times = []
+        for _ in range(repeats + 1):
+            start = self.clock.stamp()
+            run()
+            stop = self.clock.stamp()
+            self.clock.settle()
+            times.append(self.clock.seconds(start, stop))
+        return statistics.median(times[1:])
+
+    @property
+    def modelled_as(self) -> str | None:
+        """The name of this GPU among the devices on paper."""
+        name = torch.cuda.get_device_name(0).lower() if self.on_gpu else ""
+        known = ("h200", "h100", "a100", "a10g", "rtx 4090", "v100", "t4")
+        return next((each.replace(" ", "") for each in known if each in name), None)
+
+
+def environment(place: Place, report: Report) -> None:
+    """What the numbers depend on."""
+    names = ("lightning", "diffusers", "transformers", "lightning-diffpipe", "pytest")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    report(torch=torch.__version__, python=sys.version.split()[0], **versions)
+    if not torch.cuda.is_available():
+        report(gpu="no GPU")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    report(
+        gpu=properties.name,
+        memory_bytes=properties.total_memory,
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        count=torch.cuda.device_count(),
+    )
+
+
+def tests(place: Place, report: Report) -> None:
+    """The tests that need a GPU; without one they are skipped."""
+    import pytest
+
+    class Outcomes:
+        """Writes a row for every test."""
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                said = str(report.longrepr)[-800:] if report.failed else ""
+                write(test=report.nodeid, outcome=report.outcome, s=report.duration, said=said)
+
+    write = report
+    folders = ["tests"] if place.on_gpu else ["tests/test_gpu.py"]
+    options = ["-m", "gpu", "-q", "--timeout", "60", "-p", "no:xdist", "--no-header"]
+    code = pytest.main([*options, *folders], plugins=[Outcomes()])
+    report(exit_code=int(code))
+
+
+def gloo(place: Place, report: Report) -> None:
+    """Two ranks on one GPU, over gloo: what filling changes, and what events say."""
+    _two_ways(place, report, 2, "gloo")
+
+
+def nccl(place: Place, report: Report) -> None:
+    """The same over NCCL, where it allows two ranks on one GPU; else one rank."""
+    if not place.on_gpu:
+        _two_ways(place, report, 1, "gloo")
+        return
+    try:
+        _two_ways(place, report, 2, "nccl")
+    except RuntimeError as error:
+        report(two_ranks=str(error)[-500:])
+        _two_ways(place, report, 1, "nccl")
+
+
+def _two_ways(place: Place, report: Report, num_ranks: int, backend: str) -> None:
+    """Trains without filling and with it; losses and weights must be the same, bit for bit.
+
+    Once more with layers and links that are measured, which may be cut elsewhere.
+    """
+    common = {"num_stages": num_ranks, "num_microbatches": 4, "profile": "flops"}
+    runs = [Run(common | {"filling": filling}) for filling in ("none", "shares")]
+    if place.on_gpu:
+        runs.append(Run(common | {"profile": "measure"}))
+    found = train_together(num_ranks, backend, place.on_gpu, runs)
+    for run, ranks in zip(runs, found, strict=True):
+        for rank, outcome in enumerate(ranks):
+            row = {k: v for k, v in outcome.items() if k not in ("losses", "digest", "verified")}
+            report(backend=backend, num_ranks=num_ranks, rank=rank, **(run.options | row))
+    equal = all(
+        a["losses"] == b["losses"] and a["digest"] == b["digest"]
+        for a, b in zip(*found[:2], strict=True)
+    )
+    report(backend=backend, num_ranks=num_ranks, filling_changes_nothing=equal)
+    assert equal, "filled bubbles changed a loss or a weight"
+
+
+def parity(place: Place, report: Report) -> None:
+    """A pipeline of two stages beside one process, in three precisions."""
+    options = {"verify": True, "num_stages": 2, "num_microbatches": 4, "profile": "flops"}
+    precisions = ("32-true", "bf16-mixed", "bf16-true")
+    runs = [Run(options, precision, steps=1) for precision in precisions]
+    for run, ranks in zip(runs, train_together(2, "gloo", place.on_gpu, runs), strict=True):
+        for rank, outcome in enumerate(ranks):
+            report(precision=run.precision, rank=rank, **outcome["verified"])
+
+
+def overhead(place: Place, report: Report) -> None:
+    """One rank with the strategy beside plain Lightning; the host is waited for at the ends only."""
+    sizes = ((32, 3, 64, 4), (128, 3, 256, 8)) if place.on_gpu else ((16, 2, 16, 2),)
+    steps, rounds = (30, 3) if place.on_gpu else (3, 1)
+    for width, levels, pixels, batch_size in sizes:
+        torch.manual_seed(0)
+        module = StableDiffusion(width, levels)
+        data = DataLoader(Samples(batch_size * steps, pixels), batch_size)
+        times: dict[str, list[float]] = {"plain": [], "diffpipe": []}
+        for _ in range(rounds):
+            for name, found in times.items():
+                strategy: Any = "auto"
+                if name == "diffpipe":
+                    strategy = DiffPipeStrategy(
+                        num_stages=1, num_microbatches=1, profile="flops", filling="none"
+                    )
+                found.append(_step_s(module, data, strategy, steps, place))
+        plain_s, ours_s = (statistics.median(times[name]) for name in ("plain", "diffpipe"))
+        report(
+            parameters=sum(p.numel() for p in module.parameters()),
+            plain_s=plain_s,
+            diffpipe_s=ours_s,
+            ratio=ours_s / plain_s,
+        )
+
+
+def _step_s(module: Any, data: DataLoader, strategy: Any, steps: int, place: Place) -> float:
+    """Seconds of a step, over all but the first tenth of them."""
+    import lightning as L
+
+    first = max(steps // 10, 1)
+
+    class Ends(L.Callback):
+        """Looks at the clock twice."""
+
+        at_s: list[float] = []  # noqa: RUF012
+
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            if trainer.global_step in (first, steps):
+                place.clock.settle()
+                self.at_s.append(time.perf_counter())
+
+    ends = Ends()
+    ends.at_s = []
+    accelerator = "gpu" if place.on_gpu else "cpu"
+    quiet_trainer(strategy, accelerator=accelerator, max_steps=steps, callbacks=[ends]).fit(
+        module, data
+    )
+    return (ends.at_s[1] - ends.at_s[0]) / (steps - first)
+
+
+def frozen_share(place: Place, report: Report) -> None:
+    """How long frozen layers take beside trained ones, at the slides' batches."""
+    counts = (8, 16, 32, 64) if place.on_gpu else (1, 2)
+    for name in ("sd21", "controlnet"):
+        training = KnownTraining(sized(name, not place.on_gpu), place.dtype, place.device)
+        profile = _measured(training, place, counts, budget_s=15.0)
+        modelled = _modelled(name, place, counts)
+        for count in counts:
+            row = _shares(profile, count)
+            if row is not None:
+                beside = None if modelled is None else _shares(modelled, count)
+                share = beside and beside["frozen_share"]
+                report(
+                    model=name, samples=count, slides=SLIDES[name].get(count), modelled=share, **row
+                )
+        if name == "sd21":  # the same by hand, without a stamp at any layer
+            report(model=name, samples=counts[0], **_by_hand(training, place, counts[0]))
+        del training
+        give_back(place.device)
+
+
+def _by_hand(training: KnownTraining, place: Place, count: int) -> dict[str, float]:
+    """Seconds of the encoders alone, and of the whole step."""
+    batch = training.batch(count, training.known.resolution)
+
+    def encode() -> None:
+        with torch.no_grad():
+            training.vae.encode(batch["image"])
+            training.text_encoders[0](batch["tokens_0"])
+
+    def step() -> None:
+        training.training_step(batch).backward()
+
+    frozen_s, step_s = place.seconds(encode), place.seconds(step)
+    share = frozen_s / (step_s - frozen_s)
+    return {"by_hand_frozen_s": frozen_s, "by_hand_step_s": step_s, "by_hand_frozen_share": share}
+
+
+def _measured(
+    training: KnownTraining, place: Place, counts: tuple[int, ...], budget_s: float
+) -> ModelProfile:
+    """Times the layers of a model at some numbers of samples."""
+    resolution = training.known.resolution
+    step = lambda module, batch: module.training_step(batch)
+    graph = probe(training, step, training.batch(2, resolution))
+    batch = training.batch(max(max(counts), 2), resolution)
+    return measure_profile(
+        Subject(
+            training,
+            step,
+            batch,
+            graph,
+            device=place.device,
+            sample_counts=counts,
+            repeats=5 if place.on_gpu else 1,
+            budget_s=budget_s,
+            looks_at_results=False,
+        )
+    )
+
+
+def _modelled(name: str, place: Place, counts: tuple[int, ...]) -> ModelProfile | None:
+    """What was modelled for this GPU; None where it is not known."""
+    if place.modelled_as is None:
+        return None
+    dtype = str(place.dtype).removeprefix("torch.")
+    return modelled_profile(
+        name, dtype=dtype, device_model=place.modelled_as, sample_counts=counts, cache=False
+    )
+
+
+def _shares(profile: ModelProfile, count: int) -> dict[str, Any] | None:
+    """Seconds of encoders and of the trained path, and their ratio; None if the count was not timed."""
+    path = [layer for backbone in profile.backbones for layer in backbone.layers]
+    if count not in [n for n, _ in path[0].forward_s.points]:
+        return None
+    encoders = {
+        encoder.name: sum(layer.forward_s.at(count) for layer in encoder.layers)
+        for encoder in profile.encoders
+    }
+    forward_s = sum(layer.forward_s.at(count) for layer in path)
+    backward_s = sum(layer.backward_s.at(count) for layer in path)
+    share = sum(encoders.values()) / (forward_s + backward_s)
+    times = {"forward_s": forward_s, "backward_s": backward_s, "encoders_s": encoders}
+    return {"frozen_share": share, **times}
+
+
+def layer_profile(name: str, place: Place, report: Report) -> None:
+    """The layers of a model at its real size, beside what is modelled for this GPU.
+
+    One that does not fit with its gradients is timed layer by layer.
+    """
+    counts = (1, 2)
+    training = KnownTraining(sized(name, not place.on_gpu), place.dtype, place.device)
+    weights = sum(p.numel() * p.element_size() for p in training.parameters())
+    report(model=name, weight_bytes=weights, built_peak_bytes=place.peak_bytes())
+    profile = _measured(training, place, counts, budget_s=15.0)
+    modelled = _modelled(name, place, counts)
+    for count in counts:
+        row = _shares(profile, count)
+        if row is not None:
+            beside = None if modelled is None else _shares(modelled, count)
+            report(model=name, samples=count, **row, modelled=beside)
+    report(model=name, peak_bytes=place.peak_bytes())
+    for backbone in profile.backbones:
+        layers = [
+            [x.name, *(round(1e6 * s.at(1)) for s in (x.forward_s, x.backward_s))]
+            for x in backbone.layers
+        ]
+        report(model=name, forward_and_backward_us=layers)
+
+
+@torch.inference_mode()
+def patches(place: Place, report: Report) -> None:
+    """What a step in patches costs one process, beside a plain one, at two resolutions."""
+    resolutions = (1024, 2048) if place.on_gpu else (64, 128)
+    for name in ("pixart", "sd3"):
+        known = sized(name, not place.on_gpu)
+        kind, config = known.denoiser
+        torch.manual_seed(0)
+        with place.device:
+            import diffusers
+
+            model = getattr(diffusers, kind)(**config).to(place.dtype).eval().requires_grad_(False)
+        for resolution in resolutions:
+            request = _request(known, model, place, resolution)
+            plain_s = _sampling_s(place, PipeFusion(model, num_patches=1), request)
+            place.peak_bytes()
+            for num_patches in (2, 4, 8) if place.on_gpu else (2, 4):
+                sampler = PipeFusion(model, num_patches=num_patches)
+                patched_s = _sampling_s(place, sampler, request)
+                report(
+                    model=name,
+                    resolution=resolution,
+                    num_patches=num_patches,
+                    plain_s=plain_s,
+                    patched_s=patched_s,
+                    ratio=patched_s / plain_s,
+                    peak_bytes=place.peak_bytes(),
+                )
+                give_back(place.device)
+
+
+def _request(known: Any, model: nn.Module, place: Place, resolution: int) -> Request:
+    """A square picture without guidance, given random texts."""
+    config: Mapping[str, Any] = known.denoiser[1]
+    width = config.get("joint_attention_dim") or config["caption_channels"]
+    normal = partial(torch.randn, device=place.device, dtype=place.dtype)
+    clip, t5 = normal(1, 77, 16), normal(1, 120, width)
+    pooled = normal(1, config.get("pooled_projection_dim", 16) // 2)
+    text = [SimpleNamespace(hidden_states=[clip, clip], text_embeds=pooled) for _ in range(2)]
+    text = [*text, SimpleNamespace(last_hidden_state=t5)]
+    batch = {"mask": torch.ones(1, 120, device=place.device, dtype=torch.long)}
+    encoded = text if len(known.text_encoders) > 1 else text[2:]
+    module = SimpleNamespace(denoiser=model)
+
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        steps = t.expand(1).to(place.device)
+        return known.call(module, x.to(place.dtype), steps, encoded, batch)
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(6, device=place.device)
+    latents = normal(1, config["in_channels"], resolution // 8, resolution // 8)
+    return Request(model, denoise, scheduler, scheduler.timesteps, latents, scale_input=False)
+
+
+def _sampling_s(place: Place, sampler: PipeFusion, request: Request) -> float:
+    """Seconds of a step behind the warm-up, in the second of two requests."""
+    for _ in range(2):
+        result = sampler.sample(request)
+    assert torch.isfinite(result).all(), "the result is not finite"
+    return statistics.median(sampler.statistics.step_s[2:])
+
+
+ALL: dict[str, Callable[[Place, Report], None]] = {
+    part.__name__: part
+    for part in (environment, tests, gloo, nccl, parity, overhead, frozen_share, patches)
+} | {name: partial(layer_profile, name) for name in ("sdxl", "sd3", "flux")}
+"""By name."""
+
+
+def main(name: str, device: str, rows: str) -> None:
+    """Runs one part."""
+    warnings.filterwarnings("ignore")
+    for logger in ("lightning.pytorch", "lightning.fabric", "transformers"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    with Path(rows).open("a") as file:
+
+        def report(**row: Any) -> None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+        ALL[name](Place(device), report)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,238 @@
+"""What only a GPU can show: `pytest -m gpu`. One is enough; two ranks share it, over gloo."""
+
+import math
+import os
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_diffpipe import Predictor
+from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.runtime.streams import SideStreams
+from lightning_diffpipe.sampling.partial_attention import attention_part, merged
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+    weights_of,
+)
+from tests.predictor.tiny_pipelines import stable_diffusion
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+DEVICE = torch.device("cuda", 0)
+TRAINER = {"accelerator": "gpu", "max_steps": 3, "max_epochs": -1}
+
+
+def settings(trainer=None, **strategy):
+    return Settings(
+        trainer={**TRAINER, **(trainer or {})}, data={"batch_size": 4}, strategy=strategy
+    )
+
+
+def fit_here(rank, chosen, num_ranks):
+    """Each rank takes the GPU as the only one of a host of its own."""
+    os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")
+    chosen.trainer["num_nodes"] = num_ranks
+    return fit(rank, chosen, 1)
+
+
+def fit_together(num_ranks, chosen):
+    chosen.strategy["process_group_backend"] = "gloo"
+    return run_ranks(fit_here, num_ranks, chosen, num_ranks)
+
+
+def test_one_rank_over_nccl_equals_one_process():
+    expected = reference(settings(), 2)
+    got = fit(0, settings(num_stages=1, num_microbatches=2), 1)
+    assert_equal_runs([got], expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"num_stages": 2},
+        {"num_stages": 4, "schedule": "interleaved"},
+        {"num_stages": 2, "schedule": "zero_bubble"},
+        {"num_stages": 1, "num_replicas": 2},  # sums of gradients, in a thread that waits
+    ],
+)
+def test_two_ranks_on_one_gpu_equal_one_process(strategy):
+    expected = reference(settings(), 2)
+    outcomes = fit_together(2, settings(num_microbatches=2, **strategy))
+    assert_equal_runs(outcomes, expected, 1e-10)
+
+
+def test_filled_bubbles_change_no_bit():
+    """Frozen layers run in a thread that follows the stream."""
+    found = []
+    for filling in ("none", "shares"):
+        chosen = settings(num_stages=2, num_microbatches=2, filling=filling)
+        chosen.module = {"dropout": 0.2}
+        found.append(fit_together(2, chosen))
+    for without, filled in zip(*found, strict=True):
+        assert filled.losses == without.losses
+        assert all(torch.equal(filled.weights[n], value) for n, value in without.weights.items())
+
+
+def test_layers_are_timed_by_events():
+    chosen = settings({"max_steps": 1}, num_stages=2, num_microbatches=2, profile="measure")
+    outcome = fit_together(2, chosen)[0]
+    layers = outcome.basis.profile.backbones[0].layers
+    assert all(layer.forward_s.at(2) > 0 for layer in layers)
+    assert sum(layer.backward_s.at(2) for layer in layers) > 0
+
+
+def test_random_numbers_of_the_device_do_not_depend_on_the_stages():
+    found = []
+    for num_ranks in (1, 2):
+        chosen = settings(num_stages=num_ranks, num_microbatches=2)
+        chosen.module = {"dropout": 0.3}
+        found.append(fit_together(num_ranks, chosen)[0].losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_generators_of_the_device_are_put_back():
+    torch.cuda.init()
+    before = torch.cuda.get_rng_state(DEVICE)
+    with rng.preserved(host=False):
+        rng.seed_all(5, host=False)
+        first = torch.rand(3, device=DEVICE)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
+    with rng.preserved(host=False):
+        rng.seed_all(5, host=False)
+        assert torch.equal(torch.rand(3, device=DEVICE), first)
+
+
+def test_half_precision_is_near_single():
+    losses = {}
+    for precision in ("32-true", "bf16-mixed"):
+        chosen = settings({"precision": precision}, num_stages=2, num_microbatches=2)
+        chosen.strategy["verify"] = True
+        outcomes = run_ranks(fit_single, 2, chosen)
+        losses[precision] = outcomes[0]
+    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.05)
+
+
+def fit_single(rank, chosen):
+    os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")
+    chosen.strategy["process_group_backend"] = "gloo"
+    torch.manual_seed(3)
+    module = chosen.module_class()
+    losses = []
+    options = {**chosen.trainer, "num_nodes": 2, "devices": 1}
+    trainer = quiet_trainer(strategy=quick_strategy(**chosen.strategy), **options)
+    module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
+    trainer.fit(module, datamodule=chosen.data_class(batch_size=4, dtype=torch.float32))
+    return losses
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    chosen = settings()
+    chosen.data["size"] = 8  # two batches in an epoch
+
+    def trained(steps, ckpt_path=None, callbacks=()):
+        module = build(chosen)
+        strategy = quick_strategy(num_stages=1, num_microbatches=2)
+        options = {**TRAINER, "max_steps": steps, "callbacks": [*callbacks]}
+        options["enable_checkpointing"] = bool(callbacks)
+        trainer = quiet_trainer(devices=1, strategy=strategy, **options)
+        trainer.fit(module, datamodule=chosen.data_class(**chosen.data), ckpt_path=ckpt_path)
+        return weights_of(module)
+
+    saves = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, save_top_k=-1)
+    whole = trained(4, callbacks=[saves])
+    (path,) = tmp_path.glob("*step=2.ckpt")
+    read = torch.load(path, weights_only=False)
+    assert all(value.device.type == "cpu" for value in read["state_dict"].values())
+    resumed = trained(4, ckpt_path=str(path))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_memory_is_what_was_planned():
+    """Weights, gradients, Adam's moments and activations; the rest is held back, see `memory_bytes`."""
+    torch.cuda.empty_cache()
+    chosen = settings(num_stages=1, num_microbatches=2, profile="measure")
+    chosen.module = {"num_blocks": 12}
+    before = torch.cuda.memory_allocated(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    outcome = fit(0, chosen, 1)
+    peak = torch.cuda.max_memory_allocated(DEVICE) - before
+    (planned,) = outcome.plan.planned.peak_memory_bytes
+    assert 0.5 * planned < peak + 2**20
+    assert peak < 1.5 * planned + 2**23
+
+
+def test_a_predictor_draws_what_diffusers_draws(tmp_path):
+    torch.manual_seed(0)
+    stable_diffusion(tmp_path).save_pretrained(tmp_path / "model")
+    options = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 32, "width": 32}
+    from diffusers import StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "model", safety_checker=None)
+    pipe.to(DEVICE).set_progress_bar_config(disable=True)
+    draw = torch.Generator().manual_seed(3)
+    expected = pipe(["ab"], generator=draw, output_type="pil", **options).images[0]
+    predictor = Predictor.from_pretrained(tmp_path / "model", method="single", device=DEVICE)
+    (got,) = predictor(["ab"], seed=3, **options)
+    pairs = zip(got.tobytes(), expected.tobytes(), strict=True)
+    assert max(abs(a - b) for a, b in pairs) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [40, 64, 36])
+def test_kernels_of_attention_give_their_normaliser(width, dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, width, device=DEVICE).to(dtype) for n in (96, 160, 160))
+    total = None
+    for rows in (slice(0, 70), slice(70, 160)):
+        part = attention_part(q, k[:, :, rows], v[:, :, rows], None, width**-0.5)
+        total = merged(total, part)
+    wide = [x.double() for x in (q, k, v)]
+    scores = wide[0] @ wide[1].transpose(-2, -1) * width**-0.5
+    expected = scaled_dot_product_attention(*wide)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    assert (total[0].double() - expected).abs().max() < tolerance
+    norms = scores.logsumexp(-1, keepdim=True)
+    assert (total[1].double() - norms).abs().max() < tolerance
+
+
+def test_events_are_past_when_the_device_has_come_by():
+    clock = clock_for(DEVICE)
+    torch.zeros(1, device=DEVICE)
+    clock.settle()
+    start = clock.stamp()
+    torch.cuda._sleep(200_000_000)  # some 0.1 s
+    stop = clock.stamp()
+    assert not clock.is_past(stop)
+    clock.wait_for(stop)
+    assert clock.is_past(stop)
+    assert 0.02 < clock.seconds(start, stop) < 5
+
+
+def test_what_begins_beside_waits_for_its_memory_only():
+    streams, first = SideStreams(), torch.zeros(4, device=DEVICE)
+    torch.cuda.synchronize()
+    buffer = torch.empty(4, device=DEVICE)
+    memory = streams.memory_of(buffer)
+    torch.cuda._sleep(400_000_000)
+    behind = torch.cuda.Event()
+    behind.record()
+    with streams.beside(1, buffer, memory):
+        buffer.copy_(first + 1)
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    assert not behind.query()
+    behind.synchronize()
+    assert math.isclose(float(buffer.sum()), 4.0)
