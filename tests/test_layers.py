@@ -24,6 +24,7 @@ ALLOWED = {
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
     "runtime": {"clock", "files", "graph", "planning", "errors"},
     "sampling": {"runtime", "graph", "planning", "clock", "errors"},
+    "pipelines": {"errors"},
 }
 TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "plan_source", "pipeline_options",
        "assembly", "pipeline", "loader", "refusals", "example_batch", "early_answers", "verification", "step_watch",
@@ -42,6 +43,7 @@ THIRD_PARTY = {
     "profiling": {"torch", "numpy", "diffusers", "transformers", "rich"},
     "runtime": {"torch", "numpy"},
     "sampling": {"torch", "numpy", "diffusers", "safetensors"},
+    "pipelines": {"torch", "transformers"},
 }
 REASONS = {
     "planning": "planning is pure, so that it can be tested without a GPU; move the measurement to profiling/",

@@ -4,6 +4,7 @@ from lightning_diffpipe.modules.autoencoder import AutoencoderTraining
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 from lightning_diffpipe.modules.text_alignment import TextAlignment
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "ControlNetDiffusion",
     "LatentDiffusion",
     "Optimization",
+    "PipelineDiffusion",
     "TextAlignment",
 ]

@@ -18,8 +18,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -37,7 +39,8 @@ from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import Outline, PartsModule
+from lightning_diffpipe.modules.parts import Outline, PartsModule, read_index
+from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
@@ -108,6 +111,32 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, call: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Self:
+        """Reads a diffusers folder or hub id.
+
+        Folders of other pipelines than Stable Diffusion 1 and 2 and PixArt become a `PipelineDiffusion`, which
+        trains them by their own call.
+
+        Args:
+            path: Folder with `model_index.json`, or a hub id.
+            call: Further arguments of the call of such a pipeline.
+            kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
+
+        Raises:
+            ConfigurationError: There is no such folder, or nothing here can train it.
+        """
+        if cls is LatentDiffusion and _is_other_pipeline(read_index(str(path))):
+            return PipelineDiffusion.from_pretrained(path, call=call, **kwargs)  # type: ignore[return-value]
+        if call:
+            raise ConfigurationError(
+                f"call={dict(call)} is for pipelines that are trained by their own call; {path} is trained by "
+                f"{cls.__name__}'s step: leave it out, or use PipelineDiffusion.from_pretrained"
+            )
+        return super().from_pretrained(path, **kwargs)
 
     @classmethod
     def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
@@ -394,6 +423,18 @@ def pictures(images: Tensor) -> list[Image.Image]:
 def _step_arguments(scheduler: SchedulerMixin, generator: torch.Generator | None) -> dict[str, Any]:
     stochastic = "generator" in inspect.signature(scheduler.step).parameters
     return {"generator": generator} if stochastic else {}
+
+
+def _is_other_pipeline(index: Mapping[str, Any]) -> bool:
+    """Whether an index names a pipeline of diffusers with other parts than `LatentDiffusion` has."""
+    present = {
+        name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[0]
+    }
+    known = [
+        present.get(name) in [cls.__name__ for cls in kinds] for name, kinds in _DENOISERS.items()
+    ]
+    plain = any(known) and "text_encoder" in present and "text_encoder_2" not in present
+    return hasattr(diffusers, str(index.get("_class_name"))) and not plain
 
 
 def _check_denoiser(

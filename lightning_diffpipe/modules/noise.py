@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
+from diffusers import DDPMScheduler, SchedulerMixin
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -108,19 +108,19 @@ def noise_schedule_of(scheduler: SchedulerMixin) -> NoiseSchedule:
     """Chooses the noise schedule a diffusers scheduler samples.
 
     Args:
-        scheduler: `FlowMatchEulerDiscreteScheduler`, or any scheduler with DDPM's betas.
+        scheduler: One of flow matching, by its name or by its `prediction_type`, or one with DDPM's betas.
 
     Raises:
         ConfigurationError: The scheduler predicts something else.
     """
     config = scheduler.config
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        return FlowMatching(config.num_train_timesteps)
     prediction = config.get("prediction_type", "epsilon")
+    if type(scheduler).__name__.startswith("FlowMatch") or prediction == "flow_prediction":
+        return FlowMatching(config.num_train_timesteps)
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
-            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use "
-            "FlowMatchEulerDiscreteScheduler, or a DDPM-like one with epsilon or v_prediction"
+            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "
+            "of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction"
         )
     table = DDPMScheduler.from_config(config).alphas_cumprod
     return Diffusion(table, predicts_v=prediction == "v_prediction")

@@ -102,7 +102,12 @@ def outline_of_part(path: str, name: str, library: str, class_name: str) -> Outl
     return Outline(cls, cls.load_config(path, subfolder=name) if has_config else {})
 
 
-def _read_index(path: str) -> dict[str, Any]:
+def read_index(path: str) -> dict[str, Any]:
+    """Reads the `model_index.json` of a folder or hub id.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
     try:
         return diffusers.DiffusionPipeline.load_config(path)
     except OSError as error:
@@ -239,7 +244,7 @@ class PartsModule(L.LightningModule):
             ConfigurationError: There is no such folder, or its index asks for a part of an
                 unsupported library.
         """
-        index = _read_index(str(path))
+        index = read_index(str(path))
         stored = {
             name: (_folder_of_part(str(path), index, name), name, *index[name])
             for name in cls.part_names
@@ -255,6 +260,13 @@ class PartsModule(L.LightningModule):
         module = cls(**parts, **kwargs)
         module.pipeline_index = _without_foreign_parts(index, cls.part_names)
         return module
+
+    @classmethod
+    def _assembled(
+        cls, parts: Mapping[str, Any], index: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> Self:
+        """For subclasses: the module of these parts, before its weights are loaded."""
+        return cls(**{**parts, **arguments})
 
     @classmethod
     def _check_parts(cls, given: dict[str, Any], origin: str) -> None:
@@ -339,8 +351,9 @@ class PartsModule(L.LightningModule):
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
-        module = cls(**{**parts, **checkpoint.get("hyper_parameters", {}), **kwargs})
-        module.pipeline_index = checkpoint.get(_INDEX_KEY, {})
+        index = checkpoint.get(_INDEX_KEY, {})
+        module = cls._assembled(parts, index, {**checkpoint.get("hyper_parameters", {}), **kwargs})
+        module.pipeline_index = index
         replaced = tuple(f"{name}." for name in cls.part_names if name in kwargs)
         weights = checkpoint_weights(checkpoint, ema)
         for name in parts:

@@ -1,0 +1,260 @@
+"""Any diffusers pipeline in training, without a class for its model.
+
+    pictures -> vae.encode -> latents, normalised by what the pipeline's own tail undoes
+    latents + noise -> the pipeline's own call with one step (pipelines/one_step.py) -> prediction -> loss
+
+Which conditions the denoiser gets, and in what layout, is up to the pipeline; what it shall predict, to its
+scheduler.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import diffusers
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules.noise import noise_schedule_of
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.parts import PartsModule, read_index
+from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+
+
+class PipelineDiffusion(PartsModule):
+    """A diffusers pipeline in training: its denoiser learns, everything else is frozen.
+
+    `from_checkpoint` takes `pipeline_class=` where the pipeline is one of your own.
+
+    A batch has `image`, `(B, 3, H, W)` in [-1, 1], or `video`, `(B, 3, F, H, W)`; and `caption`, B strings, or
+    `class_labels`, B numbers, as the pipeline asks for.
+
+    Args:
+        pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
+            prompts or classes alone.
+        caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
+            them themselves.
+        train_text_encoder: Train the text encoders along.
+        optimization: Optimizer and learning rate.
+        call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
+            for models that are told it.
+
+    Attributes:
+        step: The call of the pipeline that training runs.
+
+    Raises:
+        ConfigurationError: The pipeline cannot be trained by its own call; says why.
+
+    Example:
+        >>> module = PipelineDiffusion.from_pretrained("path/to/FLUX.1-dev")    # doctest: +SKIP
+        >>> Trainer(devices=8, strategy="diffpipe").fit(module, data)           # doctest: +SKIP
+        >>> module.save_pretrained("trained")                                   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        caption_dropout: float = 0.1,
+        train_text_encoder: bool = False,
+        optimization: Optimization | None = None,
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        call = dict(call or {})
+        self.save_hyperparameters("caption_dropout", "train_text_encoder", "call")
+        self.step = OneStep(pipeline, call)
+        self.pipeline = pipeline
+        components = {n: p for n, p in pipeline.components.items() if p is not None}
+        self.part_names = tuple(components)
+        for name, part in components.items():
+            setattr(self, name, part)
+        self.pipeline_index = _index_of(pipeline)
+        self.noise_schedule = noise_schedule_of(pipeline.scheduler)
+        self.optimization = optimization or Optimization()
+        self.sampling: dict[str, Any] = {}
+        self._tail: Tail | None = None
+        trained = [n for n in components if train_text_encoder and n.startswith("text_encoder")]
+        self.frozen_parts = tuple(
+            name
+            for name, part in components.items()
+            if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
+        )
+        self.freeze_parts()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
+        """Reads a diffusers folder or hub id, all weights in fp32.
+
+        Args:
+            path: Folder with `model_index.json`, or a hub id.
+            kwargs: Further arguments of `__init__`.
+
+        Raises:
+            ConfigurationError: There is no such folder, or its pipeline cannot be trained by its own call.
+        """
+        index = read_index(str(path))
+        condition_of(_pipeline_class(index, str(path)))
+        pipeline = DiffusionPipeline.from_pretrained(str(path), dtype=torch.float32)
+        return cls(pipeline, **kwargs)
+
+    @classmethod
+    def _assembled(
+        cls, parts: Mapping[str, Any], index: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> Self:
+        arguments = dict(arguments)
+        known = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
+        expected = inspect.signature(known.__init__).parameters
+        own = {name: index[name] for name in expected if name in index}
+        absent = {name: None for name in expected if index.get(name) == [None, None]}
+        return cls(known(**{**own, **absent, **parts}), **arguments)
+
+    @property
+    def denoiser(self) -> nn.Module:
+        """The part that is trained."""
+        return getattr(self, self.step.denoiser)
+
+    @property
+    def tail(self) -> Tail:
+        """What the pipeline does to latents before it decodes them; found at first use."""
+        if self._tail is None:
+            self._tail = self.step.find_tail(self.parts)
+        return self._tail
+
+    def setup(self, stage: str) -> None:
+        """Looks at the pipeline before training does."""
+        self._tail = self.tail
+
+    def encode(self, pixels: Tensor, sample: bool = True) -> Tensor:
+        """Encodes pictures or videos as the pipeline's latents, fp32 and of about unit variance.
+
+        Args:
+            pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
+            sample: Draw from the posterior where there is one, rather than take its mode.
+        """
+        if self.step.decoder is None:
+            return pixels.float()
+        tail, vae = self.tail, getattr(self, self.step.decoder)
+        if len(tail.axes) == pixels.ndim + 1:
+            pixels = pixels.unsqueeze(2)  # a picture is a video of one frame
+        encoded = vae.encode(pixels.to(vae.dtype))
+        posterior = getattr(encoded, "latent_dist", None)
+        if posterior is not None:
+            return tail.undone(posterior.sample() if sample else posterior.mode())
+        return tail.undone(encoded.latents if hasattr(encoded, "latents") else encoded[0])
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        """Returns the loss of one batch."""
+        pixels, conditions = self._read(batch)
+        if self.step.condition == "prompt":
+            dropped = self.hparams.caption_dropout
+            conditions = ["" if random.random() < dropped else c for c in conditions]
+        loss = self._loss(pixels, self.encode(pixels), conditions)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(pixels))
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Logs the loss with the same noise in every validation, so that losses compare."""
+        pixels, conditions = self._read(batch)
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        loss = self._loss(pixels, self.encode(pixels, sample=False), conditions, generator)
+        self.log("val/loss", loss, prog_bar=True, batch_size=len(pixels), sync_dist=True)
+
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Tensor, Sequence[Any]]:
+        pixels = batch["video"] if "video" in batch else batch["image"]
+        wanted = {"prompt": "caption", "class_labels": "class_labels", None: None}[
+            self.step.condition
+        ]
+        if wanted is None:
+            return pixels, []
+        if wanted not in batch:
+            raise ConfigurationError(
+                f"{self.step.name} learns from {wanted}s; the batch has {', '.join(map(str, batch))}"
+            )
+        return pixels, batch[wanted]
+
+    def _loss(
+        self,
+        pixels: Tensor,
+        latents: Tensor,
+        conditions: Sequence[Any],
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        corrupted = self.noise_schedule.corrupt(latents, generator)
+        size = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
+        if pixels.ndim == 5:
+            size["num_frames"] = pixels.shape[2]
+        prediction = self.step.predict(
+            corrupted.noisy, corrupted.timesteps, conditions, size, self.tail, self.parts
+        )
+        return F.mse_loss(prediction, corrupted.target)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with the schedule of `optimization`."""
+        return self.optimization.configure(self)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Any],
+        num_inference_steps: int = 25,
+        guidance_scale: float | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Draws one picture or video per prompt with the pipeline's own call, in this process.
+
+        Args:
+            prompts: Prompts or class numbers.
+            num_inference_steps: Denoising steps.
+            guidance_scale: Strength of guidance; the pipeline's own if not given.
+            generator: Of the start noise.
+            options: Further arguments of the pipeline's call.
+
+        Returns:
+            `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
+        """
+        guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
+        arguments = {
+            **guidance,
+            **self.hparams.call,
+            **options,
+            "num_inference_steps": num_inference_steps,
+        }
+        if self.step.condition is not None:
+            arguments[self.step.condition] = list(prompts)
+        was_training = self.training
+        self.eval()
+        progress = getattr(self.pipeline, "_progress_bar_config", {})
+        self.pipeline.set_progress_bar_config(disable=True)
+        try:
+            drawn = self.pipeline(**arguments, generator=generator, output_type="pt")[0]
+        finally:
+            self.pipeline.set_progress_bar_config(**progress)
+            self.train(was_training)
+        return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
+
+
+def _index_of(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """What a `model_index.json` says of a pipeline beside its parts."""
+    config = {n: v for n, v in pipeline.config.items() if not n.startswith("_")}
+    absent = {n: [None, None] for n, part in pipeline.components.items() if part is None}
+    plain = {n: v for n, v in config.items() if n not in pipeline.components}
+    return {"_class_name": type(pipeline).__name__, **plain, **absent}
+
+
+def _pipeline_class(index: Mapping[str, Any], origin: str) -> type:
+    name = index.get("_class_name")
+    known = getattr(diffusers, str(name), None)
+    if known is None:
+        raise ConfigurationError(
+            f"{origin} names the pipeline {name!r}, which diffusers {diffusers.__version__} does not have; give a "
+            "pipeline of your own to PipelineDiffusion(pipeline), or pipeline_class to from_checkpoint"
+        )
+    return known

@@ -1,0 +1,4 @@
+"""Any diffusers pipeline, understood from its own `__call__` instead of from a class per model.
+
+`one_step.py` runs it for training. `stand_ins.py` has what takes the place of its parts meanwhile.
+"""

@@ -1,0 +1,476 @@
+"""One step of a diffusers pipeline's own `__call__`: how its denoiser is fed in training.
+
+A pipeline knows how prompts become conditions, how latents are packed, what the denoiser is told of sizes,
+guidance and time, and how its prediction is unpacked. All of that is in `__call__`:
+
+    head   prompts -> tokenizers -> text encoders -> conditions;  noise -> latents, packed or not
+    loop   denoiser(latents, timestep, conditions) -> prediction -> scheduler.step
+    tail   latents -> unpacked -> vae.decode -> pictures
+
+For training it is run with three things replaced, in a shallow copy of the pipeline:
+
+    noise       the methods that draw it are given our noisy latents instead
+    scheduler   has one step, with a timestep of ours for each sample
+    tokenizers  pad to a fixed length, so that every microbatch has the same shapes
+
+What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
+Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
+decoder. Text encoders and denoiser run inside the call as they are, so a strategy finds their layers there.
+
+Runs with constant latents tell what the tail does to latents before they are decoded: an order of axes, a factor
+and an offset for each channel. The inverse normalises what the encoder gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipelines.stand_ins import (
+    Captured,
+    NoDecoder,
+    NoDenoiser,
+    OneTimestep,
+    PaddingTokenizer,
+    ReplayedEncoder,
+)
+
+DENOISERS = ("transformer", "unet", "prior")
+"""Names under which pipelines register what is trained."""
+
+_FIXED = {"guidance_scale": 1.0, "use_resolution_binning": False}
+"""Arguments that mean one row for each sample, and the size that is asked for."""
+
+_PICTURES = ("image", "images", "video", "control_image", "mask_image")
+"""Arguments of pipelines that go on from a picture, also where none is their default."""
+
+_NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
+"""By the argument with a row for each sample: a value that any model takes."""
+
+# Class numbers are given as a tensor, since a list of them would be read from the device.
+warnings.filterwarnings(
+    "ignore", "To copy construct from a tensor", module="diffusers|lightning_diffpipe"
+)
+
+Draw = Callable[[Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a pipeline does to latents before they are decoded.
+
+    Attributes:
+        scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
+        shift: See `scale`.
+        axes: For every axis of what is decoded, that of the latents; None where one was inserted.
+        num_axes: Axes of the latents, that of the samples included.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    axes: tuple[int | None, ...]
+    num_axes: int
+
+    def undone(self, decoded: Tensor) -> Tensor:
+        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
+        values = (decoded.float() - self.shift.to(decoded.device)) / self.scale.to(decoded.device)
+        there = [axis for axis in self.axes if axis is not None]
+        values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
+        values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
+        for axis in range(self.num_axes):
+            values = values if axis in there else values.unsqueeze(axis)
+        return values
+
+
+class OneStep:
+    """The call of a pipeline with one step, as a function of noisy latents, timesteps and prompts.
+
+    Args:
+        pipeline: A diffusers pipeline, or one of your own derived from `DiffusionPipeline`.
+        arguments: Further arguments of its `__call__`, such as `max_sequence_length`, or the `guidance_scale` that
+            a model is told (1 otherwise).
+
+    Attributes:
+        name: Of the pipeline's class.
+        denoiser: Name of the part that is trained.
+        decoder: Name of the part that decodes latents; None where pictures themselves are denoised.
+        condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
+
+    Raises:
+        ConfigurationError: The pipeline needs more than prompts or classes, has two denoisers, or takes no such
+            argument.
+    """
+
+    def __init__(self, pipeline: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        self._pipeline = pipeline
+        self._call = inspect.unwrap(type(pipeline).__call__)
+        self._parameters = inspect.signature(self._call).parameters
+        self.name = type(pipeline).__name__
+        components = pipeline.components
+        self.denoiser = self._only_denoiser(components)
+        self.decoder = next(
+            (n for n, p in components.items() if isinstance(p, nn.Module) and hasattr(p, "decode")),
+            None,
+        )
+        self.condition = condition_of(type(pipeline))
+        given = dict(arguments or {})
+        if unknown := [name for name in given if name not in self._parameters]:
+            raise ConfigurationError(
+                f"{self.name} takes no {unknown[0]!r}; it takes {', '.join(list(self._parameters)[1:])}"
+            )
+        fixed = {name: value for name, value in _FIXED.items() if name in self._parameters}
+        self._arguments = fixed | given | {"num_inference_steps": 1}
+        self._drawing = _methods_that_draw(type(pipeline))
+
+    def predict(
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        tail: Tail,
+        parts: Mapping[str, Any],
+    ) -> Tensor:
+        """What the denoiser predicts, as the scheduler understands it, in the layout of the latents.
+
+        Args:
+            noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
+            timesteps: In the scheduler's terms, `(B,)`.
+            conditions: Prompts or class numbers, one for each sample.
+            pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
+            tail: From `find_tail`.
+            parts: The pipeline's parts as they are now, by name.
+
+        Returns:
+            fp32, of the shape of `noisy`.
+
+        Raises:
+            ConfigurationError: The pipeline draws latents of another shape for these pixels.
+        """
+        predicted: list[Tensor] = []
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            if tuple(shape) != tuple(noisy.shape):
+                size = ", ".join(f"{name}={number}" for name, number in pixels.items())
+                raise ConfigurationError(
+                    f"for {size} {self.name} draws latents {tuple(shape)}, but encodings of the batch are "
+                    f"{tuple(noisy.shape)}; give pictures of a size that the model can draw"
+                )
+            return noisy
+
+        def step(prediction: Tensor, sample: Tensor) -> Tensor:
+            if sample.shape == noisy.shape:
+                # A variance behind the mean, which schedulers take off, is not trained.
+                predicted.append(prediction[:, : noisy.shape[1]].float())
+                raise Captured
+            return prediction
+
+        def decode(latents: Tensor) -> None:
+            predicted.append(tail.undone(latents))
+
+        self._run(draw, timesteps, conditions, pixels, parts, step, decode)
+        if not predicted or predicted[0].shape != noisy.shape:
+            got = tuple(predicted[0].shape) if predicted else "none"
+            raise ConfigurationError(
+                f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
+            )
+        return predicted[0]
+
+    def find_tail(self, parts: Mapping[str, Any]) -> Tail:
+        """Runs the call at its default size with stand-ins, to see what can be trained and how.
+
+        Args:
+            parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
+                and decoder are not called.
+
+        Raises:
+            ConfigurationError: Training cannot follow: noise is drawn or the denoiser called several times in a
+                step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
+                undone, or the pipeline expects something else of its scheduler.
+        """
+        try:
+            with torch.no_grad():
+                trial = _Trial(self, parts)
+                trial.check_samples_apart()
+                return trial.tail()
+        except (ConfigurationError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.name} cannot be trained by its own call: with one step at a timestep for each sample it "
+                f"ended in {type(error).__name__}: {error}"
+            ) from error
+
+    def _only_denoiser(self, components: Mapping[str, Any]) -> str:
+        there = [
+            name
+            for name, part in components.items()
+            if part is not None and name.rstrip("0123456789").rstrip("_") in DENOISERS
+        ]
+        if not there:
+            raise ConfigurationError(
+                f"{self.name} has no {', '.join(DENOISERS)} to train; it has {', '.join(components) or 'no parts'}"
+            )
+        if len(there) > 1:
+            raise ConfigurationError(
+                f"{self.name} has {len(there)} denoisers ({', '.join(there)}), each for a part of the time; train "
+                "one of them in a pipeline that has no other"
+            )
+        return there[0]
+
+    def _run(
+        self,
+        draw: Draw,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        parts: Mapping[str, Any],
+        on_step: Callable[[Tensor, Tensor], Tensor],
+        on_decode: Callable[[Tensor], None],
+    ) -> None:
+        """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
+        pipeline = copy.copy(self._pipeline)
+        own = vars(pipeline)
+        own.update(parts)
+        own["scheduler"] = OneTimestep(parts["scheduler"], timesteps, on_step)
+        own["_progress_bar_config"] = {"disable": True}
+        for name, part in parts.items():
+            if name.startswith("tokenizer") and part is not None:
+                own[name] = PaddingTokenizer(part)
+        if self.decoder is not None:
+            own[self.decoder] = NoDecoder(parts[self.decoder], on_decode)
+        methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}
+        call = methods.pop("__call__", self._call)
+        own.update((name, types.MethodType(method, pipeline)) for name, method in methods.items())
+        arguments = self._arguments | {n: v for n, v in pixels.items() if n in self._parameters}
+        if self.condition is not None:
+            arguments[self.condition] = conditions
+        elif "batch_size" in self._parameters:
+            arguments["batch_size"] = len(timesteps)
+        with contextlib.suppress(Captured):
+            call(pipeline, **arguments)
+
+
+def condition_of(cls: type) -> str | None:
+    """The argument of a pipeline's call with a row for each sample; None if it needs none.
+
+    Raises:
+        ConfigurationError: It needs something else, such as a picture.
+    """
+    parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+    condition = next((p.name for p in parameters if p.name in _NEUTRAL), None)
+    required = [
+        p.name
+        for p in parameters
+        if p.name in _PICTURES
+        or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    ]
+    if others := [name for name in required if name != condition]:
+        raise ConfigurationError(
+            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it with a "
+            "LightningModule whose training_step calls its denoiser, which the strategy runs unchanged"
+        )
+    return condition
+
+
+class _Trial:
+    """Runs of a call in which nothing but its text encoders computes.
+
+    Args:
+        step: The call.
+        parts: The pipeline's parts by name.
+    """
+
+    def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
+        self._step = step
+        self._denoiser = NoDenoiser(parts[step.denoiser])
+        modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
+        self._encoders = {
+            name: ReplayedEncoder(part)
+            for name, part in modules.items()
+            if name not in (step.denoiser, step.decoder)
+        }
+        self._parts = {**parts, **self._encoders, step.denoiser: self._denoiser}
+        parameter = next(modules[step.denoiser].parameters())
+        self._device = parameter.device
+        self._drawn: list[tuple[int, ...]] = []
+
+    def _decoded(self, draw: Draw, times: Sequence[float] = (1.0,)) -> Tensor:
+        """What reaches the decoder for latents that are drawn so."""
+        self._drawn.clear()
+        self._denoiser.calls.clear()
+        for encoder in self._encoders.values():
+            encoder.rewind()
+        found: list[Tensor] = []
+
+        def noted(shape: Sequence[int]) -> Tensor:
+            self._drawn.append(tuple(shape))
+            return draw(shape).to(self._device)
+
+        def step(_: Tensor, sample: Tensor) -> Tensor:
+            if self._step.decoder is None:
+                found.append(sample)
+            return sample
+
+        discrete = "beta_schedule" in self._parts["scheduler"].config
+        timesteps = torch.tensor(times, device=self._device)
+        self._step._run(
+            noted,
+            timesteps.long() if discrete else timesteps,
+            [_NEUTRAL[self._step.condition]] * len(times),
+            {},
+            self._parts,
+            step,
+            found.append,
+        )
+        counts = len(self._drawn), len(self._denoiser.calls), len(found)
+        if counts != (1, 1, 1):
+            raise ConfigurationError(
+                f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
+                f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
+            )
+        return found[0].float()
+
+    def check_samples_apart(self) -> None:
+        """Compares what the denoiser is called with for three samples together and for each alone.
+
+        Raises:
+            ConfigurationError: A sample is given something else where it has company.
+        """
+        times, latents = (100.0, 500.0, 900.0), {}
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            if len(shape) < 2 or shape[0] != 3:
+                raise ConfigurationError(
+                    f"for three samples {self._step.name} draws noise {tuple(shape)}; the first axis must be "
+                    "that of the samples"
+                )
+            return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
+
+        # The text encoders say first what they say to one.
+        self._decoded(torch.zeros)
+        self._decoded(draw, times)
+        together = self._denoiser.calls[0]
+        for i, time in enumerate(times):
+            self._decoded(lambda _, i=i: latents[0][i : i + 1], (time,))
+            if not _is_row(together, self._denoiser.calls[0], i, len(times)):
+                raise ConfigurationError(
+                    f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
+                    "differ than for that sample alone, so that it cannot be trained on batches"
+                )
+
+    def tail(self) -> Tail:
+        """What happens to latents between the loop and the decoder.
+
+        Raises:
+            ConfigurationError: More than an order of axes, a factor and an offset for each channel.
+        """
+        if self._step.decoder is None:
+            return Tail(torch.ones(()), torch.zeros(()), (0, 1, 2, 3), 4)
+        shift = self._decoded(torch.zeros)
+        scale = self._decoded(torch.ones) - shift
+        drawn = self._drawn[0]
+        refusal = ConfigurationError(
+            f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
+            "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
+        )
+        axes: list[int | None] = [0, *[None] * (shift.ndim - 1)]
+        for axis in range(1, len(drawn)):
+            if drawn[axis] > 1:
+                values = (self._decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
+                along = _axis_of(values)
+                if along is None or axes[along] is not None or shift.shape[along] != drawn[axis]:
+                    raise refusal
+                axes[along] = axis
+        inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
+        if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
+            raise refusal
+        channels = (slice(1), slice(None), *(slice(1),) * (shift.ndim - 2))
+        return Tail(
+            scale[channels].clone().cpu(), shift[channels].clone().cpu(), tuple(axes), len(drawn)
+        )
+
+
+def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
+    """The methods of a pipeline that draw noise, without decorators such as `torch.no_grad`."""
+    methods: dict[str, types.FunctionType] = {}
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if isinstance(function, types.FunctionType):
+                methods[name] = function
+    return {name: method for name, method in methods.items() if _draws(method.__code__)}
+
+
+def _draws(code: types.CodeType) -> bool:
+    nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return "randn_tensor" in code.co_names or any(map(_draws, nested))
+
+
+def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
+    """The same method, whose `randn_tensor` is another; nobody else sees that."""
+
+    def randn_tensor(shape: Sequence[int], *_: Any, dtype: Any = None, **__: Any) -> Tensor:
+        return draw(shape).to(dtype=dtype)
+
+    names = {**method.__globals__, "randn_tensor": randn_tensor}
+    twin = types.FunctionType(
+        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+    )
+    twin.__kwdefaults__ = method.__kwdefaults__
+    return twin
+
+
+def _positions(shape: Sequence[int], axis: int) -> Tensor:
+    """A tensor whose entries are their positions along an axis."""
+    along = [1] * len(shape)
+    along[axis] = shape[axis]
+    return torch.arange(float(shape[axis])).reshape(along).expand(tuple(shape)).clone()
+
+
+def _axis_of(values: Tensor) -> int | None:
+    """The axis along which entries are their positions, if there is one."""
+    for axis, length in enumerate(values.shape):
+        expected = _positions(values.shape, axis).to(values.device)
+        if length > 1 and torch.allclose(values, expected, atol=0.05, rtol=1e-3):
+            return axis
+    return None
+
+
+def _is_per_channel(values: Tensor) -> bool:
+    """Whether entries depend on axis 1 alone."""
+    channels = (slice(1), slice(None), *(slice(1),) * (values.ndim - 2))
+    return torch.allclose(values, values[channels].expand_as(values), rtol=1e-4, atol=1e-6)
+
+
+def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
+    """Whether what one sample is given alone is its row, or its entry, of what several are given."""
+    if isinstance(together, Tensor):
+        if not isinstance(alone, Tensor):
+            return False
+        rows = [together]
+        if together.ndim and len(together) == count:
+            rows.append(together[index : index + 1])
+        return any(row.shape == alone.shape and torch.allclose(row, alone) for row in rows)
+    if isinstance(together, Mapping):
+        return together.keys() == alone.keys() and all(
+            _is_row(value, alone[key], index, count) for key, value in together.items()
+        )
+    if isinstance(together, list | tuple):
+        if len(together) != len(alone) and len(together) == count:
+            together = together[index : index + 1]
+        return len(together) == len(alone) and all(
+            _is_row(a, b, index, count) for a, b in zip(together, alone, strict=True)
+        )
+    return True

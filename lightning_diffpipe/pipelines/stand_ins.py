@@ -1,0 +1,186 @@
+"""What takes the place of a pipeline's parts while its `__call__` runs for something else than a picture.
+
+Each passes on what it does not replace, so that configs, types and methods are those of the real part.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from transformers import BatchEncoding
+
+
+class Captured(Exception):
+    """Ends a call once it has given what was wanted."""
+
+
+class StandIn:
+    """Something that is called, or asked, in the place of a real part."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not yet made, as in a deep copy
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+
+class OneTimestep(StandIn):
+    """A scheduler with one step at given times, which scales and computes nothing.
+
+    Args:
+        real: The pipeline's scheduler.
+        timesteps: One for each sample, `(B,)`.
+        on_step: Gets prediction and sample, and returns what goes on as latents.
+    """
+
+    order, init_noise_sigma = 1, 1.0
+    # Only the scheduler knows it; what computes with it becomes NaN, and not wrong by a little.
+    sigmas = (math.nan, math.nan)
+
+    def __init__(
+        self, real: Any, timesteps: Tensor, on_step: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        super().__init__(real)
+        self.timesteps = timesteps[None]
+        self._on_step = on_step
+
+    def __len__(self) -> int:
+        return len(self._real)
+
+    def set_timesteps(
+        self,
+        num_inference_steps: Any = None,
+        device: Any = None,
+        timesteps: Any = None,
+        sigmas: Any = None,
+        mu: Any = None,
+        **others: Any,
+    ) -> None:
+        """Leaves the one timestep as it is."""
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """Begins at the one step."""
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+        """Returns the sample: it is made noisy at the scale that the denoiser is trained at."""
+        return sample
+
+    def step(
+        self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """Returns what `on_step` makes of the prediction."""
+        after = self._on_step(model_output, sample)
+        if options.get("return_dict") is False:
+            return (after, after)
+        return types.SimpleNamespace(prev_sample=after, pred_original_sample=after)
+
+
+class PaddingTokenizer(StandIn):
+    """A tokenizer whose tensors have one length, and which makes no search for words that were cut off.
+
+    Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
+    cut off. The second answer is shorter here than the first, so that there is nothing to compare.
+    """
+
+    def __init__(self, real: Any) -> None:
+        super().__init__(real)
+        self._text: Any = None
+        self._answer: Any = None
+
+    def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
+        """Tokenizes."""
+        if not options.get("truncation") and options.get("padding") == "longest":
+            if text == self._text:
+                return BatchEncoding({name: ids[:, :1] for name, ids in self._answer.items()})
+        elif options.get("truncation") and options.get("padding") in (True, "longest"):
+            options["padding"] = "max_length"
+        self._text, self._answer = text, self._real(text, *args, **options)
+        return self._answer
+
+
+class NoDecoder(StandIn):
+    """An autoencoder that hands over what it shall decode, and ends the call.
+
+    It says that it computes in float32, so that the pipeline does not round what it unpacks.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, real: nn.Module, give: Callable[[Tensor], None]) -> None:
+        super().__init__(real)
+        self._give = give
+
+    def decode(self, latents: Tensor, *args: Any, **options: Any) -> Any:
+        """Ends the call."""
+        self._give(latents)
+        raise Captured
+
+
+class _Prediction(tuple):
+    """What a denoiser returns: a tuple, or an object with `sample`."""
+
+    __slots__ = ()
+
+    @property
+    def sample(self) -> Tensor:
+        return self[0]
+
+
+class NoDenoiser(StandIn):
+    """A denoiser that predicts zeros, and keeps what it was called with in `calls`."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__(real)
+        self.calls: list[Any] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Notes the call."""
+        self.calls.append((args, options))
+        tensors = [v for v in pytree.tree_leaves((args, options)) if isinstance(v, Tensor)]
+        latents = max(tensors, key=lambda tensor: tensor.ndim)
+        shape, config = list(latents.shape), self._real.config
+        if config.get("out_channels") and shape[1] == config.get("in_channels"):
+            shape[1] = config["out_channels"]  # a variance behind the mean, for one
+        return _Prediction((latents.new_zeros(shape),))
+
+
+class ReplayedEncoder(StandIn):
+    """A text encoder that computes in the first run of a call, and answers further runs with that.
+
+    All prompts must be the same: a run with more samples gets as many copies.
+    """
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__(real)
+        self._answers: list[Any] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        """Begins another run."""
+        self._next = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Answers."""
+        samples = _num_samples((args, options))
+        if self._next == len(self._answers):
+            self._answers.append((samples, self._real(*args, **options)))
+        computed, answer = self._answers[self._next]
+        self._next += 1
+        if computed == samples:
+            return answer
+        repeat: Callable[[Tensor], Tensor] = lambda t: (
+            t[:1].expand(samples, *t.shape[1:]) if t.ndim and len(t) == computed else t
+        )
+        return pytree.tree_map_only(Tensor, repeat, answer)
+
+
+def _num_samples(arguments: Any) -> int:
+    return next((len(v) for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), 1)

@@ -1,0 +1,66 @@
+"""A pipeline of diffusers, trained by its own call on several ranks: the numbers of one process."""
+
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.data.captioned import collate
+from lightning_diffpipe.modules import Optimization, PipelineDiffusion
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.predictor import tiny_pipelines as tiny
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Pictures(L.LightningDataModule):
+    """Made-up pictures and captions, in order."""
+
+    batch_size = 6
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(18, 3, 32, 32, generator=generator, dtype=torch.float64)
+        samples = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
+        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
+
+
+class Tiny(PipelineDiffusion):
+    """Equal in every process."""
+
+    def __init__(self, name):
+        with tempfile.TemporaryDirectory() as folder:
+            pipeline = tiny.build(name, Path(folder))
+        options = {"max_sequence_length": 8} if name == "flux" else {}
+        super().__init__(pipeline, call=options, optimization=Optimization(lr=1e-2, warmup_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "schedule"), [("flux", 2, "zero_bubble"), ("sdxl", 3, "1f1b")]
+)
+def test_it_learns_what_one_process_learns(name, world_size, schedule):
+    """Noise and loss are computed in single precision, so that rounding may differ once in a while."""
+    settings = Settings(
+        module={"name": name},
+        module_class=Tiny,
+        data_class=Pictures,
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+    expected = reference(settings, 3)
+    settings.strategy = {"num_stages": world_size, "num_microbatches": 3, "schedule": schedule}
+    outcomes = run_ranks(fit, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, 1e-6)
+    assert {n.partition(".")[0] for n in expected.gradients[0]} == {
+        "transformer" if name == "flux" else "unet"
+    }
+    assert outcomes[0].plan.options.filling == "shares"
+    encoders = {
+        layer.name.partition(".")[0]
+        for e in outcomes[0].basis.profile.encoders
+        for layer in e.layers
+    }
+    assert encoders >= {"vae", "text_encoder", "text_encoder_2"}

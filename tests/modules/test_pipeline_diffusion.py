@@ -1,0 +1,333 @@
+"""Any pipeline, trained by its own call: the losses of steps written by hand, and the gradients of one process."""
+
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_diffpipe import LatentDiffusion
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules import PipelineDiffusion
+from tests.graph.emulate import check_stages
+from tests.modules.tiny_parts import fit, tiny_unet
+from tests.predictor import tiny_pipelines as tiny
+
+NAMES = list(tiny.PIPELINES)
+SIZES = ("height", "width", "num_frames")
+CAPTIONS = ["a cat 1", "dog b", "x"]
+
+
+def module_of(name, folder, **options):
+    call = {k: v for k, v in tiny.options_of(name).items() if k not in SIZES}
+    call.pop("use_resolution_binning", None)
+    return PipelineDiffusion(tiny.build(name, folder), call=call, caption_dropout=0.0, **options)
+
+
+def batch_of(name, dtype=torch.float32):
+    size = {"height": 32, "width": 32, **tiny.options_of(name)}
+    frames = [size["num_frames"]] if "num_frames" in size else []
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(3, 3, *frames, size["height"], size["width"], generator=generator)
+    conditions = (
+        {"class_labels": torch.tensor([1, 5, 3])} if name == "dit" else {"caption": CAPTIONS}
+    )
+    return {"video" if frames else "image": pixels.to(dtype), **conditions}
+
+
+def loss_of(module, batch, seed=0):
+    torch.manual_seed(seed)
+    with mock.patch.object(module, "log"):
+        return module.training_step(batch, 0)
+
+
+# ------------------------------------------------------------------ steps written by hand
+
+
+def scaled(vae, pixels):
+    latents = vae.encode(pixels).latent_dist.sample()
+    return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
+
+
+def discrete(module, latents):
+    """Noise and target of DDPM: the same draws in the same order as the module's."""
+    scheduler = diffusers.DDPMScheduler.from_config(module.scheduler.config)
+    timesteps = torch.randint(1000, (len(latents),))
+    noise = torch.randn(latents.shape)
+    return scheduler.add_noise(latents, noise, timesteps), timesteps, noise
+
+
+def flow(latents):
+    sigmas = torch.sigmoid(0.3 + torch.randn(len(latents)))
+    noise = torch.randn(latents.shape)
+    wide = sigmas.reshape(-1, *[1] * (latents.ndim - 1))
+    return (1 - wide) * latents + wide * noise, sigmas, noise - latents
+
+
+def ids_of(tokenizer, length=None):
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    return tokenizer(CAPTIONS, max_length=length or tokenizer.model_max_length, **options)
+
+
+def by_hand_stable_diffusion(m, batch):
+    noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+    states = m.text_encoder(ids_of(m.tokenizer).input_ids)[0]
+    return m.unet(noisy, t, states).sample, target
+
+
+def by_hand_sdxl(m, batch):
+    noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+    outputs = [
+        encoder(ids_of(tokenizer).input_ids, output_hidden_states=True)
+        for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
+    ]
+    states = torch.cat([output.hidden_states[-2] for output in outputs], -1)
+    sizes = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).repeat(3, 1)
+    added = {"text_embeds": outputs[1][0], "time_ids": sizes}
+    return m.unet(noisy, t, states, added_cond_kwargs=added).sample, target
+
+
+def by_hand_pixart(m, batch):
+    noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+    tokens = ids_of(m.tokenizer, 120)
+    states = m.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+    predicted = m.transformer(
+        noisy,
+        states,
+        timestep=t,
+        encoder_attention_mask=tokens.attention_mask,
+        added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+    ).sample
+    return predicted.chunk(2, 1)[0], target
+
+
+def by_hand_sd3(m, batch):
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    clips = [
+        encoder(ids_of(tokenizer).input_ids, output_hidden_states=True)
+        for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
+    ]
+    clip = torch.cat([output.hidden_states[-2] for output in clips], -1)
+    t5 = m.text_encoder_3(ids_of(m.tokenizer_3, 8).input_ids)[0]
+    clip = F.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
+    pooled = torch.cat([output[0] for output in clips], -1)
+    states = torch.cat([clip, t5], 1)
+    return m.transformer(noisy, states, pooled, 1000 * sigmas).sample, target
+
+
+def by_hand_flux(m, batch):
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
+    states = m.text_encoder_2(ids_of(m.tokenizer_2, 8).input_ids)[0]
+    rows, columns = (n // 2 for n in noisy.shape[-2:])
+    packed = noisy.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
+    grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), -1)
+    places = F.pad(grid.reshape(-1, 2).float(), (1, 0))
+    predicted = m.transformer(
+        packed.reshape(3, rows * columns, -1),
+        states,
+        pooled,
+        sigmas,
+        places,
+        torch.zeros(8, 3),
+        guidance=torch.ones(3),
+    ).sample
+    predicted = predicted.reshape(3, rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return predicted.reshape(noisy.shape), target
+
+
+def by_hand_dit(m, batch):
+    noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+    return m.transformer(noisy, t, batch["class_labels"]).sample.chunk(2, 1)[0], target
+
+
+def by_hand_wan(m, batch):
+    mean, std = (
+        torch.tensor(values).reshape(1, -1, 1, 1, 1)
+        for values in (m.vae.config.latents_mean, m.vae.config.latents_std)
+    )
+    latents = (m.vae.encode(batch["video"]).latent_dist.sample() - mean) / std
+    noisy, sigmas, target = flow(latents)
+    tokens = ids_of(m.tokenizer, 8)
+    states = m.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    states = states * tokens.attention_mask[..., None]
+    return m.transformer(noisy, 1000 * sigmas, states).sample, target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_is_that_of_a_step_written_by_hand(name, tmp_path):
+    module, batch = module_of(name, tmp_path).eval(), batch_of(name)
+    got = loss_of(module, batch)
+    torch.manual_seed(0)
+    expected = F.mse_loss(*globals()[f"by_hand_{name}"](module, batch))
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
+
+
+# ------------------------------------------------------------------ what training needs
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "flux" else []) for n in NAMES]
+)
+def test_stages_add_up_to_one_process(name, tmp_path):
+    module = module_of(name, tmp_path).double()
+    module.setup("fit")
+    module.log = lambda *arguments, **options: None
+    graph = check_stages(module, batch_of(name, torch.float64), splits=(2, 3))
+    frozen = {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
+    assert "vae" in frozen
+    assert any(part.startswith("text_encoder") for part in frozen) or name == "dit"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "wan"])
+def test_a_saved_pipeline_opens_in_diffusers_and_draws_the_same(name, tmp_path):
+    module = module_of(name, tmp_path / "parts").eval()
+    module.save_pretrained(tmp_path / "saved")
+    saved = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "saved")
+    assert type(saved) is type(module.pipeline)
+    saved.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 2, "output_type": "pt", **tiny.options_of(name)}
+    expected = saved(
+        tiny.prompts_of(name)[:1], generator=torch.Generator().manual_seed(1), **options
+    ).images
+    options.pop("num_inference_steps"), options.pop("output_type")
+    got = module.sample(
+        tiny.prompts_of(name)[:1], 2, generator=torch.Generator().manual_seed(1), **options
+    )
+    assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
+    again = LatentDiffusion.from_pretrained(tmp_path / "saved")
+    assert isinstance(
+        again, LatentDiffusion if name in ("stable_diffusion", "pixart") else PipelineDiffusion
+    )
+
+
+def test_a_checkpoint_brings_its_pipeline_along(tmp_path):
+    module, batch = module_of("sd3", tmp_path), batch_of("sd3")
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    fit(module, batch, tmp_path, steps=2).save_checkpoint(tmp_path / "last.ckpt")
+    changed = {n.partition(".")[0] for n, p in module.named_parameters() if not p.equal(before[n])}
+    assert changed == {"transformer"}
+    again = PipelineDiffusion.from_checkpoint(tmp_path / "last.ckpt")
+    assert type(again.pipeline) is diffusers.StableDiffusion3Pipeline
+    assert torch.equal(loss_of(again.eval(), batch), loss_of(module.eval(), batch))
+
+
+def test_text_encoders_can_be_trained_along(tmp_path):
+    module = module_of("flux", tmp_path, train_text_encoder=True)
+    loss_of(module, batch_of("flux")).backward()
+    for part in (module.text_encoder_2, module.transformer):
+        assert all(p.grad is not None for p in part.parameters())
+
+
+def test_captions_are_dropped_before_the_call(tmp_path):
+    module = module_of("flux", tmp_path)
+    module.hparams.caption_dropout = 1.0
+    empty = {**batch_of("flux"), "caption": [""] * 3}
+    assert torch.equal(loss_of(module, batch_of("flux")), loss_of(module, empty))
+
+
+# ------------------------------------------------------------------ pipelines of one's own, and refusals
+
+
+class OwnPipeline(diffusers.DiffusionPipeline):
+    """Outside diffusers: words are numbers of letters, time counts backwards, latents lie on their side."""
+
+    def __init__(self, unet, vae, scheduler):
+        super().__init__()
+        self.register_modules(unet=unet, vae=vae, scheduler=scheduler)
+
+    def times(self, t, latents):
+        return t.expand(len(latents))
+
+    @torch.no_grad()
+    def __call__(self, prompt, height=8, width=8, num_inference_steps=10):
+        latents = randn_tensor((len(prompt), 4, height // 2, width // 2))
+        letters = torch.tensor([float(len(p)) for p in prompt])
+        states = letters[:, None, None].expand(-1, 3, 16).to(self.unet.dtype)
+        self.scheduler.set_timesteps(num_inference_steps)
+        for t in self.scheduler.timesteps:
+            noise = self.unet(latents, self.times(t, latents), states).sample
+            latents = self.scheduler.step(-noise, t, latents).prev_sample
+        latents = latents.transpose(2, 3) * 3 + 1
+        return (self.vae.decode(latents.transpose(2, 3)).sample,)
+
+
+class MixingPipeline(OwnPipeline):
+    """Gives all samples the time of the first."""
+
+    def times(self, t, latents):
+        return t.reshape(-1)[:1].expand(len(latents))
+
+
+def randn_tensor(shape):
+    return torch.randn(shape)
+
+
+def own(cls=OwnPipeline):
+    torch.manual_seed(0)
+    return cls(tiny_unet(), tiny.vae(), diffusers.DDPMScheduler())
+
+
+def test_a_pipeline_of_ones_own_is_followed(tmp_path):
+    module = PipelineDiffusion(own(), caption_dropout=0.0)
+    assert module.tail.scale.flatten().tolist() == pytest.approx([3.0] * 4)
+    assert module.tail.shift.flatten().tolist() == pytest.approx([1.0] * 4)
+    batch = {"image": torch.randn(3, 3, 8, 8), "caption": CAPTIONS}
+    got = loss_of(module, batch)
+    torch.manual_seed(0)
+    latents = (module.vae.encode(batch["image"]).latent_dist.sample() - 1) / 3
+    noisy, t, target = discrete(module, latents)
+    states = torch.tensor([float(len(c)) for c in CAPTIONS])[:, None, None].expand(-1, 3, 16)
+    torch.testing.assert_close(got, F.mse_loss(-module.unet(noisy, t, states).sample, target))
+    fit(module, batch, tmp_path, steps=1).save_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(
+        ConfigurationError, match=r"'OwnPipeline', which diffusers .* does not have"
+    ):
+        PipelineDiffusion.from_checkpoint(tmp_path / "own.ckpt")
+    again = PipelineDiffusion.from_checkpoint(tmp_path / "own.ckpt", pipeline_class=OwnPipeline)
+    assert torch.equal(loss_of(again, batch), loss_of(module, batch))
+
+
+def test_a_pipeline_that_mixes_samples_is_refused():
+    module = PipelineDiffusion(own(MixingPipeline))
+    with pytest.raises(
+        ConfigurationError, match="MixingPipeline gives its denoiser something else"
+    ):
+        module.setup("fit")
+
+
+def test_a_pipeline_that_draws_from_pictures_is_refused_before_weights_are_read(tmp_path):
+    module_of("sdxl", tmp_path / "parts").save_pretrained(tmp_path)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    index = tmp_path / "model_index.json"
+    index.write_text(index.read_text().replace("XLPipeline", "XLInpaintPipeline"))
+    with pytest.raises(ConfigurationError, match="StableDiffusionXLInpaintPipeline draws from"):
+        LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="FluxPipeline takes no 'max_sequence'; it takes"):
+        PipelineDiffusion(tiny.build("flux", tmp_path), call={"max_sequence": 3})
+    module_of("stable_diffusion", tmp_path / "parts").save_pretrained(tmp_path / "sd")
+    with pytest.raises(ConfigurationError, match="is for pipelines that are trained by their own"):
+        LatentDiffusion.from_pretrained(tmp_path / "sd", call={"clip_skip": 1})
+    module = module_of("flux", tmp_path / "flux")
+    with pytest.raises(ConfigurationError, match="learns from captions; the batch has image"):
+        loss_of(module, {"image": torch.zeros(1, 3, 32, 32)})
+
+
+def test_two_denoisers_are_refused(tmp_path):
+    pipeline = tiny.build("wan", tmp_path)
+    pipeline.register_modules(transformer_2=pipeline.transformer)
+    with pytest.raises(ConfigurationError, match=r"2 denoisers \(transformer, transformer_2\)"):
+        PipelineDiffusion(pipeline)
+
+
+def test_a_size_that_the_model_does_not_draw_is_named(tmp_path):
+    module, batch = module_of("flux", tmp_path), batch_of("flux")
+    batch["image"] = nn.functional.pad(batch["image"], (0, 2))
+    with pytest.raises(ConfigurationError, match=r"for height=32, width=34 FluxPipeline draws"):
+        loss_of(module, batch)
