@@ -25,7 +25,10 @@ as no other knows it. `raised_by_all` marks the first kind.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from numbers import Integral, Real
+from typing import Any
 
 
 class DiffPipeError(Exception):
@@ -114,3 +117,40 @@ def raised_by_all() -> Iterator[None]:
     except DiffPipeError as error:
         error.is_of_all_ranks = True
         raise
+
+
+def require_number(
+    name: str,
+    value: Any,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    whole: bool = False,
+) -> None:
+    """Refuses an argument that is no finite number in its range.
+
+    Args:
+        name: Of the argument.
+        value: What was given; true and false are no numbers.
+        least: It must be at least this.
+        most: It must be at most this.
+        above: It must be greater than this.
+        whole: It must be a whole number.
+
+    Raises:
+        ConfigurationError: It is not.
+
+    Example:
+        >>> require_number("batch_size", -3, 1, whole=True)
+        Traceback (most recent call last):
+        lightning_diffpipe.errors.ConfigurationError: batch_size must be a whole number >= 1; got -3
+    """
+    kind = Integral if whole else Real
+    good = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    good = good and (least is None or value >= least) and (most is None or value <= most)
+    if not good or (above is not None and value <= above):
+        signs = ((">", above), (">=", least), ("<=", most))
+        bounds = " and ".join(f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None)
+        number = "a whole number" if whole else "a number"
+        raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")

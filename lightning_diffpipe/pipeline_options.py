@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 
 Auto = Literal["auto"]
+_SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
 _ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 
@@ -42,6 +45,12 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         # What cannot be is refused before anything is done.
         self.wishes(1, self.data_parallel)
+        if isinstance(self.cluster, Mapping):
+            Cluster.from_dict({"num_ranks": _SOME_RANKS, **self.cluster})
+        elif not isinstance(self.cluster, Cluster) and self.cluster != "measure":
+            raise ConfigurationError(
+                f"cluster must be 'measure', a Cluster or a mapping; got {self.cluster!r}"
+            )
 
     def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
         """What the planner is asked for.

@@ -184,10 +184,6 @@ def _cluster(
         if given.memory_bytes is not None:
             return given
         return replace(given, memory_bytes=least_memory_bytes(world, process.device))
-    if options.cluster != "measure":
-        raise ConfigurationError(
-            f"cluster must be 'measure', a Cluster or a mapping; got {options.cluster!r}"
-        )
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
         memory_bytes = least_memory_bytes(world, process.device)
         return Cluster(process.world_size, memory_bytes=memory_bytes)

@@ -33,12 +33,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.runtime.streams import ask_for_queues
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 5.0
+_LONGEST_S = 1e8  # three years; what torch counts in nanoseconds has an end
 
 
 class ProcessHooks(ParallelStrategy):
@@ -52,15 +53,18 @@ class ProcessHooks(ParallelStrategy):
         pipeline: This rank's part, while there is one.
 
     Raises:
-        ConfigurationError: The timeout is not positive.
+        ConfigurationError: The timeout is no positive number of seconds, or there is no such backend.
     """
 
     pipeline: Pipeline | None
 
     def __init__(self, timeout_s: float, backend: str | None) -> None:
         super().__init__()
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
+        require_number("timeout_s", timeout_s, above=0, most=_LONGEST_S)
+        if backend is not None and not dist.is_backend_available(backend):
+            raise ConfigurationError(
+                f"process_group_backend={backend!r} is none that this build of torch has; choose gloo or nccl"
+            )
         self.timeout_s = float(timeout_s)
         self.num_nodes = 1
         self._backend = backend

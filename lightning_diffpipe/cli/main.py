@@ -13,7 +13,6 @@ import inspect
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -36,6 +35,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
 from lightning_diffpipe.cli.session import own_rank
+from lightning_diffpipe.cli.values import in_settings, is_of_library, refuse_values
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
@@ -44,6 +44,11 @@ _PATHS = {
     *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
     *("plan", "profile", "before", "after", "controlnet"),
 }
+_FLAGS = (  # of Hydra; a value of one stands behind its =, or is no setting
+    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p"),
+    *("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp"),
+    *("--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
+)
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
@@ -97,27 +102,37 @@ def _quoted(text: str) -> str:
 
 
 @raised_by_all()
-def _refuse_null_options(arguments: Sequence[str]) -> None:
-    """Says what to choose instead of `logger=null`, which Hydra would answer with a traceback.
+def _refuse_arguments(arguments: Sequence[str]) -> None:
+    """Says in a line what Hydra would answer with a traceback, or with all that it knows.
 
     Raises:
-        ConfigurationError: An option of a group is null.
+        ConfigurationError: The option of a group is null or a number, or an argument is neither setting nor flag.
     """
     for argument in arguments:
-        group, _, option = argument.partition("=")
-        folder = files("lightning_diffpipe.conf") / group
-        if option == "null" and group.isidentifier() and folder.is_dir():
-            options = sorted(
-                f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
-            )
+        setting, equals, option = argument.partition("=")
+        if argument.startswith("-"):
+            if setting not in _FLAGS and not setting.startswith("--hydra"):
+                near = difflib.get_close_matches(setting, _FLAGS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
+                raise ConfigurationError(f"there is no flag {setting}; {hint}")
+            continue
+        if not setting.lstrip("+~") or not (equals or argument.startswith("~")):
             raise ConfigurationError(
-                f"{group}=null chooses no option; leave it out, or take one of {', '.join(options)}"
+                f"cannot read {argument}: write setting=value, or group=option"
+            )
+        folder = files("lightning_diffpipe.conf") / setting
+        if not setting.isidentifier() or not folder.is_dir():
+            continue
+        if option == "null" or re.fullmatch(r"[-+.\d]+|true|false", option, re.IGNORECASE):
+            names = (f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
+            options = ", ".join(sorted(name.removesuffix(".yaml") for name in names))
+            raise ConfigurationError(
+                f"{argument} chooses no option; leave it out, or take one of {options}"
             )
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
-    _refuse_null_options(arguments)
     _, function = VERBS[name]
     whole = list(sys.argv)
     begun, failures = False, list[Exception]()
@@ -131,12 +146,16 @@ def _run(name: str, arguments: Sequence[str]) -> None:
                 return run_job(name)
             if "trainer" in config and "torch" not in sys.modules and own_rank() == 0:
                 print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+            refuse_values(config)
             return function(config)
+        except InstantiationException as error:
+            failures.append(in_settings(error, config))
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
             # Past Hydra, which would print a line of its own for each process.
             failures.append(error)
 
     sys.argv = [whole[0], *_named(name, arguments)]
+    _refuse_arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
     except OSError as error:
@@ -196,13 +215,6 @@ def _takes(config: DictConfig, setting: str) -> bool:
     return last in inspect.signature(get_object(parent["_target_"])).parameters
 
 
-def _is_of_library(path: str) -> bool:
-    """Whether code was installed, with Python or as a package."""
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
-    return path.startswith("<") or not folders.isdisjoint(Path(path).parents)
-
-
 def _explain_call(error: InstantiationException, cause: Exception) -> str:
     """Says what went wrong when Hydra called something, and where, if that was in what it called."""
     frames = traceback.extract_tb(cause.__traceback__)
@@ -211,7 +223,7 @@ def _explain_call(error: InstantiationException, cause: Exception) -> str:
     ]
     if not frames:  # the call itself: an argument that it does not know, a module that is not there
         return str(cause)
-    place = ([frame for frame in frames if not _is_of_library(frame.filename)] or frames)[-1]
+    place = ([frame for frame in frames if not is_of_library(frame.filename)] or frames)[-1]
     message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
     return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
 
@@ -236,6 +248,19 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     if isinstance(error, MissingMandatoryValue):
         summary, _ = VERBS[name]
         return f"{str(error).splitlines()[0].rpartition(' ')[2]} is not given ({summary})"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        near = difflib.get_close_matches(option, error.options, n=1, cutoff=0.5)
+        hint = f"did you mean {group}={near[0]}? Choose" if near else "choose"
+        return f"there is no {group}={option}; {hint} one of {', '.join(error.options)}"
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
+        setting, _, values = ambiguous[1].partition("=")
+        return (
+            f"{ambiguous[1]} is several values: {setting}=[{values}] is a list, '{setting}=\"{values}\"' a text, "
+            "and -m runs one job for each"
+        )
+    if absent := re.match(r"Key '(\w+)' is not in struct", str(error)):
+        return f"there is no {absent[1]} in the config, and this needs one; leave out ~{absent[1]}"
     unknown = re.match(r"Could not override '(.*?)'", str(error))
     if unknown is None:
         # What follows is about Hydra's inside.

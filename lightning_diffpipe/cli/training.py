@@ -13,8 +13,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import module_of, plain, prepare, require_writable_folder
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
+from lightning_diffpipe.cli.session import (
+    module_of,
+    own_rank,
+    plain,
+    prepare,
+    require_writable_folder,
+)
+from lightning_diffpipe.errors import (
+    CheckpointError,
+    ConfigurationError,
+    raised_by_all,
+    require_number,
+)
 
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -38,8 +49,20 @@ def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
             yield node
 
 
+@raised_by_all()
+def _refuse_trainer_values(config: DictConfig) -> None:
+    """Refuses numbers that Lightning takes, and divides by or takes no notice of."""
+    least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
+    least |= {"max_epochs": -1, "num_sanity_val_steps": -1}
+    for name, bound in least.items():
+        if config.trainer.get(name) is not None:
+            require_number(f"trainer.{name}", config.trainer[name], bound)
+
+
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
+    _refuse_trainer_values(config)
+    _require_folders(config)
     logger_nodes = list(_nodes(config, "logger"))
     callbacks = list(further) + [
         hydra.utils.instantiate(node)
@@ -101,6 +124,27 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
         return []
     nodes = list(_nodes(config, "callbacks"))
     return [Path(node.dirpath).absolute() for node in nodes if node.get("dirpath")]
+
+
+def _require_folders(config: DictConfig) -> None:
+    """Finds out before processes start whether callbacks and loggers can write."""
+    require_writable_folder("output_dir", config.output_dir)
+    for group in ("callbacks", "logger"):
+        for name, node in config[group].items():
+            for key in ("folder", "dirpath", "save_dir"):
+                if OmegaConf.is_dict(node) and isinstance(node.get(key), str):
+                    require_writable_folder(f"{group}.{name}.{key}", node[key])
+
+
+def _require_plan_and_profile(config: DictConfig) -> None:
+    """Looks before processes start whether the files that rank 0 plans with are there."""
+    strategy = config.strategy
+    for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
+        value = strategy.get(name) if OmegaConf.is_dict(strategy) else None
+        is_path = isinstance(value, str | int | float) and value not in choices
+        if is_path and own_rank() == 0 and not Path(str(value)).is_file():
+            known = "; choose measure, flops or a file" if name == "profile" else ""
+            raise ConfigurationError(f"strategy.{name}={value}: there is no such file{known}")
 
 
 @raised_by_all()
@@ -166,6 +210,7 @@ def train(config: DictConfig) -> Any:
             )
         require_writable_folder("save_to", config.save_to)
     _require_checkpoint(config)
+    _require_plan_and_profile(config)
     prepare(config)
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)

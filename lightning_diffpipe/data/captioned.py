@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_diffpipe.errors import require_number
+
 
 class Sample(TypedDict):
     """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1]."""
@@ -73,6 +75,8 @@ class CaptionedDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int = 0) -> None:
         super().__init__()
+        require_number("batch_size", batch_size, 1, whole=True)
+        require_number("num_workers", num_workers, 0, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
 

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
 from lightning_diffpipe.data.conditions import Conditioned
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]
 
@@ -202,7 +202,7 @@ class GlyphDataModule(CaptionedDataModule):
         condition: What a ControlNet is shown: `"edges"` of the picture, or None.
 
     Raises:
-        ConfigurationError: In `setup`: an alphabet, a face or a condition is unknown.
+        ConfigurationError: A value that cannot be; in `setup`: the condition is unknown.
     """
 
     def __init__(
@@ -217,6 +217,10 @@ class GlyphDataModule(CaptionedDataModule):
         condition: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        require_number("resolution", resolution, 1, whole=True)
+        require_number("validation_share", validation_share, 0, 1)
+        # What cannot be is refused before processes start; listing takes no time.
+        GlyphDataset("train", resolution, alphabets, faces, validation_share, shifts_per_axis)
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
 from lightning_diffpipe.data.conditions import MADE, Conditioned
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
 def to_square(picture: Image.Image, resolution: int) -> Tensor:
@@ -175,6 +175,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        require_number("resolution", resolution, 1, whole=True)
+        require_number("validation_share", validation_share, 0, 1)
         folder = str(folder)  # a checkpoint of plain values can be read without trusting it
         self.save_hyperparameters()
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_diffpipe.data.captioned import Batch, Sample, collate, stacked_conditions
 from lightning_diffpipe.data.conditions import MADE
 from lightning_diffpipe.data.image_folder import require_same_shape, to_condition, to_square
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.runtime.seeding import derived_seed
 
 
@@ -119,6 +119,12 @@ class WebDatasetDataModule(L.LightningDataModule):
         condition: str | None = None,
     ) -> None:
         super().__init__()
+        for name, value, least in (
+            *(("samples_per_epoch", samples_per_epoch, 1), ("shuffle_buffer", shuffle_buffer, 0)),
+            *(("resolution", resolution, 1), ("batch_size", batch_size, 1)),
+            ("num_workers", num_workers, 0),
+        ):
+            require_number(name, value, least, whole=True)
         self._webdataset = _require_webdataset()
         self.save_hyperparameters()
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.data.captioned import Batch
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import Outline, PartsModule, read_index
@@ -92,6 +92,7 @@ class LatentDiffusion(PartsModule):
         optimization: Optimization | None = None,
     ) -> None:
         super().__init__()
+        require_number("caption_dropout", caption_dropout, 0, 1)
         self.save_hyperparameters("caption_dropout", "train_text_encoder")
         _check_denoiser(unet, transformer)
         denoiser = unet if unet is not None else transformer

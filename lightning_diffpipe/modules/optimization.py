@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Decay = Literal["constant", "linear", "cosine"]
 
@@ -28,6 +28,9 @@ class Optimization:
         decay: How the learning rate falls at the end.
         decay_share: Share of all steps, at the end, in which it falls; 1 right after the warm-up.
         final_share: Learning rate of the last step, as a share of `lr`.
+
+    Raises:
+        ConfigurationError: A value that cannot be.
     """
 
     lr: float = 1e-4
@@ -37,6 +40,14 @@ class Optimization:
     decay: Decay = "cosine"
     decay_share: float = 1.0
     final_share: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "warmup_steps", "decay_share", "final_share"):
+            require_number(name, getattr(self, name), 0)
+        if self.decay not in (known := get_args(Decay)):
+            raise ConfigurationError(f"decay must be one of {', '.join(known)}; got {self.decay!r}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigurationError(f"betas must be two numbers in [0, 1); got {self.betas}")
 
     def factor(self, step: int, num_steps: float) -> float:
         """Returns the learning rate at a step, as a share of `lr`.

@@ -1,0 +1,315 @@
+"""Values that cannot be, refused by the name that the user gave them.
+
+What a `_target_` takes is in its signature: each value below it is compared with the annotation of its
+argument, before anything is built. What a verb takes itself is in `SETTINGS`. Further mistakes are found by
+what is built; those errors name an argument, and get the name of its setting.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import pkgutil
+import re
+import sysconfig
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    raised_by_all,
+    require_number,
+)
+
+SETTINGS: dict[str, Any] = {
+    "seed": int | None,
+    "offline": bool,
+    "num_threads": int | None,
+    "progress": bool,
+    "output": str | None,
+    # train, demo
+    "name": str | None,
+    "output_dir": str,
+    "ckpt_path": str | None,
+    "save_to": str | None,
+    "save_dtype": str,
+    # sample, demo
+    "path": str,
+    "prompts": list[str],
+    "num_inference_steps": int,
+    "guidance_scale": float | None,
+    "height": int | None,
+    "width": int | None,
+    "options": dict | None,
+    "report": bool,
+    "dtype": str,
+    "variant": str | None,
+    "timeout_s": float,
+    # profile
+    "cluster_output": str,
+    "sample_counts": list[int] | None,
+    "repeats": int | None,
+    "budget_s": float,
+    "max_share": float,
+    "precision": str,
+    "device": str,
+    "cache": bool,
+    # plan, show, diff
+    "profile": str | None,
+    "plan": str,
+    "before": str,
+    "after": str,
+    "explain": bool,
+    "explain_s": float,
+    "num_samples": int | None,
+    "num_passes": int | None,
+    "as": str,
+    "max_columns": int,
+    "samples": int,
+}
+"""Settings of the verbs themselves; one name means one thing in all of them."""
+
+_POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share",
+             "num_samples", "num_passes", "max_columns", "samples", "num_threads"}  # fmt: skip
+_SINGLE = (int, float, bool, str, Path, type(None), Literal)
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    dict: "a mapping",
+    type(None): "null",
+}
+_LISTS = (list, tuple, set, frozenset, Sequence, Iterable)
+
+
+@raised_by_all()
+def refuse_values(config: DictConfig) -> None:
+    """Refuses values of the wrong type, in all groups and settings, before anything is built.
+
+    Raises:
+        ConfigurationError: One of them; names it as the user did.
+    """
+    for name in SETTINGS.keys() & config.keys():
+        if OmegaConf.is_missing(config, name):
+            continue
+        value = _plain(config, name)
+        _refuse(name, value, SETTINGS[name])
+        if name in _POSITIVE and value is not None and not 0 < value < math.inf:
+            words = _words(SETTINGS[name])
+            raise ConfigurationError(f"{name} must be {words}, and > 0; got {_written(value)}")
+        if name == "seed" and value is not None:
+            require_number(name, value, 0, 2**32 - 1, whole=True)
+    for key, node in _built(config, ""):
+        hints = _hints(node._target_)
+        for name in hints.keys() & node.keys():
+            if not OmegaConf.is_missing(node, name):
+                _refuse(f"{key}.{name}", _plain(node, name), hints[name])
+
+
+@contextmanager
+def named(arguments: Mapping[str, str]) -> Iterator[None]:
+    """Gives arguments in errors the names of their settings.
+
+    Args:
+        arguments: Setting by argument: `{"num_stages": "strategy.num_stages"}`.
+    """
+    try:
+        yield
+    except DiffPipeError as error:
+        error.args = (with_settings(str(error), arguments), *error.args[1:])
+        raise
+
+
+def with_settings(message: str, arguments: Mapping[str, str]) -> str:
+    """The message, with the first argument in it that has a value there under the name of its setting.
+
+    Example:
+        >>> with_settings("seed must be >= 0; got -1", {"seed": "strategy.seed"})
+        'strategy.seed must be >= 0; got -1'
+    """
+    names = "|".join(map(re.escape, arguments))
+    pattern = rf"(?<![\w.])({names})(?==| must | names | is | has |: )"
+    return (
+        re.sub(pattern, lambda found: arguments[found[1]], message, count=1) if names else message
+    )
+
+
+def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
+    """What went wrong when something was built, about the setting that it names.
+
+    An error of somebody else's installed code is told of an argument of the node that it names, or else of one
+    whose value it names. One of the user's own code stays what it is.
+    """
+    cause, found = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
+    if found is None or not isinstance(cause, Exception):
+        return error
+    key = _origin(config, found[1])
+    node = OmegaConf.select(config, key)
+    if not OmegaConf.is_dict(node):
+        return error
+    settings = {str(name): f"{key}.{name}" for name in node if not str(name).startswith("_")}
+    if isinstance(cause, DiffPipeError):
+        cause.args = (with_settings(str(cause), settings), *cause.args[1:])
+        return error
+    frames = traceback.extract_tb(cause.__traceback__)
+    if not all(is_of_library(frame.filename) for frame in frames):
+        return error
+    message = " ".join(str(cause).split())
+    values = {name: _written(_plain(node, name)) for name in settings}
+    marks = [rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in settings]
+    found = [name for name, mark in zip(settings, marks, strict=True) if re.search(mark, message)]
+    found += [name for name, value in values.items() if value.strip("'") in message.split()]
+    found += [name for name, value in values.items() if value.startswith("'") and value in message]
+    about = (
+        f"{settings[found[0]]}={values[found[0]]}" if found else f"{key}: {type(cause).__name__}"
+    )
+    told = ConfigurationError(f"{about}: {message}")
+    told.__cause__ = cause
+    return told
+
+
+def is_of_library(path: str) -> bool:
+    """Whether code was installed, with Python or as a package."""
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
+    packaged = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return path.startswith("<") or packaged or not folders.isdisjoint(Path(path).parents)
+
+
+def _origin(config: DictConfig, key: str) -> str:
+    """Where a node is that others point to: `strategy` for `trainer.strategy: ${strategy}`."""
+    place, _, name = key.rpartition(".")
+    parent = OmegaConf.select(config, place) if place else config
+    if OmegaConf.is_dict(parent) and OmegaConf.is_interpolation(parent, name):
+        pointed = re.fullmatch(r"\$\{([\w.]+)\}", str(parent._get_node(name)._value()))
+        return pointed[1] if pointed else key
+    return key
+
+
+def _plain(config: DictConfig, name: str) -> Any:
+    value = config[name]
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _built(config: Any, key: str) -> Iterator[tuple[str, DictConfig]]:
+    """Yields what is to be built, and where it is; what a value points to has its own place."""
+    if not OmegaConf.is_dict(config):
+        return
+    if isinstance(config.get("_target_"), str):
+        yield key, config
+    for name in config:
+        if not OmegaConf.is_interpolation(config, name) and not OmegaConf.is_missing(config, name):
+            yield from _built(config[name], f"{key}.{name}" if key else str(name))
+
+
+def _hints(target: str) -> dict[str, Any]:
+    """The annotations of what a target takes; nothing of a target that cannot be found or read."""
+    # Whoever builds it says what is wrong with it.
+    with suppress(ImportError, AttributeError, NameError, TypeError, ValueError):
+        function: Callable[..., Any] = pkgutil.resolve_name(target)
+        owner = function if inspect.isclass(function) else getattr(function, "__self__", None)
+        # A constructor by another name, such as `from_pretrained`, gives on what it does not know.
+        makers = [m for m in (owner and owner.__init__, function) if inspect.isroutine(m)]
+        found: dict[str, Any] = {}
+        for maker in makers:
+            hints, known = typing.get_type_hints(maker), inspect.signature(maker).parameters
+            found |= {
+                name: hints[name] | None if known[name].default is None else hints[name]
+                for name in hints.keys() & known.keys()
+            }
+        return found
+    return {}
+
+
+def _refuse(setting: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        is_text = str in _parts(hint) and isinstance(value, int | float)
+        cure = f"""; as a text: '{setting}="{value}"'""" if is_text else ""
+        raise ConfigurationError(f"{setting} must be {_words(hint)}; got {_written(value)}{cure}")
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """What an annotation offers to choose from."""
+    is_choice = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return (
+        tuple(x for part in typing.get_args(hint) for x in _parts(part)) if is_choice else (hint,)
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may be what an annotation says; where that is not known, it may."""
+    parts = _parts(hint)
+    if isinstance(value, list | dict):
+        return any(_may_hold(value, part) for part in parts)
+    known = [part for part in parts if _kind(part) in (*_SINGLE, *_LISTS, dict)]
+    if value is None or not known:
+        return type(None) in parts or not known
+    return any(_is(value, part) for part in known)
+
+
+def _kind(hint: Any) -> Any:
+    return typing.get_origin(hint) or hint
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a single value is what one known annotation says."""
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    is_bool, kind = isinstance(value, bool), _kind(hint)
+    if kind is bool:
+        return is_bool
+    if kind is int:
+        return isinstance(value, int) and not is_bool
+    if kind is float:
+        return isinstance(value, int | float) and not is_bool
+    # Hydra reads digits as a number, and a path may be of digits.
+    return (kind is str and isinstance(value, str)) or (kind is Path and not is_bool)
+
+
+def _may_hold(value: list[Any] | dict[str, Any], hint: Any) -> bool:
+    """Whether a list, or a mapping or what it says to build, may be what an annotation says."""
+    kind = _kind(hint)
+    if isinstance(value, dict):
+        return kind not in (*_SINGLE, *_LISTS)
+    if kind in _LISTS:
+        inner = [part for part in typing.get_args(hint) if part is not ...]
+        return not inner or all(any(_fits(v, part) for part in inner) for v in value)
+    return kind not in (*_SINGLE, dict, Mapping)
+
+
+def _words(hint: Any) -> str:
+    """What an annotation asks for, in words; of several, those that can be written in a config."""
+    parts = [part for part in _parts(hint) if part is not int or float not in _parts(hint)]
+    words = [w for part in parts for w in _words_of(part)]
+    *others, last = dict.fromkeys(words) or [str(hint)]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _words_of(hint: Any) -> list[str]:
+    if typing.get_origin(hint) is Literal:
+        return [repr(choice) for choice in typing.get_args(hint)]
+    kind = _kind(hint)
+    if kind in _LISTS:
+        return ["a list"]
+    if kind is bool:
+        return ["true", "false"]
+    return [_WORDS[kind]] if kind in _WORDS else []
+
+
+def _written(value: Any) -> str:
+    """A value as one would write it in a config."""
+    if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
+        return short.replace("e+", "e")
+    return json.dumps(value) if isinstance(value, bool | None) else repr(value)
