@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ _PATHS = {
     *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
     *("plan", "profile", "before", "after", "controlnet"),
 }
-_FLAGS = (  # of Hydra; a value of one stands behind its =, or is no setting
-    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p"),
-    *("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp"),
-    *("--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
+_VALUED = (  # flags of Hydra that take a value
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
+)
+_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc", *_VALUED),
 )
 _CONF = "pkg://lightning_diffpipe.conf"
 
@@ -108,10 +112,12 @@ def _refuse_arguments(arguments: Sequence[str]) -> None:
     Raises:
         ConfigurationError: The option of a group is null or a number, or an argument is neither setting nor flag.
     """
-    for argument in arguments:
+    for before, argument in pairwise(["", *arguments]):
         setting, equals, option = argument.partition("=")
+        if before in _VALUED and not equals:
+            continue
         if argument.startswith("-"):
-            if setting not in _FLAGS and not setting.startswith("--hydra"):
+            if setting not in _FLAGS:
                 near = difflib.get_close_matches(setting, _FLAGS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
                 raise ConfigurationError(f"there is no flag {setting}; {hint}")

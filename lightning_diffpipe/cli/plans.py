@@ -20,6 +20,7 @@ from lightning_diffpipe.cli.session import (
     require_writable,
     telling,
 )
+from lightning_diffpipe.cli.values import named
 from lightning_diffpipe.errors import ConfigurationError
 
 _PATIENCE = timedelta(seconds=120)
@@ -120,8 +121,9 @@ def plan(config: DictConfig) -> Any:
     cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
     wishes = {key: values[key] for key in own} | values["strategy"]
-    options = PlanOptions.from_dict(wishes)
-    found = find_plan(profile, cluster, options)
+    with named({name: f"strategy.{name}" for name in values["strategy"]}):
+        options = PlanOptions.from_dict(wishes)
+        found = find_plan(profile, cluster, options)
     if values["explain"]:
         rate = values["disk_bytes_per_s"]
         why = explain(found, profile, cluster, values["explain_s"], rate)

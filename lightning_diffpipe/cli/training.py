@@ -130,7 +130,7 @@ def _require_folders(config: DictConfig) -> None:
     """Finds out before processes start whether callbacks and loggers can write."""
     require_writable_folder("output_dir", config.output_dir)
     for group in ("callbacks", "logger"):
-        for name, node in config[group].items():
+        for name, node in (config.get(group) or {}).items():
             for key in ("folder", "dirpath", "save_dir"):
                 if OmegaConf.is_dict(node) and isinstance(node.get(key), str):
                     require_writable_folder(f"{group}.{name}.{key}", node[key])

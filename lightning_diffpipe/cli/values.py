@@ -79,7 +79,7 @@ SETTINGS: dict[str, Any] = {
 }
 """Settings of the verbs themselves; one name means one thing in all of them."""
 
-_POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share",
+_POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
              "num_samples", "num_passes", "max_columns", "samples", "num_threads"}  # fmt: skip
 _SINGLE = (int, float, bool, str, Path, type(None), Literal)
 _WORDS = {

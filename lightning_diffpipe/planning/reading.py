@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +16,9 @@ from lightning_diffpipe.errors import DiffPipeError
 
 LARGEST = (1 << 63) - 1
 """No count or size is larger; what is larger was mistyped, and would overflow in arithmetic."""
+
+LARGEST_NUMBER = 1e30
+"""Sums and products of such numbers are finite, so that a search can compare what they make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +141,10 @@ class Node:
     def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
         """This value as a finite number in a range."""
         good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        # An integer may be larger than any float; whether it is finite cannot be asked.
-        highest = min(maximum, sys.float_info.max)
+        highest = min(maximum, LARGEST_NUMBER)
         if not good or not minimum <= self.value <= highest:  # type: ignore[operator]
-            limit = f" and <= {maximum:g}" if maximum < math.inf else ""
+            huge = good and self.value > LARGEST_NUMBER  # type: ignore[operator]
+            limit = f" and <= {highest:g}" if maximum < math.inf or huge else ""
             raise self.expected(f"a number >= {minimum:g}{limit}")
         return float(self.value)  # type: ignore[arg-type]
 

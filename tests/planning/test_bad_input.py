@@ -54,6 +54,12 @@ LAYER = ("backbones", 0, "layers", 1)
         ((*LAYER, "forward_s", "1"), -0.5, "forward_s.1: expected a number >= 0; got -0.5"),
         ((*LAYER, "forward_s", "1"), "fast", 'forward_s.1: expected a number >= 0; got "fast"'),
         ((*LAYER, "forward_s", "1"), float("nan"), "forward_s.1: expected a number >= 0; got NaN"),
+        # History: a bare assertion of the search, for which every plan took for ever.
+        (
+            (*LAYER, "forward_s", "1"),
+            1e308,
+            "forward_s.1: expected a number >= 0 and <= 1e+30; got 1e+308",
+        ),
         ((*LAYER, "forward_s", "many"), 1, "numbers of samples such as \"4\" as keys, not 'many'"),
         ((*LAYER, "forward_s", "01"), 5.0, "numbers of samples such as \"4\" as keys, not '01'"),
         ((*LAYER, "forward_s", "9" * 5000), 1, 'numbers of samples such as "4" as keys'),
