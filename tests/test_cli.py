@@ -15,12 +15,14 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
 from lightning_diffpipe.cli.main import _named, _quoted
+from lightning_diffpipe.cli.training import _run_to_go_on_with
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.built_in import NAMES
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -452,6 +454,28 @@ class Run:
 
     def finish(self, exit_code=None):
         self.exit_codes.append(exit_code)
+
+
+@pytest.mark.parametrize("by", ["last", "path"])
+def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
+    """History: each start was another run of W&B, whose curves nobody put together."""
+    node = OmegaConf.create({"_target_": "lightning.pytorch.loggers.WandbLogger", "id": None})
+
+    def started(folder, ckpt_path=None):
+        config = OmegaConf.create({"output_dir": str(folder), "ckpt_path": ckpt_path})
+        return _run_to_go_on_with(config, node)["id"]
+
+    first = started(tmp_path / "a")
+    if by == "last":
+        assert started(tmp_path / "a", "last") == first
+    else:
+        assert started(tmp_path / "b", str(tmp_path / "a" / "checkpoints" / "x.ckpt")) == first
+        assert started(tmp_path / "b", "last") == first, "kept beside its own checkpoints, too"
+    assert started(tmp_path / "a") != first, "begun anew"
+    config = OmegaConf.create({"output_dir": str(tmp_path), "ckpt_path": None})
+    assert _run_to_go_on_with(config, OmegaConf.merge(node, {"id": "mine"})) == {}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _run_to_go_on_with(config, node) == {}, "the first rank logs"
 
 
 def test_runs_of_loggers_end_with_a_job():

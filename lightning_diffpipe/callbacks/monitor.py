@@ -12,6 +12,7 @@ may, and are drawn only as long as drawing stays below a given share of the run.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections import deque
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
@@ -43,11 +46,15 @@ _PICTURE_S = 2.0  # what the first picture is expected to take, matplotlib's imp
 
 @dataclass
 class _Interval:
-    """What is counted between two looks."""
+    """What is counted between two looks.
+
+    `all_steps` counts the very first one, too, which the averages of time leave out.
+    """
 
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
+    all_steps: int = 0
 
 
 @dataclass
@@ -68,8 +75,10 @@ class PipelineMonitor(L.Callback):
 
     Logged through every logger, beside their planned values where there are any: `pipeline/step_s`,
     `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `in_front_s`, `filled_s` and
-    `leftover_s`, the frozen work of a rank on average before, during and after the pipeline. With another
-    strategy than diffpipe: samples and seconds only. A step is one batch, also when gradients accumulate.
+    `leftover_s`, the frozen work of a rank on average before, during and after the pipeline; `grad_norm`; and of
+    each rank the bytes of messages that it sent in a step, and its memory. With another strategy than diffpipe:
+    samples and seconds only. A step is one batch, also when gradients accumulate. Loggers that keep artifacts
+    (W&B) get the plan, the profile and the closing report.
 
     Args:
         every_n_steps: Steps between two looks; the first looks are at steps 3 and 10.
@@ -116,6 +125,8 @@ class PipelineMonitor(L.Callback):
         self._before_last: tuple[StepResult, float] | None = None
         self._written_to: Path | None = None
         self._flops = 0.0
+        self._grad_norm: Tensor | None = None
+        self._bytes_sent = 0
 
     # ------------------------------------------------------------------------------------- hooks
 
@@ -133,7 +144,7 @@ class PipelineMonitor(L.Callback):
         if pipeline is not None:
             self._flops = flops_per_sample(pipeline.graph)
             if trainer.is_global_zero:
-                self._keep_plan(pipeline)
+                self._keep_plan(trainer, pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -145,6 +156,17 @@ class PipelineMonitor(L.Callback):
         # Later callbacks, logging and checkpoints come in between, too, so loaders time themselves.
         waited_s = _loaders_s(trainer) - clock.loaders_s
         clock.loading_s = min(max(waited_s, 0.0), clock.between_s)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        """Takes the norm of the gradients, not clipped yet, if a look comes before the next optimizer step."""
+        until_next = range(1, trainer.accumulate_grad_batches + 1)
+        if _pipeline(trainer) is not None and any(
+            self._is_due(self._num_steps + batches) for batches in until_next
+        ):
+            strategy: Any = trainer.strategy
+            self._grad_norm = strategy.gradient_norm()
 
     def on_train_batch_end(
         self,
@@ -158,6 +180,7 @@ class PipelineMonitor(L.Callback):
         clock = self._clock
         ended_s = time.perf_counter()
         self._num_steps += 1
+        self._interval.all_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
             self._interval.samples += num_samples(trainer, batch) * num_pipelines(trainer)
@@ -198,7 +221,9 @@ class PipelineMonitor(L.Callback):
         """Logs the numbers since the last look, and those of this step."""
         self._num_looks += 1
         numbers = self._throughput(trainer)
-        if _pipeline(trainer) is not None and self._last is not None:
+        pipeline = _pipeline(trainer)
+        if pipeline is not None and self._last is not None:
+            numbers |= self._of_ranks(pipeline)
             sample = self._sample(trainer, *self._last)
             if sample is not None:
                 numbers |= self._numbers(trainer, sample)
@@ -266,6 +291,22 @@ class PipelineMonitor(L.Callback):
         }
         return numbers | {f"idle_s/rank_{rank}": idle for rank, idle in enumerate(spent.idle_s)}
 
+    def _of_ranks(self, pipeline: Pipeline) -> dict[str, float]:
+        """The gradients' norm, and of each rank bytes sent and memory; a collective call of its pipeline."""
+        sent = pipeline.engine.num_bytes_sent
+        per_step = (sent - self._bytes_sent) / max(self._interval.all_steps, 1)
+        self._bytes_sent = sent
+        numbers = {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
+        self._grad_norm = None
+        memory, planned = _memory_of(pipeline), pipeline.plan.planned.peak_memory_bytes
+        for rank, (rank_sent, rank_memory) in enumerate(
+            pipeline.mesh.gathered([per_step, memory[1]])
+        ):
+            numbers[f"bytes_sent/rank_{rank}"] = rank_sent
+            numbers[f"{memory[0]}/rank_{rank}"] = rank_memory
+        named = {f"planned_peak_memory_bytes/rank_{rank}": b for rank, b in enumerate(planned)}
+        return numbers | named
+
     # ----------------------------------------------------------------------- pictures and report
 
     def settled(self) -> list[Sample]:
@@ -280,14 +321,19 @@ class PipelineMonitor(L.Callback):
         """
         return closing_report(plan, self.settled())
 
-    def _keep_plan(self, pipeline: Pipeline) -> None:
+    def _keep_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
         if self._written_to is None:
             return
-        write_atomically(self._written_to / "plan.json", pipeline.plan.to_json())
+        kept = {"plan": pipeline.plan.to_json()}
         if pipeline.basis is not None:
-            write_atomically(self._written_to / "profile.json", pipeline.basis.profile.to_json())
-            write_atomically(self._written_to / "cluster.json", pipeline.basis.cluster.to_json())
+            kept |= {
+                "profile": pipeline.basis.profile.to_json(),
+                "cluster": pipeline.basis.cluster.to_json(),
+            }
+        for name, text in kept.items():
+            write_atomically(self._written_to / f"{name}.json", text)
+            _keep(trainer, self._written_to / f"{name}.json", name)
 
     def _close(self, trainer: L.Trainer) -> None:
         plan = getattr(trainer.strategy, "plan", None)
@@ -299,6 +345,7 @@ class PipelineMonitor(L.Callback):
         if self._written_to is not None:
             self._written_to.mkdir(parents=True, exist_ok=True)
             (self._written_to / "report.txt").write_text(report + "\n")
+            _keep(trainer, self._written_to / "report.txt", "report")
             self._draw(trainer, plan)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
@@ -323,9 +370,30 @@ class PipelineMonitor(L.Callback):
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
                 logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
-                keep = getattr(logger.experiment, "log_artifact", None)
-                if callable(keep):
-                    keep(str(trace), name="pipeline_trace", type="trace")
+        _keep(trainer, trace, "trace")
+
+
+def _keep(trainer: L.Trainer, path: Path, kind: str) -> None:
+    """Gives a file to loggers that keep artifacts."""
+    for logger in trainer.loggers:
+        keep = (
+            getattr(logger.experiment, "log_artifact", None)
+            if hasattr(logger, "log_image")
+            else None
+        )
+        if callable(keep):
+            keep(str(path), name=f"pipeline_{kind}", type=kind)
+
+
+def _memory_of(pipeline: Pipeline) -> tuple[str, float]:
+    """What this rank's memory is called, and the most of it that was used so far.
+
+    Of a GPU what tensors took, which is what is planned; of a host all that its process has, torch itself included.
+    """
+    device = pipeline.mesh.device
+    if device.type == "cuda":
+        return "peak_memory_bytes", float(torch.cuda.max_memory_allocated(device))
+    return "peak_resident_bytes", 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _pipeline(trainer: L.Trainer) -> Pipeline | None:

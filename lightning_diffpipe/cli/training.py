@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_diffpipe.errors import (
     require_number,
 )
 
+_RUN_ID = "wandb_run_id"
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -72,8 +74,29 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
         # Lightning refuses this one without a logger.
         and (logger_nodes or not node._target_.endswith("LearningRateMonitor"))
     ]
-    loggers = [hydra.utils.instantiate(node) for node in logger_nodes]
+    loggers = [
+        hydra.utils.instantiate(node, **_run_to_go_on_with(config, node)) for node in logger_nodes
+    ]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
+
+
+def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
+    """The id of the run that W&B shall write: that of the run this one goes on from, or one that is kept for later.
+
+    Args:
+        config: The whole config.
+        node: Of a logger.
+    """
+    if not node._target_.endswith("WandbLogger") or node.get("id") or own_rank():
+        return {}
+    path, folder = config.ckpt_path, Path(config.output_dir)
+    by_name = path in (None, "last", "best", "hpc")
+    before = [folder] if by_name else [folder, *Path(str(path)).absolute().parents[:2]]
+    found = [each / _RUN_ID for each in before if path and (each / _RUN_ID).is_file()]
+    name = found[-1].read_text().strip() if found else uuid.uuid4().hex[:8]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _RUN_ID).write_text(name + "\n")
+    return {"id": name}
 
 
 @contextlib.contextmanager

@@ -107,6 +107,11 @@ class Engine:
         """Pipelines side by side."""
         return self.layout.mesh.layout.num_pipelines
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes of all messages that this rank has sent so far; sums over ranks do not count."""
+        return self._transport.num_bytes_sent
+
     def fill_bubbles(self, filling: Filling) -> None:
         """From now on the frozen layers of coming batches run while this one waits."""
         self.drop_prepared()

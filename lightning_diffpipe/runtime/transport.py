@@ -56,7 +56,13 @@ class Parcel(NamedTuple):
 
 
 class Transport(Protocol):
-    """Carries flat byte buffers between the positions of one pipeline."""
+    """Carries flat byte buffers between the positions of one pipeline.
+
+    Attributes:
+        num_bytes_sent: Bytes of all messages sent so far.
+    """
+
+    num_bytes_sent: int
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
         """Starts sending; the buffer is kept alive until it has left."""

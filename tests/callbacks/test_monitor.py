@@ -3,6 +3,7 @@
 import csv
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from torch.utils.data import default_collate
 
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
@@ -86,6 +87,9 @@ def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     for name in ("step_s", "samples_per_s", "mfu", "planned_bubble_ratio", "planned_step_s",
                  "idle_s/rank_0", "idle_s/rank_1", "in_front_s", "filled_s", "leftover_s"):  # fmt: skip
         assert last[f"pipeline/{name}"] >= 0, name
+    assert last["pipeline/grad_norm"] > 0
+    for name in ("bytes_sent", "planned_peak_memory_bytes", "peak_resident_bytes"):
+        assert min(last[f"pipeline/{name}/rank_{rank}"] for rank in (0, 1)) > 0, name
     assert "A step takes" in report
     assert "measured, on another scale" in report, "counted times are not seconds"
     assert "profile=measure" in report
@@ -108,10 +112,10 @@ def test_of_a_plan_that_was_given_the_plan_alone_is_written(tmp_path):
     pipeline = SimpleNamespace(plan=plan, basis=None)
     monitor = PipelineMonitor(folder=tmp_path)
     monitor._written_to = tmp_path / "new"
-    monitor._keep_plan(pipeline)
+    monitor._keep_plan(SimpleNamespace(loggers=[]), pipeline)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan.json"]
     pipeline.basis = Basis(equal_profile(2), Cluster(1))
-    monitor._keep_plan(pipeline)
+    monitor._keep_plan(SimpleNamespace(loggers=[]), pipeline)
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {"plan.json", "profile.json", "cluster.json"}
 
@@ -124,7 +128,7 @@ def test_a_trial_run_leaves_the_files_of_others_alone(trial, tmp_path):
     strategy = SimpleNamespace(broadcast=lambda value: value, pipeline=None)
     trainer = SimpleNamespace(fast_dev_run=trial, loggers=[], log_dir=None, strategy=strategy)
     monitor.on_train_start(trainer, None)
-    monitor._keep_plan(SimpleNamespace(plan=plan, basis=None))
+    monitor._keep_plan(trainer, SimpleNamespace(plan=plan, basis=None))
     assert any(tmp_path.iterdir()) != trial
 
 
@@ -269,3 +273,73 @@ def test_throughput_sums_over_pipelines_and_mfu_over_devices():
 
     numbers = monitor._throughput(Trainer)
     assert numbers == {"samples_per_s": 20.0, "step_s": 0.5, "mfu": pytest.approx(0.3)}
+
+
+def wandb_records(path):
+    """What wandb wrote offline, by its own messages: records of a log in blocks of 32 KiB, as LevelDB has them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, records = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while at + 7 < len(data):
+        if 32768 - at % 32768 < 7:  # no room for a head
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):
+            break
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def ended_records(folder, patience_s=30):
+    """The records of a run that has ended; a process of wandb's own writes them, at its own pace."""
+    (path,) = Path(folder).glob("wandb/*run-*/*.wandb")
+    until_s = time.monotonic() + patience_s
+    while not (records := wandb_records(path)) or not records[-1].HasField("exit"):
+        assert time.monotonic() < until_s, [record.WhichOneof("record_type") for record in records]
+        time.sleep(0.1)
+    return records
+
+
+def test_what_wandb_keeps_of_a_run(tmp_path):
+    """History: no norm, no memory and no bytes were logged, and the plan, profile and report stayed on the disk."""
+    logger = WandbLogger(save_dir=tmp_path, offline=True, id="abc123")
+    monitor = PipelineMonitor(every_n_steps=4, folder=tmp_path / "pipeline", pictures_share=0)
+    strategy = quick_strategy(num_stages=1, num_microbatches=2)
+    trainer = quiet_trainer(
+        devices=1, strategy=strategy, callbacks=[monitor], logger=logger, log_every_n_steps=2
+    )
+    norms, module = [], build(Settings())
+    take = lambda _: norms.append(float(trainer.strategy.gradient_norm()))
+    module.on_before_optimizer_step = take
+    trainer.fit(module, datamodule=Data(size=36, batch_size=6))
+    logger.experiment.finish()
+
+    records = ended_records(tmp_path)
+    assert {record.run.run_id for record in records if record.HasField("run")} == {"abc123"}
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+        for items in (record.history.item for record in records if record.HasField("history"))
+    ]
+    logged = Counter(
+        (key, row["trainer/global_step"])
+        for row in rows
+        for key in row
+        # Lightning gives the epoch along with whatever it logs.
+        if key[0] != "_" and key not in ("epoch", "trainer/global_step")
+    )
+    assert logged
+    assert max(logged.values()) == 1, "a metric twice for a step"
+    steps = {key: [row[key] for row in rows if key in row] for key in set().union(*rows)}
+    looked_at = (3, 4)
+    assert steps["pipeline/grad_norm"] == pytest.approx([norms[step - 1] for step in looked_at])
+    assert steps["pipeline/bytes_sent/rank_0"] == [0, 0], "nobody to send to"
+    assert min(steps["pipeline/planned_peak_memory_bytes/rank_0"]) > 0
+    assert min(steps["pipeline/peak_resident_bytes/rank_0"]) > 1e8
+    kept = {record.artifact.name for record in records if record.HasField("artifact")}
+    assert kept >= {f"pipeline_{kind}" for kind in ("plan", "profile", "report", "trace")}
