@@ -164,7 +164,7 @@ def uncut(graph: LayerGraph) -> StageCut:
 
 def tail(graph: LayerGraph) -> StageCut:
     """The code behind the last layer, as a stage that runs no layer at all."""
-    return _stage_cut(graph, 0, frozenset(), graph.tail_reads, (), (), True)
+    return _stage_cut(graph, 0, frozenset(), graph.tail_reads, {}, True)
 
 
 def _reads(graph: LayerGraph, layers: Iterable[int], is_last: bool) -> frozenset[TensorKey]:
