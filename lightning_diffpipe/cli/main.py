@@ -42,7 +42,16 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
 # Settings by their last names, whose values are paths.
 _PATHS = {
-    *("path", "folder", "ckpt_path", "save_to", "output", "cluster_output", "output_dir"),
+    *(
+        "path",
+        "folder",
+        "ckpt_path",
+        "save_to",
+        "save_lora",
+        "output",
+        "cluster_output",
+        "output_dir",
+    ),
     *("plan", "profile", "before", "after", "controlnet"),
 }
 _VALUED = (  # flags of Hydra that take a value

@@ -224,14 +224,19 @@ def train(config: DictConfig) -> Any:
     from lightning_diffpipe.checkpoint_files import chosen
     from lightning_diffpipe.strategy import DiffPipeStrategy
 
-    if config.save_to is not None:
-        _require_final_checkpoint(config, "save_to is written")
-        if config.save_dtype not in _SAVE_DTYPES:
-            raise ConfigurationError(
-                f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
-                f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
-            )
-        require_writable_folder("save_to", config.save_to)
+    for name in ("save_to", "save_lora"):
+        if config[name] is not None:
+            _require_final_checkpoint(config, f"{name} is written")
+            require_writable_folder(name, config[name])
+    if config.save_lora is not None and config.model.get("lora") is None:
+        raise ConfigurationError(
+            "save_lora writes adapters, and none are trained: add adapter=lora"
+        )
+    if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
+        raise ConfigurationError(
+            f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
+            f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
+        )
     _require_checkpoint(config)
     _require_plan_and_profile(config)
     prepare(config)
@@ -246,7 +251,7 @@ def train(config: DictConfig) -> Any:
             path = chosen(trainer, path, fits=True)  # which ours does by itself
         trainer.fit(module, datamodule=data, ckpt_path=path)
     _require_batches(trainer)
-    if config.save_to is not None and trainer.is_global_zero:
+    if (config.save_to or config.save_lora) is not None and trainer.is_global_zero:
         _export(config, type(module), _last_checkpoint(trainer))
     return trainer.callback_metrics
 
@@ -284,15 +289,19 @@ def _last_checkpoint(trainer: Any) -> Path:
 
 
 def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
-    """Writes the trained parts as a diffusers folder, from a checkpoint.
+    """Writes the trained parts as a diffusers folder, and adapters as a file of their own, from a checkpoint.
 
     The checkpoint is whole under every strategy, and has the averaged weights.
     """
     import torch
 
     module = module_class.from_checkpoint(checkpoint)
-    module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
-    print(f"wrote {config.save_to}")
+    if config.save_to is not None:
+        module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
+        print(f"wrote {config.save_to}")
+    if config.save_lora is not None:
+        module.save_lora(config.save_lora)
+        print(f"wrote the adapters to {config.save_lora}")
 
 
 @verb("train the built-in model as a pipeline for a few minutes, and show what it draws")

@@ -1,5 +1,6 @@
 """Ready-made LightningModules, plain ones: nothing in them knows about pipelines."""
 
+from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.autoencoder import AutoencoderTraining
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
@@ -11,6 +12,7 @@ __all__ = [
     "AutoencoderTraining",
     "ControlNetDiffusion",
     "LatentDiffusion",
+    "Lora",
     "Optimization",
     "PipelineDiffusion",
     "TextAlignment",

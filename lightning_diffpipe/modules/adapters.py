@@ -11,14 +11,123 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from torch import nn
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.files import write_atomically
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name under which `load_lora_weights` of diffusers looks in a folder."""
 
 _REMEDY = "save the trained module with save_pretrained(folder), which merges adapters"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters: what is trained in place of a part's own weights.
+
+    Attributes:
+        rank: Rank of the adapters.
+        alpha: Their outputs are scaled by `alpha / rank`; None for the rank.
+        targets: Names of layers that get one, by their last components (`to_q`), or one regular expression for
+            whole names.
+        dropout: Of their inputs.
+
+    Raises:
+        ConfigurationError: A rank below 1, or no targets.
+
+    Source:
+        LoRA, Hu et al. (2021), https://arxiv.org/abs/2106.09685
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    targets: str | Sequence[str] = ("to_q", "to_k", "to_v", "to_out.0")
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.targets:
+            raise ConfigurationError(
+                f"adapters need a rank of at least 1 and targets; got rank={self.rank}, targets={self.targets!r}"
+            )
+
+    def add_to(self, part: nn.Module) -> None:
+        """Freezes a part of diffusers or transformers and adds adapters; none if it has some, as from a checkpoint.
+
+        Raises:
+            ConfigurationError: The package peft is missing, or no layer has such a name.
+        """
+        part.requires_grad_(False)
+        if not getattr(part, "peft_config", None):
+            try:
+                from peft import LoraConfig
+            except ImportError as error:
+                raise ConfigurationError(
+                    "adapters need the package peft; run: pip install 'lightning-diffpipe[lora]'"
+                ) from error
+            targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+            config = LoraConfig(
+                r=self.rank,
+                lora_alpha=self.rank if self.alpha is None else self.alpha,
+                lora_dropout=self.dropout,
+                target_modules=targets,
+                init_lora_weights="gaussian",
+            )
+            try:
+                _add(part, config)
+            except ValueError as error:
+                ends = {
+                    n.rpartition(".")[2]
+                    for n, m in part.named_modules()
+                    if isinstance(m, nn.Linear)
+                }
+                raise ConfigurationError(
+                    f"no layer of {type(part).__name__} is named {targets!r}; its linear layers end in "
+                    f"{', '.join(sorted(ends))}"
+                ) from error
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
+
+
+def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
+    """Writes the adapters of parts as one file that `load_lora_weights` of diffusers takes.
+
+    Args:
+        folder: Where to; the file is whole or not there.
+        parts: Parts with adapters, by their names in the pipeline.
+
+    Raises:
+        ConfigurationError: None of them has adapters.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    weights = {
+        f"{name}.{key}": value.detach().cpu().contiguous()
+        for name, part in parts.items()
+        if getattr(part, "peft_config", None)
+        for key, value in get_peft_model_state_dict(part).items()
+    }
+    if not weights:
+        raise ConfigurationError(
+            f"none of {', '.join(parts)} has adapters; train with lora=Lora(...)"
+        )
+    configs = {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for config in list(getattr(part, "peft_config", {}).values())[:1]
+        for key, value in config.to_dict().items()
+    }
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LORA_FILE
+    write_atomically(path, safetensors.torch.save(weights, metadata))
+    return path
 
 
 def names_of_adapted(names: Collection[str]) -> list[str]:
@@ -38,7 +147,8 @@ def settings_of(part: Any) -> dict[str, Any]:
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):
         return {}
     texts = {name: json.dumps(c.to_dict(), default=sorted) for name, c in configs.items()}
-    return {"configs": texts, "active": list(part.active_adapters())}
+    active = part.active_adapters() if hasattr(part, "active_adapters") else configs
+    return {"configs": texts, "active": list(active)}
 
 
 def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
@@ -57,8 +167,20 @@ def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
             f"need the package peft; run: pip install 'lightning-diffpipe[lora]', or {_REMEDY}"
         ) from error
     for name, text in settings["configs"].items():
-        part.add_adapter(PeftConfig.from_peft_type(**json.loads(text)), name)
-    part.set_adapter(settings["active"])
+        _add(part, PeftConfig.from_peft_type(**json.loads(text)), name)
+    if hasattr(part, "set_adapter"):
+        part.set_adapter(settings["active"])
+
+
+def _add(part: nn.Module, config: Any, name: str = "default") -> None:
+    """Adds an adapter also to models whose class does not know how, such as PixArt's."""
+    if hasattr(part, "add_adapter"):
+        part.add_adapter(config, name)
+        return
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, part, name)
+    part.peft_config = {**getattr(part, "peft_config", {}), name: config}
 
 
 def merged(part: nn.Module) -> nn.Module:

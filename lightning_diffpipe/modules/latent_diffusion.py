@@ -37,6 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import Outline, PartsModule, read_index
@@ -65,6 +66,7 @@ class LatentDiffusion(PartsModule):
         caption_dropout: Share of the training samples that lose their caption.
         train_text_encoder: Train the text encoder along.
         optimization: Optimizer and learning rate.
+        lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
 
     Raises:
         ConfigurationError: Not exactly one denoiser, or one that needs further conditions.
@@ -90,6 +92,7 @@ class LatentDiffusion(PartsModule):
         caption_dropout: float = 0.1,
         train_text_encoder: bool = False,
         optimization: Optimization | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         require_number("caption_dropout", caption_dropout, 0, 1)
@@ -112,6 +115,12 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
+        if lora is not None:
+            encoders = [
+                n for n in self.parts if n.startswith("text_encoder") and train_text_encoder
+            ]
+            for part in (self.denoiser, *(getattr(self, name) for name in encoders)):
+                lora.add_to(part)
 
     @classmethod
     def from_pretrained(

@@ -39,6 +39,7 @@ from lightning_diffpipe.modules.adapters import (
     merged,
     refuse_adapted,
     settings_of,
+    write_lora,
 )
 
 _FILES_KEY = "diffpipe_parts"
@@ -312,6 +313,21 @@ class PartsModule(L.LightningModule):
                 part = nn.Module.to(copy.deepcopy(part), dtype)
             _write_part(part, folder / name)
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def save_lora(self, path: str | Path) -> None:
+        """Writes the adapters of all parts as one file that `pipe.load_lora_weights(path)` of diffusers takes.
+
+        Of several processes the first one writes and the others return at once.
+
+        Args:
+            path: Folder to write `pytorch_lora_weights.safetensors` into.
+
+        Raises:
+            ConfigurationError: No part has adapters.
+        """
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            parts = {n: p for n, p in self.parts.items() if isinstance(p, nn.Module)}
+            write_lora(Path(path), parts)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         """For subclasses that are whole models: what an index of another model may not say any more."""

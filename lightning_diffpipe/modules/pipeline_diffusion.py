@@ -22,6 +22,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule, read_index
@@ -43,6 +44,7 @@ class PipelineDiffusion(PartsModule):
             them themselves.
         train_text_encoder: Train the text encoders along.
         optimization: Optimizer and learning rate.
+        lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
             for models that are told it.
 
@@ -64,6 +66,7 @@ class PipelineDiffusion(PartsModule):
         caption_dropout: float = 0.1,
         train_text_encoder: bool = False,
         optimization: Optimization | None = None,
+        lora: Lora | None = None,
         call: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -87,6 +90,12 @@ class PipelineDiffusion(PartsModule):
             if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
         )
         self.freeze_parts()
+        if lora is not None:
+            encoders = [
+                n for n in self.parts if n.startswith("text_encoder") and train_text_encoder
+            ]
+            for part in (self.denoiser, *(getattr(self, name) for name in encoders)):
+                lora.add_to(part)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:

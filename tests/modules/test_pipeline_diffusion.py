@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules import PipelineDiffusion
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from tests.graph.emulate import check_stages
 from tests.modules.tiny_parts import fit, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
@@ -331,3 +331,44 @@ def test_a_size_that_the_model_does_not_draw_is_named(tmp_path):
     batch["image"] = nn.functional.pad(batch["image"], (0, 2))
     with pytest.raises(ConfigurationError, match=r"for height=32, width=34 FluxPipeline draws"):
         loss_of(module, batch)
+
+
+# ------------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_adapters_are_trained_and_open_in_diffusers(name, tmp_path):
+    module = module_of(name, tmp_path / "parts", lora=Lora(rank=2, alpha=6))
+    trained = [n for n, p in module.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".lora_" in n and n.startswith(module.step.denoiser) for n in trained)
+    tiny.build(name, tmp_path / "again").save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for n, p in module.named_parameters():
+            if ".lora_B" in n:
+                p.normal_(std=0.3)
+    module.save_lora(tmp_path / "lora")
+    plain = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base")
+    plain.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 1, "output_type": "pt", **tiny.options_of(name)}
+    draw = lambda: plain("a cat 1", generator=torch.Generator().manual_seed(1), **options).images
+    without = draw()
+    plain.load_lora_weights(tmp_path / "lora")
+    options.pop("num_inference_steps"), options.pop("output_type")
+    got = module.sample(["a cat 1"], 1, generator=torch.Generator().manual_seed(1), **options)
+    options |= {"num_inference_steps": 1, "output_type": "pt"}
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(draw()))
+    assert not torch.allclose(torch.as_tensor(without), torch.as_tensor(got))
+    batch = batch_of(name)
+    fit(module, batch, tmp_path, steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    again = PipelineDiffusion.from_checkpoint(tmp_path / "last.ckpt", lora=Lora(rank=2, alpha=6))
+    assert torch.equal(loss_of(again.eval(), batch), loss_of(module.eval(), batch))
+
+
+def test_bad_adapters_are_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="rank of at least 1 and targets; got rank=0"):
+        Lora(rank=0)
+    with pytest.raises(ConfigurationError, match=r"is named \['to_z'\]; its linear layers end in"):
+        module_of("flux", tmp_path / "a", lora=Lora(targets=["to_z"]))
+    with pytest.raises(ConfigurationError, match="has adapters; train with lora"):
+        module_of("flux", tmp_path / "b").save_lora(tmp_path)
