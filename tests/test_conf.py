@@ -23,7 +23,7 @@ WRITES = ("train", "sample", "demo", "profile")  # into a folder of their own
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("experiment", "cluster", "sampler")
+    if path.parent.name not in ("adapter", "experiment", "cluster", "sampler")
 )
 SAMPLERS = sorted(path.stem for path in CONF.glob("sampler/*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
@@ -168,6 +168,14 @@ def test_what_lets_wandb_upload(output_dir):
     assert (alone.offline, alone.logger.wandb.offline) == (True, False)
     readme = (CONF.parent / "README.md").read_text()
     assert "`WANDB_MODE=online diffpipe train logger.wandb.offline=false`" in readme
+
+
+@pytest.mark.slow
+def test_adapters_are_an_option_of_models_that_are_trained_further(output_dir):
+    config = composed("train", "model=pretrained", "adapter=lora", "model.lora.rank=3", output_dir)
+    module = hydra.utils.instantiate(config.model)
+    assert {p.shape[0] for n, p in module.named_parameters() if ".lora_A" in n} == {3}
+    assert config.model.optimization.lr == 1e-4
 
 
 def test_every_option_says_what_it_is():
