@@ -25,7 +25,7 @@ PARTS = {
     "environment": 60,
     "tests": 150,
     "gloo": 90,
-    "nccl": 90,
+    "nccl": 150,
     "parity": 90,
     "frozen_share": 100,
     "overhead": 60,

@@ -127,6 +127,7 @@ def tests(place: Place, report: Report) -> None:
     options = ["-m", "gpu", "-q", "--timeout", "60", "-p", "no:xdist", "--no-header"]
     code = pytest.main([*options, *folders], plugins=[Outcomes()])
     report(exit_code=int(code))
+    assert code == 0, "not all tests pass"
 
 
 def gloo(place: Place, report: Report) -> None:
@@ -140,13 +141,15 @@ def nccl(place: Place, report: Report) -> None:
         _two_ways(place, report, 1, "gloo")
         return
     try:
-        _two_ways(place, report, 2, "nccl")
+        _two_ways(place, report, 2, "nccl", limit_s=65.0)
     except RuntimeError as error:
         report(two_ranks=str(error)[-500:])
         _two_ways(place, report, 1, "nccl")
 
 
-def _two_ways(place: Place, report: Report, num_ranks: int, backend: str) -> None:
+def _two_ways(
+    place: Place, report: Report, num_ranks: int, backend: str, limit_s: float = 85.0
+) -> None:
     """Trains without filling and with it; losses and weights must be the same, bit for bit.
 
     Once more with layers and links that are measured, which may be cut elsewhere.
@@ -155,7 +158,7 @@ def _two_ways(place: Place, report: Report, num_ranks: int, backend: str) -> Non
     runs = [Run(common | {"filling": filling}) for filling in ("none", "shares")]
     if place.on_gpu:
         runs.append(Run(common | {"profile": "measure"}))
-    found = train_together(num_ranks, backend, place.on_gpu, runs)
+    found = train_together(num_ranks, backend, place.on_gpu, runs, limit_s)
     for run, ranks in zip(runs, found, strict=True):
         for rank, outcome in enumerate(ranks):
             row = {k: v for k, v in outcome.items() if k not in ("losses", "digest", "verified")}
@@ -235,19 +238,14 @@ def frozen_share(place: Place, report: Report) -> None:
     for name in ("sd21", "controlnet"):
         training = KnownTraining(sized(name, not place.on_gpu), place.dtype, place.device)
         profile = _measured(training, place, counts, budget_s=15.0)
-        modelled = _modelled(name, place, counts)
-        for count in counts:
-            row = _shares(profile, count)
-            if row is not None:
-                beside = None if modelled is None else _shares(modelled, count)
-                share = beside and beside["frozen_share"]
-                report(
-                    model=name, samples=count, slides=SLIDES[name].get(count), modelled=share, **row
-                )
+        for count, row in _shares(profile, counts).items():
+            report(model=name, samples=count, slides=SLIDES[name].get(count), **row)
         if name == "sd21":  # the same by hand, without a stamp at any layer
             report(model=name, samples=counts[0], **_by_hand(training, place, counts[0]))
         del training
         give_back(place.device)
+    for name in ("sd21", "controlnet"):  # last, as this takes the host a while
+        _report_modelled(name, place, counts, report)
 
 
 def _by_hand(training: KnownTraining, place: Place, count: int) -> dict[str, float]:
@@ -290,30 +288,34 @@ def _measured(
     )
 
 
-def _modelled(name: str, place: Place, counts: tuple[int, ...]) -> ModelProfile | None:
-    """What was modelled for this GPU; None where it is not known."""
+def _report_modelled(name: str, place: Place, counts: tuple[int, ...], report: Report) -> None:
+    """The same figures as they are modelled for this GPU, if it is known."""
     if place.modelled_as is None:
-        return None
+        return
     dtype = str(place.dtype).removeprefix("torch.")
-    return modelled_profile(
+    profile = modelled_profile(
         name, dtype=dtype, device_model=place.modelled_as, sample_counts=counts, cache=False
     )
+    for count, row in _shares(profile, counts).items():
+        report(model=name, samples=count, modelled_as=place.modelled_as, **row)
 
 
-def _shares(profile: ModelProfile, count: int) -> dict[str, Any] | None:
-    """Seconds of encoders and of the trained path, and their ratio; None if the count was not timed."""
+def _shares(profile: ModelProfile, counts: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    """By the numbers of samples that were timed: seconds of encoders and of the trained path, and their ratio."""
     path = [layer for backbone in profile.backbones for layer in backbone.layers]
-    if count not in [n for n, _ in path[0].forward_s.points]:
-        return None
-    encoders = {
-        encoder.name: sum(layer.forward_s.at(count) for layer in encoder.layers)
-        for encoder in profile.encoders
-    }
-    forward_s = sum(layer.forward_s.at(count) for layer in path)
-    backward_s = sum(layer.backward_s.at(count) for layer in path)
-    share = sum(encoders.values()) / (forward_s + backward_s)
-    times = {"forward_s": forward_s, "backward_s": backward_s, "encoders_s": encoders}
-    return {"frozen_share": share, **times}
+    timed = {count for count, _ in path[0].forward_s.points}
+    rows = {}
+    for count in timed.intersection(counts):
+        encoders = {
+            encoder.name: sum(layer.forward_s.at(count) for layer in encoder.layers)
+            for encoder in profile.encoders
+        }
+        forward_s = sum(layer.forward_s.at(count) for layer in path)
+        backward_s = sum(layer.backward_s.at(count) for layer in path)
+        share = sum(encoders.values()) / (forward_s + backward_s)
+        times = {"forward_s": forward_s, "backward_s": backward_s, "encoders_s": encoders}
+        rows[count] = {"frozen_share": share, **times}
+    return dict(sorted(rows.items()))
 
 
 def layer_profile(name: str, place: Place, report: Report) -> None:
@@ -326,12 +328,8 @@ def layer_profile(name: str, place: Place, report: Report) -> None:
     weights = sum(p.numel() * p.element_size() for p in training.parameters())
     report(model=name, weight_bytes=weights, built_peak_bytes=place.peak_bytes())
     profile = _measured(training, place, counts, budget_s=15.0)
-    modelled = _modelled(name, place, counts)
-    for count in counts:
-        row = _shares(profile, count)
-        if row is not None:
-            beside = None if modelled is None else _shares(modelled, count)
-            report(model=name, samples=count, **row, modelled=beside)
+    for count, row in _shares(profile, counts).items():
+        report(model=name, samples=count, **row)
     report(model=name, peak_bytes=place.peak_bytes())
     for backbone in profile.backbones:
         layers = [
@@ -339,6 +337,7 @@ def layer_profile(name: str, place: Place, report: Report) -> None:
             for x in backbone.layers
         ]
         report(model=name, forward_and_backward_us=layers)
+    _report_modelled(name, place, counts, report)
 
 
 @torch.inference_mode()
