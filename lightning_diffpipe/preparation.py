@@ -10,9 +10,13 @@ everything else back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +32,9 @@ from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.pipeline import Pipeline, Process
 from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.plan_source import plan_of_rank_0, planned_layers
+from lightning_diffpipe.profiling.bench import Progress
 from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.refusals import warn_of_whole_compiled
 from lightning_diffpipe.runtime.common_start import (
@@ -76,17 +82,25 @@ def prepare(
         form = own or Form.of(batch, size)
         small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
     planned = agree(planned_layers(options) if process.rank == 0 else (), world)
-    graph = on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
+    with _phase("probing the layers of a step", process, counted=False):
+        graph = on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
     with raised_by_all():
         require_equal(graph.digest, world)
     warn_of_whole_compiled(module, graph)
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
         microbatch_size = math.ceil(size / options.num_microbatches)
-    subject = Subject(
-        module, step, batch, graph, device=process.device, microbatch_size=microbatch_size
-    )
-    plan, basis = plan_of_rank_0(subject, options, process, world)
+    with _phase("timing layers and links, and planning", process) as report:
+        subject = Subject(
+            module,
+            step,
+            batch,
+            graph,
+            device=process.device,
+            microbatch_size=microbatch_size,
+            progress=report,
+        )
+        plan, basis = plan_of_rank_0(subject, options, process, world)
     close_group(world)
     pipeline = assemble(
         module,
@@ -101,6 +115,17 @@ def prepare(
         verify=options.verify,
     )
     return replace(pipeline, basis=basis)
+
+
+@contextlib.contextmanager
+def _phase(what: str, process: Process, *, counted: bool = True) -> Iterator[Progress | None]:
+    """Tells what takes a while: a bar in a terminal of rank 0, and a line with its seconds behind it."""
+    begun_s = time.monotonic()
+    shown = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
+    with bar(shown, what, counted=counted, stays=False) as report:
+        yield report
+    if process.rank == 0:
+        _log.info("%s took %.1f s", what, time.monotonic() - begun_s)
 
 
 def _probed(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import hydra
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -296,6 +297,8 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
         ("seed=-1", "seed must be a whole number >= 0 and <= 4294967295; got -1"),
         ("trainer=3", "trainer=3 chooses no option; leave it out, or take one of cpu, gpu"),
         ("trainer", "cannot read trainer: write setting=value, or group=option"),
+        # History: it printed a script that called `diffpipe` without a verb.
+        ("--shell-completion", "there is no completion for diffpipe (--shell-completion)"),
         ("--cfgg", "there is no flag --cfgg; did you mean --cfg?"),
         ("trainer.max_steps=1,2", "trainer.max_steps=1,2 is several values: trainer.max_steps=[1"),
         ("~data", "there is no data in the config, and this needs one; leave out ~data"),
@@ -836,6 +839,15 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(
         assert Image.open(tmp_path / folder / "grid.png").size == (128, 64)
 
 
+@pytest.mark.parametrize(("terminal", "rate"), [(True, 1), (False, 20)])
+def test_the_bar_of_training_moves_with_each_step_where_somebody_looks(terminal, rate, monkeypatch):
+    """History: it was refreshed every 20 steps, which were 12 seconds of the demo."""
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        config = hydra.compose("train")
+    assert config.callbacks.progress_bar.refresh_rate == rate
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_train_as_a_pipeline_of_two_processes(tmp_path):
@@ -847,7 +859,13 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
         cwd=tmp_path,
     )
     assert trained.returncode == 0, trained.stderr[-3000:]
-    assert "1 pipeline of 2 stages" in trained.stdout + trained.stderr
+    told = trained.stdout + trained.stderr
+    assert "1 pipeline of 2 stages" in told
+    # History: nothing was told between the start of the processes and the plan, which took half a minute.
+    for phase in ("probing the layers of a step", "timing layers and links, and planning"):
+        assert len(re.findall(rf"^{phase} took [\d.]+ s$", told, re.MULTILINE)) == 1
+    for noise in ("Tip:", "is deprecated", "Sparse CSR", "weights_only"):
+        assert noise not in told
     assert (tmp_path / "model" / "unet" / "config.json").exists()
     assert list((tmp_path / "out").rglob("step_000002.png"))
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "final.ckpt", weights_only=True)

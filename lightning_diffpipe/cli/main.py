@@ -60,7 +60,7 @@ _VALUED = (  # flags of Hydra that take a value
 )
 _FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc", *_VALUED),
+    *_VALUED,
 )
 _CONF = "pkg://lightning_diffpipe.conf"
 
@@ -126,6 +126,11 @@ def _refuse_arguments(arguments: Sequence[str]) -> None:
         if before in _VALUED and not equals:
             continue
         if argument.startswith("-"):
+            if setting in ("--shell-completion", "-sc"):
+                raise ConfigurationError(
+                    f"there is no completion for diffpipe ({setting}): Hydra's calls commands without a verb; "
+                    "diffpipe VERB --help lists groups, options and settings"
+                )
             if setting not in _FLAGS:
                 near = difflib.get_close_matches(setting, _FLAGS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,22 @@ def _be_quiet() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
-    warnings.filterwarnings("ignore", message=".*module.s. in eval mode at the start of training")
+    for message in (
+        ".*LeafSpec.*is deprecated",
+        ".*module.s. in eval mode at the start of training",
+        ".*local_dir_use_symlinks.* argument is deprecated",
+        ".*Sparse CSR tensor support is in beta",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Leaves out what Lightning tells of other products, devices and defaults."""
+    starts = ("💡 Tip", "TPU available", "`Trainer(limit_", "`weights_only` was not set")
+    return not record.getMessage().startswith(starts)
 
 
 def _show_log() -> None:
@@ -61,6 +76,12 @@ def _device_of(accelerator: str) -> str:
     return {"gpu": "cuda:0", "cuda": "cuda:0", "mps": "mps:0"}.get(accelerator, "cpu")
 
 
+def _in_terminal(shown: Any, else_: Any) -> Any:
+    """One value where somebody looks at a terminal, another one in a log."""
+    return shown if sys.stdout.isatty() else else_
+
+
+OmegaConf.register_new_resolver("in_terminal", _in_terminal, replace=True)
 OmegaConf.register_new_resolver("built_in", _built_in, replace=True)
 OmegaConf.register_new_resolver("device_of", _device_of, replace=True)
 

@@ -79,7 +79,7 @@ def profile(
             small = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
     with current(home):
         graph = probe(module, step, small, max_share=max_share, form=form)
-    with _bar(progress) as report:
+    with bar(progress) as report:
         subject = Subject(
             module,
             step,
@@ -136,8 +136,17 @@ def in_precision(step: Step, precision: str, device: str) -> Step:
 
 
 @contextlib.contextmanager
-def _bar(wanted: bool) -> Iterator[Progress | None]:
-    """A progress bar on standard error."""
+def bar(
+    wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
+) -> Iterator[Progress | None]:
+    """A progress bar on standard error.
+
+    Args:
+        wanted: Whether there shall be one.
+        what: What takes a while.
+        counted: Whether it will be told how far that is.
+        stays: Whether it is left there in the end.
+    """
     if not wanted:
         yield None
         return
@@ -145,9 +154,9 @@ def _bar(wanted: bool) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("profiling", total=1.0)
-        report: Callable[[str, float], None] = lambda what, share: bar.update(
+    with Progress(*columns, console=Console(stderr=True), transient=not stays) as drawn:
+        task = drawn.add_task(what, total=1.0 if counted else None)
+        report: Callable[[str, float], None] = lambda what, share: drawn.update(
             task, description=what, completed=share
         )
         yield report
