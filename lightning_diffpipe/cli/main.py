@@ -35,7 +35,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
-from lightning_diffpipe.cli.session import own_rank
+from lightning_diffpipe.cli.session import own_rank, tell_loading
 from lightning_diffpipe.cli.values import in_settings, is_of_library, refuse_values
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
@@ -164,8 +164,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         try:
             if is_job_of_sweep(config):
                 return run_job(name)
-            if "trainer" in config and "torch" not in sys.modules and own_rank() == 0:
-                print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+            if "trainer" in config:
+                tell_loading()
             refuse_values(config)
             return function(config)
         except InstantiationException as error:

@@ -61,7 +61,14 @@ def _show_log() -> None:
         logger.propagate = False
 
 
+def tell_loading() -> None:
+    """Says that imports will take seconds, unless they are done."""
+    if "torch" not in sys.modules and own_rank() == 0:
+        print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+
+
 def _built_in(name: str) -> str:
+    tell_loading()
     from lightning_diffpipe.modules.built_in import built_in
 
     return str(built_in(name))
