@@ -133,7 +133,7 @@ def assemble(
     relay = RelayView(module, interception, owners, RelayChannel(mesh))
     untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     idle = _idle_here(module, resident - graph.trained)
-    watch = StepWatch(module, layout, idle)
+    watch = StepWatch(module, layout, idle, trained)
     return Pipeline(
         module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
         interception, relay,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -36,7 +37,7 @@ from lightning_diffpipe.checkpoint_files import (
     unreadable,
     why_unwritable,
 )
-from lightning_diffpipe.errors import CheckpointError, raised_by_all
+from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.runtime.checkpoint import (
@@ -76,6 +77,7 @@ class CheckpointHooks(ParallelStrategy):
 
     pipeline: Pipeline | None
     division: Division | None
+    max_diverged_steps: int | None
     _failed: bool
     _found_last: tuple[Any, ...] = ()
 
@@ -161,6 +163,7 @@ class CheckpointHooks(ParallelStrategy):
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
+            DivergenceError: Weights are not finite.
             GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
         module = self.lightning_module
@@ -168,12 +171,41 @@ class CheckpointHooks(ParallelStrategy):
         self._refuse_while_failing()
         if self.pipeline is not None:
             self.pipeline.watch.finish()
+            self.refuse_diverged("no checkpoint is written")
         state = module.state_dict()
         if self.pipeline is None:
             _refuse_placeholders(module)
             return state
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
+
+    def refuse_diverged(self, what: str) -> None:
+        """Looks at all trained weights, on all ranks together.
+
+        Args:
+            what: Happens because of it.
+
+        Raises:
+            DivergenceError: Some are not finite; on all ranks of the pipeline.
+        """
+        pipeline = self.pipeline
+        if pipeline is None or self.max_diverged_steps is None:
+            return
+        own, mesh = pipeline.not_finite(), pipeline.mesh
+        if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
+            return
+        names: list[list[str]] = [[] for _ in mesh.pipeline_ranks]
+        dist.all_gather_object(names, own, group=mesh.transfers)
+        bad = sorted({name for each in names for name in each})
+        assert self.lightning_module is not None
+        error = DivergenceError(
+            f"{what} at step {self.lightning_module.trainer.global_step}: {len(bad)} trained parameters are not "
+            f"finite, e.g. {bad[0]}. Checkpoints from before are as they were: go on from the newest "
+            "(ckpt_path='last') with a lower learning rate or gradient_clip_val; strategy.check_finite=True names "
+            "the layer that is the first"
+        )
+        error.is_of_all_ranks = True
+        raise error
 
     def _refuse_while_failing(self) -> None:
         """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
@@ -220,7 +252,7 @@ class CheckpointHooks(ParallelStrategy):
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         state = optimizer.state_dict()
-        if self.division is None:
+        if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
             index: self.division.owners.get(name, 0)
@@ -290,8 +322,23 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes over the state of this rank's parameters."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        """Takes over the state of this rank's parameters.
+
+        Raises:
+            CheckpointError: There are more or fewer optimizers than there were.
+        """
+        states = checkpoint["optimizer_states"]
+        optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+        states = [state for state in states if state]  # one that does nothing has none
+        if len(states) != len(optimizers):
+            with raised_by_all():
+                raise CheckpointError(
+                    f"the checkpoint has the states of {len(states)} optimizers, and configure_optimizers gives "
+                    f"{len(optimizers)}, so training cannot go on from it. Give those it was written with; "
+                    "to begin anew with its weights, load checkpoint['state_dict'] into the module and leave "
+                    "ckpt_path out"
+                )
+        for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
                 mine = {index for index, name in names if name in self.pipeline.resident}

@@ -12,6 +12,7 @@
     ├── CheckpointError        (ValueError)    a checkpoint that cannot be read or does not fit
     │   └── MissingCheckpointError (FileNotFoundError) there is none
     ├── SamplingError          (ValueError)    final latents that are not finite
+    ├── DivergenceError                        loss, gradients or weights are not finite any more
     ├── BoundaryError                          a value crossing a stage boundary is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
 
@@ -85,6 +86,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class SamplingError(DiffPipeError, ValueError):
     """The final latents of a request are not finite; raised on all ranks alike."""
+
+
+class DivergenceError(DiffPipeError):
+    """Training has left the finite numbers: its loss, gradients or weights are NaN or infinite."""
 
 
 class BoundaryError(DiffPipeError):

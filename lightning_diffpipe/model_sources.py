@@ -18,6 +18,7 @@ import diffusers
 import torch
 from torch import nn
 
+from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.modules.adapters import refuse_adapted
@@ -70,7 +71,8 @@ def open_source(
         ConfigurationError: There is no such model, or of no known kind.
         CheckpointError: Its weights are missing or cannot be read.
     """
-    if str(path).endswith(".ckpt"):
+    if str(path).endswith(".ckpt") or "://" in str(path):
+        require_file(path)
         _refuse_variant(variant, path)
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = _folder(str(path))

@@ -169,6 +169,16 @@ class Pipeline:
                 "before trainer.fit, and go on from a checkpoint"
             )
 
+    @torch.no_grad()
+    def not_finite(self) -> list[str]:
+        """Names of trained parameters of this rank that hold NaN or infinity; waits for the device."""
+        named = {n: p for n, p in self.trained.items() if p.is_floating_point() and p.numel()}
+        if not named:
+            return []
+        largest = [torch.linalg.vector_norm(p, torch.inf).isfinite() for p in named.values()]
+        finite = torch.stack(largest).tolist()
+        return [name for name, good in zip(named, finite, strict=True) if not good]
+
     @property
     def planned_shares(self) -> tuple[float, ...]:
         """How much of the frozen work each rank of the pipeline takes, as planned; empty if unknown."""

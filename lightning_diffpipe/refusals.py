@@ -53,11 +53,15 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
             "before Lightning would call it. Scale the loss in training_step instead"
         )
+    whole = strategy.world_size == 1 or strategy.is_one_stage
     for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging) or (
+            isinstance(callback, WeightAveraging) and not whole
+        ):
             raise ConfigurationError(
                 f"{type(callback).__name__} copies the module before it is cut into stages and would "
                 "average weights of different stages. Use lightning_diffpipe.EMA"
+                + (", or num_stages=1" if isinstance(callback, WeightAveraging) else "")
             )
     precision = strategy.precision_plugin
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:

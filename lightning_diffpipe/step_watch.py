@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 
 _log = logging.getLogger(__name__)
-_LOSS = ""  # a name that nothing logged has
+_LOSS, _GRADIENTS = "", "\0"  # names that nothing logged has
 _TRAINING = attrgetter("training")
 _REMEDY = (
     "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
@@ -53,6 +53,7 @@ class _Values:
 
     names: tuple[str, ...]
     finite: Tensor
+    loss: Tensor
     event: torch.cuda.Event | None
     batch: Any
     arguments: tuple[Any, ...]
@@ -66,12 +67,25 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
+        trained: Those that get one.
+
+    Attributes:
+        num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
+            that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
+            gradients are summed over all, so that they agree.
+        last_finite: The latest batch with a finite loss, and that loss; equal on all ranks of a pipeline.
     """
 
     def __init__(
-        self, module: nn.Module, layout: BatchLayout, idle: Mapping[str, nn.Parameter]
+        self,
+        module: nn.Module,
+        layout: BatchLayout,
+        idle: Mapping[str, nn.Parameter],
+        trained: Mapping[str, nn.Parameter],
     ) -> None:
-        self._module, self._layout, self._idle = module, layout, idle
+        self._module, self._layout, self._idle, self._trained = module, layout, idle, trained
+        self.num_diverged = 0
+        self.last_finite: tuple[int, Tensor] | None = None
         self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
         self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
@@ -118,7 +132,12 @@ class StepWatch:
         )
 
     def after_step(
-        self, result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int
+        self,
+        result: StepResult,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        number: int,
+        whole: bool = True,
     ) -> None:
         """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.
 
@@ -127,6 +146,7 @@ class StepWatch:
             batch: What was trained on.
             arguments: Further arguments of the step.
             number: The batch's, since training began.
+            whole: Gradients are those of all ranks and of a whole accumulation window.
 
         Raises:
             GraphError: The step has changed since it was probed; says how.
@@ -137,7 +157,8 @@ class StepWatch:
                     f"{name} got a gradient, though the loss did not read it when the step was probed, so "
                     f"that it would never be trained. {_REMEDY}"
                 )
-        values = _values(result, batch, arguments, number)
+        reduced = [p.grad for p in self._trained.values() if p.grad is not None] if whole else None
+        values = _values(result, batch, arguments, number, reduced)
         before, self._under_way = self._under_way, values
         if values.event is None:
             self.finish()
@@ -159,8 +180,9 @@ class StepWatch:
     def _examine(self, values: _Values) -> None:
         if values.event is not None:
             values.event.synchronize()
-        pairs = zip(values.names, values.finite.tolist(), strict=True)
-        new = self._to_look_at({name for name, finite in pairs if not finite})
+        finite = dict(zip(values.names, values.finite.tolist(), strict=True))
+        self._count(values, finite)
+        new = self._to_look_at({name for name in finite if not finite[name]} - {_GRADIENTS})
         if not new:
             return
         what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
@@ -183,6 +205,15 @@ class StepWatch:
             self._warn_once(
                 _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
+
+    def _count(self, values: _Values, finite: Mapping[str, bool]) -> None:
+        if finite[_LOSS]:
+            self.last_finite = values.number, values.loss
+        if _GRADIENTS not in finite:
+            return
+        alone = self._layout.mesh.layout.num_pipelines == 1
+        healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
+        self.num_diverged = 0 if healthy else self.num_diverged + 1
 
     def _to_look_at(self, not_finite: set[str]) -> set[str]:
         """Names for which the step is to be traced again.
@@ -226,13 +257,32 @@ class StepWatch:
         return list(map(_TRAINING, self._modules))
 
 
-def _values(result: StepResult, batch: Any, arguments: tuple[Any, ...], number: int) -> _Values:
+def _values(
+    result: StepResult,
+    batch: Any,
+    arguments: tuple[Any, ...],
+    number: int,
+    gradients: list[Tensor] | None,
+) -> _Values:
     names = (_LOSS, *(logged.name for logged in result.logged))
     finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
+    if gradients is not None:
+        names += (_GRADIENTS,)
+        finite = torch.cat([finite, _all_finite(gradients).to(finite.device).reshape(1)])
+    values = _Values(names, finite, result.loss, None, batch, arguments, number)
     if finite.device.type != "cuda":
-        return _Values(names, finite, None, batch, arguments, number)
+        return values
     copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
     copy.copy_(finite, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return _Values(names, copy, event, batch, arguments, number)
+    return replace(values, finite=copy, event=event)
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    """Whether all are finite, on their device; largest values, unlike sums and squares, do not overflow."""
+    plain = [t._values() if t.is_sparse else t for t in tensors if t.numel()]
+    if not plain:
+        return torch.tensor(True)
+    largest = torch._foreach_norm(plain, torch.inf)
+    return torch.stack([value.isfinite() for value in largest]).all()

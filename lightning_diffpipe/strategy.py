@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.checkpointing import CheckpointHooks, Division
 from lightning_diffpipe.early_answers import early_answers, only_counted
-from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
 from lightning_diffpipe.lockstep import LockStep
@@ -95,6 +95,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
+        max_diverged_steps: Optimizer steps in a row whose loss or gradients are not finite after which the run ends
+            with an error; single ones may come by, as with 16 bits. No checkpoint is written with weights that are
+            not finite, either. `None` looks at none of it.
         verify: Before training, compare loss and gradients of one batch with a run of the whole module
             on every rank; needs memory for both.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
@@ -123,11 +126,19 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         verify: bool = False,
         process_group_backend: str | None = None,
         optimizer_bytes_factor: float | Auto = "auto",
+        max_diverged_steps: int | None = 10,
         **unsupported: Any,
     ) -> None:
         if unsupported:
             refuse_arguments(unsupported)
+        if max_diverged_steps is not None and (
+            not isinstance(max_diverged_steps, int) or max_diverged_steps < 1
+        ):
+            raise ConfigurationError(
+                f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
+            )
         super().__init__(timeout_s, process_group_backend)
+        self.max_diverged_steps = max_diverged_steps
         self.pipeline: Pipeline | None = None
         self.division: Division | None = None
         self.last_step: StepResult | None = None
@@ -165,6 +176,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def plan(self) -> PipelinePlan | None:
         """What each rank does; known once training has been set up."""
         return self.pipeline.plan if self.pipeline else None
+
+    @property
+    def is_one_stage(self) -> bool:
+        """Whether every rank has been asked to hold the whole module."""
+        return self._options.num_stages == 1 and self._options.plan is None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -355,8 +371,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             reduce_gradients=not self._accumulating,
             arguments=arguments,
             upcoming=self._take_upcoming(arguments),
+            alarm=self._has_diverged(),
         )
-        self.pipeline.watch.after_step(result, batch, arguments, number)
+        if result.alarm:
+            raise self._divergence(result)
+        self.pipeline.watch.after_step(result, batch, arguments, number, self._ends_window())
         self.last_step = result
         # What layers wrote themselves does not count.
         self.pipeline.read_ahead.note(before_update=not self._accumulating)
@@ -366,6 +385,34 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 logged.name, logged.value, batch_size=result.num_samples, **logged.options
             )
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _ends_window(self) -> bool:
+        return self.max_diverged_steps is not None and not self._accumulating
+
+    def _has_diverged(self) -> bool:
+        assert self.pipeline is not None
+        allowed = self.max_diverged_steps
+        return allowed is not None and self.pipeline.watch.num_diverged >= allowed
+
+    def _divergence(self, result: StepResult) -> DivergenceError:
+        """The error with which all ranks end."""
+        assert self.pipeline is not None
+        assert self.lightning_module is not None
+        before = self.pipeline.watch.last_finite
+        told = (
+            f"the last finite one was {before[1]:.4g}, of batch {before[0]}"
+            if before
+            else "none was"
+        )
+        error = DivergenceError(
+            f"training has diverged: in {self.max_diverged_steps} optimizer steps in a row, up to step "
+            f"{self.lightning_module.trainer.global_step}, the loss or gradients were not finite (loss "
+            f"{result.loss:.4g}; {told}). Go on from the newest checkpoint (ckpt_path='last') with a lower "
+            "learning rate, gradient_clip_val, or more bits (bf16-mixed, 32-true); strategy.check_finite=True "
+            "names the layer that is the first. strategy.max_diverged_steps says how many steps are borne"
+        )
+        error.is_of_all_ranks = True
+        return error
 
     def _stop_ahead_if_changed(self) -> None:
         assert self.pipeline is not None
@@ -482,6 +529,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
         if self.pipeline is not None:
             self.pipeline.watch.finish()
+            self.refuse_diverged("training has ended")
         if self._lock_step is not None:
             self._lock_step.stop_together(last=True)
 

@@ -192,6 +192,26 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "ckpt_path=none.ckpt"],
             "diffpipe train: there is no checkpoint none.ckpt",
         ),
+        # History: the checkpoint was said not to exist.
+        (
+            ["train", "ckpt_path=https://a.b/c.ckpt"],
+            "diffpipe train: https://a.b/c.ckpt is an address, and checkpoints are read from files",
+        ),
+        (
+            ["sample", "path=https://a.b/c.ckpt"],
+            "diffpipe sample: https://a.b/c.ckpt is an address, and checkpoints are read from files",
+        ),
+        # History: no reason was given.
+        (
+            ["train", "ckpt_path=empty.ckpt"],
+            "the checkpoint empty.ckpt is empty (0 bytes): whoever",
+        ),
+        (["sample", "path=empty.ckpt"], "the checkpoint empty.ckpt is empty (0 bytes): whoever"),
+        # History: training began at step 0 beside the checkpoints of another run.
+        (
+            ["train", "output_dir=earlier", "hydra.run.dir=earlier"],
+            "checkpoints/000005.ckpt, of step 5, is there from an earlier run",
+        ),
         # History: StopIteration, from inside.
         (
             ["profile", "data.batch_size=99999", "progress=false"],
@@ -225,6 +245,11 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 )
 def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.ckpt").touch()
+    earlier = tmp_path / "earlier" / "checkpoints"
+    earlier.mkdir(parents=True)
+    states = {"optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    torch.save({"state_dict": {}, "global_step": 5, **states}, earlier / "000005.ckpt")
     code, _, err = call(capsys, monkeypatch, *arguments)
     told = f"{code}\n{err}"
     assert message in told

@@ -67,7 +67,7 @@ def pipeline(epoch=0, module_class=Chain):
         module, lambda module, batch: module(batch), BATCH, num_stages=2, num_microbatches=2
     )
     last = ranks.ranks[-1]
-    watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift})
+    watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift}, {})
     for rank in ranks.ranks:
         rank.module.epoch = epoch
     return ranks, last.module, watch

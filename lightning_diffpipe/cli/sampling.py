@@ -29,6 +29,10 @@ def sample(config: DictConfig) -> Any:
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
+    if str(values["path"]).endswith(".ckpt") or "://" in str(values["path"]):
+        from lightning_diffpipe.checkpoint_files import require_file
+
+        require_file(values["path"])
     require_writable_folder("output", values["output"])
     _refuse_files_of_others(Path(values["output"]))
     _refuse_missing_gpus(values, num_ranks)

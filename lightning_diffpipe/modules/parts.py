@@ -20,6 +20,7 @@ import importlib
 import inspect
 import json
 import pickle
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.adapters import (
@@ -45,6 +47,7 @@ from lightning_diffpipe.modules.adapters import (
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
 _OTHER_PARTS = "_other_parts"
+_ROOM_BYTES = 2**25  # for configs and vocabularies
 
 
 def _class_of(library: str, name: str) -> Any:
@@ -160,9 +163,15 @@ def _write_part(part: Any, folder: Path) -> None:
             path.replace(target)
 
 
+def _roomy() -> str | None:
+    """A folder for small temporary files; None where all are as full as the one there is for them."""
+    folders = [f for f in (tempfile.gettempdir(), "/dev/shm", ".") if Path(f).is_dir()]
+    return next((f for f in folders if shutil.disk_usage(f).free > _ROOM_BYTES), None)
+
+
 def _text_files(part: Any) -> dict[str, str]:
     """Returns the files that describe a part without its weights, by file name."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=_roomy()) as folder:
         if not isinstance(part, nn.Module):
             part.save_pretrained(folder)
         elif hasattr(part, "save_config"):
@@ -390,14 +399,16 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
     Raises:
         CheckpointError: There is no such file, or it is no checkpoint of such a module.
     """
-    if not Path(path).is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
+    require_file(path)
     try:
         checkpoint: dict[str, Any] = torch.load(
             path, map_location="cpu", weights_only=True, mmap=True
         )
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a whole Lightning checkpoint: {error}") from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} is not a whole Lightning checkpoint: {reason or type(error).__name__}"
+        ) from error
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
             f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "

@@ -45,12 +45,14 @@ class StepResult:
         logged: What the user's step logged, combined over microbatches as `reduce_fx` says.
         num_samples: Samples of the pipeline's batch.
         recording: When this rank ran what.
+        alarm: A rank of the pipeline gave one.
     """
 
     loss: Tensor
     logged: list[Logged]
     num_samples: int
     recording: Recording
+    alarm: bool = False
 
 
 class Engine:
@@ -79,7 +81,7 @@ class Engine:
     ) -> None:
         self.layout = layout
         self.reducer = reducer
-        self._reduces = True
+        self._reduces, self._alarm = True, False
         self._picture = picture
         self._clock = clock_for(layout.mesh.device)
         self._ahead: BatchesAhead | None = None
@@ -143,6 +145,7 @@ class Engine:
         reduce_gradients: bool = True,
         arguments: tuple[Any, ...] = (),
         upcoming: Upcoming = (),
+        alarm: bool = False,
     ) -> StepResult:
         """Runs one batch forward and backward; gradients are added to `.grad`.
 
@@ -155,6 +158,7 @@ class Engine:
             arguments: Further arguments of the step.
             upcoming: Batches, and their arguments, that come behind this one and those that were given
                 before; their frozen layers run in bubbles. Give equally many on all ranks.
+            alarm: What this rank wants all ranks of the pipeline to hear of, behind the step.
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches, or is another
@@ -170,7 +174,7 @@ class Engine:
             ahead.prepare(upcoming, batch_index, accumulate)
         weighted = step.works[0].partitioned.graph.weighted
         earlier = self.reducer.take() if weighted else ()
-        self._reduces = reduce_gradients or weighted
+        self._reduces, self._alarm = reduce_gradients or weighted, alarm
         try:
             run_alone(
                 self.executor, step.program, step.works, step.frozen, ahead.filler if ahead else None,
@@ -188,7 +192,7 @@ class Engine:
         if ahead:
             ahead.observe(step, recording)
         num_samples = sum(work.num_samples for work in step.works)
-        return StepResult(loss, logged, num_samples, recording)
+        return StepResult(loss, logged, num_samples, recording, self._results.alarm)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
         return (
@@ -201,7 +205,7 @@ class Engine:
         self._transport.close()
 
     def _share_results(self, works: Sequence[MicrobatchWork]) -> Exchange | None:
-        under_way = self._results.start(works)
+        under_way = self._results.start(works, self._alarm)
         if not under_way:
             return None
         return self._transport.awaited(under_way, "loss and metrics", lambda: None)

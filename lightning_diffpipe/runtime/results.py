@@ -61,18 +61,26 @@ class ResultSharing:
     Args:
         mesh: This rank's groups.
         reporter: Position of the rank that runs microbatch 0 of the last stage.
+
+    Attributes:
+        alarm: Whether any rank gave one in the latest step; known when that is finished.
     """
 
     def __init__(self, mesh: Mesh, reporter: int) -> None:
         self._mesh = mesh
         self._reporter = reporter
+        self.alarm = False
         self._agreed: Entries = {}
         self._own: Entries = {}
         self._works: Sequence[MicrobatchWork] = ()
         self._noticed = self._table = torch.zeros(1)
 
-    def start(self, works: Sequence[MicrobatchWork]) -> list[dist.Work]:
+    def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[dist.Work]:
         """Begins to sum what this rank's microbatches have to tell.
+
+        Args:
+            works: The microbatches.
+            alarm: Something that all ranks of the pipeline shall hear of, from any of them.
 
         Returns:
             What to wait for before `finish`; nothing where a pipeline has one rank.
@@ -94,7 +102,9 @@ class ResultSharing:
             name not in self._agreed or pickle.dumps(self._agreed[name]) != own
             for name, own in packed.items()
         )
-        self._noticed = torch.tensor([int(unknown), *(name in self._own for name in self._agreed)])
+        self._noticed = torch.tensor(
+            [int(unknown), int(alarm), *(name in self._own for name in self._agreed)]
+        )
         self._table = self._filled_in()
         if alone:
             return []
@@ -110,7 +120,8 @@ class ResultSharing:
         Raises:
             ConfigurationError: As `start`.
         """
-        unknown, *counts = self._noticed.tolist()
+        unknown, alarms, *counts = self._noticed.tolist()
+        self.alarm = bool(alarms)
         present = {name for name, count in zip(self._agreed, counts, strict=True) if count}
         if unknown:
             present |= self._agree()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from omegaconf import OmegaConf
 
 from lightning_diffpipe.callbacks import EMA
@@ -171,8 +171,9 @@ def test_nothing_is_saved_after_a_failure(tmp_path):
 
 
 def load_missing(rank, path):
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt") as raised:
         load_broken(rank, path)
+    assert isinstance(raised.value, FileNotFoundError), "plain Lightning's is one"
     return True
 
 
@@ -412,3 +413,75 @@ def test_an_owner_waits_for_its_turn_longer_than_a_message_may_take():
 def test_an_owner_that_is_gone_is_missed_at_once():
     with pytest.raises(RankError, match="rank 0 noticed"):
         run_ranks(collect_from_a_late_owner, 3, 0.1, True)
+
+
+class WithoutOptimizer(TinyDiffusion):
+    """Trains nothing, for its logs or its hooks, as plain Lightning allows with a warning."""
+
+    def configure_optimizers(self):
+        return None
+
+
+def fit_with_other_optimizers(rank, world_size, folder):
+    """Trains without optimizers, goes on, and then goes on with one."""
+    path, strategy = folder / "without.ckpt", {"num_stages": world_size, "num_microbatches": 2}
+    saving, untouched = SaveAtEnd(path), build(Settings(module_class=WithoutOptimizer))
+    for epochs, load in [(1, None), (2, path)]:
+        trainer = quiet_trainer(
+            devices=world_size, strategy=quick_strategy(**strategy), callbacks=[saving], max_epochs=epochs
+        )  # fmt: skip
+        module = build(Settings(module_class=WithoutOptimizer))
+        trainer.fit(module, datamodule=Data(), ckpt_path=load)
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, weights_of(untouched)[name]), name
+    trainer = quiet_trainer(devices=world_size, strategy=quick_strategy(**strategy), max_epochs=3)
+    with pytest.raises(
+        CheckpointError, match=r"states of 0 optimizers, .* gives 1, so training"
+    ) as raised:
+        trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
+    return raised.value.is_of_all_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_may_have_no_optimizer(tmp_path, world_size):
+    """History: KeyError: 'state'; going on with an optimizer, the lengths of zip()."""
+    assert all(run_ranks(fit_with_other_optimizers, world_size, world_size, tmp_path))
+
+
+def fit_averaging(rank, world_size, path):
+    """Lightning's own averages, and what they should be."""
+    expected = {}
+
+    class Expecting(L.Callback):
+        def on_train_batch_end(self, trainer, module, *rest):
+            for name, value in module.named_parameters():
+                mean = expected.setdefault(name, torch.zeros_like(value))
+                mean += (value.detach() - mean) / trainer.global_step
+
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(path)
+
+    averaging = WeightAveraging()
+    trainer = quiet_trainer(
+        devices=world_size, strategy=quick_strategy(num_stages=1, num_microbatches=1),
+        callbacks=[Expecting(), averaging], max_steps=3,
+    )  # fmt: skip
+    module = build(Settings())
+    trainer.fit(module, datamodule=Data())
+    for name, value in module.named_parameters():  # the averages took their place
+        assert_close(value, expected[name], 1e-12, name)
+    saved = torch.load(path)
+    for name, value in expected.items():
+        assert_close(saved["state_dict"][name], value, 1e-12, name)
+        assert (
+            not torch.equal(saved["current_model_state"][name], value)
+            or "encoder" in name
+            or "text" in name
+        )
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lightnings_averages_work_where_a_rank_holds_the_whole_module(tmp_path, world_size):
+    """History: refused, though plain Lightning has it, and there are no stages."""
+    assert all(run_ranks(fit_averaging, world_size, world_size, tmp_path / "a.ckpt"))

@@ -177,7 +177,6 @@ class OwnBackward(TinyDiffusion):
             [StochasticWeightAveraging(1e-2)],
             "StochasticWeightAveraging copies the module",
         ),
-        (TinyDiffusion, [WeightAveraging()], "WeightAveraging copies the module"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
