@@ -174,7 +174,7 @@ class CheckpointHooks(ParallelStrategy):
             self.refuse_diverged("no checkpoint is written")
         state = module.state_dict()
         if self.pipeline is None:
-            _refuse_placeholders(module)
+            refuse_divided(module)
             return state
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
@@ -348,12 +348,18 @@ class CheckpointHooks(ParallelStrategy):
             _optimizer_to_device(optimizer, self.root_device)
 
 
-def _refuse_placeholders(module: nn.Module) -> None:
-    gone = [name for name, parameter in module.named_parameters() if is_placeholder(parameter)]
+def refuse_divided(module: nn.Module | None) -> None:
+    """Refuses a module of which a failed run has left one rank's part.
+
+    Raises:
+        CheckpointError: Parameters are on other ranks.
+    """
+    parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
+    gone = [name for name, parameter in parameters if is_placeholder(parameter)]
     if gone:
         raise CheckpointError(
             f"{len(gone)} parameters, e.g. {gone[0]}, were on other ranks when training failed, so there is "
-            "nothing whole to save; go on from the latest checkpoint"
+            "nothing whole to save or to train; build the module anew, and go on from the latest checkpoint"
         )
 
 

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class ProcessHooks(ParallelStrategy):
     """
 
     pipeline: Pipeline | None
+    _ended_by: ClassVar[str | None] = None
 
     def __init__(self, timeout_s: float, backend: str | None) -> None:
         super().__init__()
@@ -107,6 +108,19 @@ class ProcessHooks(ParallelStrategy):
             trainer: About to run.
             arguments: Of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
         """
+
+    def refuse_alone(self) -> None:
+        """Refuses to run again where the processes that were started for it have been ended.
+
+        Raises:
+            ConfigurationError: A run of this process has failed before.
+        """
+        if self._ended_by is not None and self.world_size > 1:
+            raise ConfigurationError(
+                f"an earlier run of this process has failed ({self._ended_by.splitlines()[0]}), and the processes "
+                "that it had started were ended with it, so nobody is there to run with. Start the script again, "
+                "with ckpt_path='last'; under torchrun every process catches its error by itself, and can go on"
+            )
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's rank-zero helpers which rank this is."""
@@ -200,6 +214,8 @@ class ProcessHooks(ParallelStrategy):
             # Its watchdog may end the process before Python prints the error.
             _log.error("rank %d stops: %r", self.global_rank, exception)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
+            if self._launcher.procs:
+                ProcessHooks._ended_by = f"{type(exception).__name__}: {exception}"
             deadline_s = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline_s and any(
                 p.poll() is None for p in self._launcher.procs

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpoint_files import settle_last
-from lightning_diffpipe.checkpointing import CheckpointHooks, Division
+from lightning_diffpipe.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.early_answers import early_answers, only_counted
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
@@ -197,7 +197,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     # ------------------------------------------------------------------------------------ set-up
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Finds the checkpoint to go on from before any process is started."""
+        """Finds the checkpoint to go on from, before any process is started, and what a failed run has left."""
+        self.refuse_alone()
+        refuse_divided(arguments.get("model"))
         self.choose_checkpoint(trainer, arguments)
 
     def setup_environment(self) -> None:

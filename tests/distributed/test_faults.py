@@ -25,7 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
 from lightning_diffpipe.callbacks import FinalCheckpoint
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.processes import ProcessHooks
 from lightning_diffpipe.refusals import refuse_averages, refuse_unsupported
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
@@ -569,3 +570,47 @@ def test_a_wait_that_lasts_too_long_shows_where_the_plan_stands():
     assert "PipelineTimeoutError: rank 0 waited for" in text
     assert "<-- waits here" in text
     assert "rank 1 | " in text
+
+
+class FailsOnce(TinyDiffusion):
+    """Its first run ends in its third step."""
+
+    fails = True
+
+    def training_step(self, batch, batch_idx):
+        if FailsOnce.fails and self.global_step == 2:
+            raise ValueError("the first run")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_again(rank, world_size):
+    """Fits again after a failure that was caught, with the same module and with another."""
+
+    def fit_one(module):
+        strategy = quick_strategy(num_stages=world_size, num_microbatches=2, timeout_s=5)
+        trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=-1, max_steps=4)
+        trainer.fit(module, datamodule=Data())
+        return trainer.global_step
+
+    module = build(Settings(module_class=FailsOnce))
+    with pytest.raises((ValueError, DiffPipeError)):
+        fit_one(module)
+    FailsOnce.fails = False
+    if world_size > 1:  # it holds the part of one rank
+        with pytest.raises(CheckpointError, match="to train; build the module anew, and go on"):
+            fit_one(module)
+        module = build(Settings(module_class=FailsOnce))
+    return fit_one(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_process_fits_again_after_a_failure_that_it_caught(world_size):
+    assert run_ranks(fit_again, world_size, world_size) == [4] * world_size
+
+
+def test_who_has_lost_its_processes_does_not_wait_for_them(monkeypatch):
+    """History: a second fit waited for processes that had been ended with the first."""
+    monkeypatch.setattr(ProcessHooks, "_ended_by", "ValueError: mine")
+    trainer = quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2))
+    with pytest.raises(ConfigurationError, match=r"failed \(ValueError: mine\), and the processes"):
+        trainer.fit(build(Settings()), datamodule=Data())
