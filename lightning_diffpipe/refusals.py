@@ -53,10 +53,10 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
             "before Lightning would call it. Scale the loss in training_step instead"
         )
-    whole = strategy.world_size == 1 or strategy.is_one_stage
     for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging) or (
-            isinstance(callback, WeightAveraging) and not whole
+            isinstance(callback, WeightAveraging)
+            and not (strategy.world_size == 1 or strategy.is_one_stage)
         ):
             raise ConfigurationError(
                 f"{type(callback).__name__} copies the module before it is cut into stages and would "
