@@ -56,6 +56,7 @@ def open_source(
     dtype: torch.dtype,
     ema: bool = True,
     variant: str | None = None,
+    without: Collection[str] = (),
 ) -> Source:
     """Opens the model at a path.
 
@@ -66,6 +67,7 @@ def open_source(
         dtype: Of all weights.
         ema: Take averaged weights of a checkpoint.
         variant: Of the files in a diffusers folder, such as `"fp16"`.
+        without: Parts of a diffusers folder to be left out.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
@@ -73,7 +75,7 @@ def open_source(
     """
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_variant(variant, path)
+        _refuse_variant(variant, path, without)
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = _folder(str(path))
     try:
@@ -81,10 +83,10 @@ def open_source(
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") == "LatentDiffusion":
-        _refuse_variant(variant, path)
+        _refuse_variant(variant, path, without)
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
     _require_known(index, folder)
-    return DiffusersFolder(folder, leads, device, dtype, variant)
+    return DiffusersFolder(folder, leads, device, dtype, variant, without)
 
 
 def _require_known(index: dict[str, Any], folder: Path) -> None:
@@ -101,7 +103,11 @@ def _present(index: dict[str, Any]) -> list[str]:
     return [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
 
 
-def _refuse_variant(variant: str | None, path: str | Path) -> None:
+def _refuse_variant(variant: str | None, path: str | Path, without: Collection[str]) -> None:
+    for name in without:
+        raise ConfigurationError(
+            f"{name}=None is of diffusers folders; {path} was written by this project, and all its parts are needed"
+        )
     if variant is not None:
         raise ConfigurationError(
             f"variant={variant!r} is of diffusers folders; {path} was written by this project and has one only, "
@@ -161,10 +167,25 @@ def _folder(path: str) -> Path:
             snapshot = Path(snapshot_download(path, local_files_only=True))
             if (snapshot / "model_index.json").is_file():  # a hub id may be of anything
                 return snapshot
+    _refuse_lora(Path(path))
     raise ConfigurationError(
         f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
         "check the path, or fetch it first: hf download ID"
     )
+
+
+def _refuse_lora(path: Path) -> None:
+    """Raises ConfigurationError, with the way to open it, for a low-rank adaptation without its model."""
+    folder = path if path.is_dir() else path.parent
+    names = ("adapter_config.json", "pytorch_lora_weights.safetensors")
+    found = [name for name in names if (folder / name).is_file()]
+    if path.exists() and found:
+        raise ConfigurationError(
+            f"{str(path)!r} is a LoRA ({found[0]}), which adapts a model that it does not hold. Merge them, and "
+            "open the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
+            f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
+            "pipeline.save_pretrained(FOLDER)"
+        )
 
 
 class LatentDiffusionSource:

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -44,6 +45,11 @@ from lightning_diffpipe.model_sources import open_source, refuse_module, source_
 from lightning_diffpipe.processes import take_place_in_slurm
 from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
+from lightning_diffpipe.sampling.digests import (
+    Identity,
+    refuse_other_models,
+    refuse_other_request,
+)
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.memory import forget_variables, release_memory
@@ -52,6 +58,9 @@ from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
 from lightning_diffpipe.sampling.world import World, join_world
 
 OnStep = Callable[[int, int], None]
+_OPTIONAL_PART = re.compile(
+    r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -139,12 +148,15 @@ class Predictor:
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
-            further: Options of the method, such as `group_norm` of DistriFusion.
+            further: Options of the method, such as `group_norm` of DistriFusion; or a part of the pipeline to be
+                left out, such as `text_encoder_3=None` of Stable Diffusion 3.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
+        without = [n for n, v in further.items() if v is None and _OPTIONAL_PART.fullmatch(n)]
+        further = {name: value for name, value in further.items() if name not in without}
         with raised_by_all():
             options = MethodOptions(
                 method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
@@ -162,9 +174,12 @@ class Predictor:
 
         def open_it() -> Source:
             fitted(options, world.num_ranks)
-            return open_source(path, world.rank == 0, where, dtype, ema, variant)
+            return open_source(path, world.rank == 0, where, dtype, ema, variant, without)
 
-        return cls(world.agree("opening the model", open_it), options, world, where, timeout_s)
+        source = world.agree("opening the model", open_it)
+        common = {"dtype": dtype, "ema": ema, "variant": variant, "without": without}
+        _refuse_other_models(world, source, options, common)
+        return cls(source, options, world, where, timeout_s)
 
     @classmethod
     def from_module(
@@ -233,22 +248,31 @@ class Predictor:
         if self._is_closed:
             raise DiffPipeError("this predictor is closed; make another one")
         self._connect_anew()
-        settings = Settings(
-            prompts, num_inference_steps, guidance_scale, seed, height, width, options
-        )
-        if on_step is not None and not callable(on_step):
-            raise ConfigurationError(f"on_step must be a function of two numbers; got {on_step!r}")
+
+        def settle() -> Settings:
+            if on_step is not None and not callable(on_step):
+                raise ConfigurationError(
+                    f"on_step must be a function of two numbers; got {on_step!r}"
+                )
+            return Settings(
+                prompts, num_inference_steps, guidance_scale, seed, height, width, options
+            )
+
         self._on_step = on_step
         started_s = time.perf_counter()
         if self._world.rank == 0:
             self._world.enter("encoding prompts")
-            pictures = self._lead(settings)
+            pictures = self._lead(settle)
         else:
             self._world.enter("waiting for the request")
             pictures = None
             with raised_by_all():
-                packed = self._world.links.broadcast_object(_not_here)
-            self._sample(packed)
+                texts, packed = self._world.links.broadcast_object(_not_here)
+
+            def compare() -> None:
+                refuse_other_request(self._world.rank, settle().as_texts(), texts)
+
+            self._sample(packed, compare)
         self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
@@ -276,10 +300,11 @@ class Predictor:
 
     # ------------------------------------------------------------------------------ one request
 
-    def _lead(self, settings: Settings) -> list[Any]:
+    def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
         self._announced = False
         try:
-            return self.source.draw(settings, self._announce)
+            settings = settle()
+            return self.source.draw(settings, partial(self._announce, settings))
         except Exception as error:
             if not self._announced:
                 reason = error
@@ -289,12 +314,14 @@ class Predictor:
                     self._world.links.broadcast_object(lambda: _raise(reason))
             raise
 
-    def _announce(self, call: Call) -> Tensor:
+    def _announce(self, settings: Settings, call: Call) -> Tensor:
         self._announced = True
-        return self._sample(self._world.links.broadcast_object(call.packed))
+        told = self._world.links.broadcast_object(lambda: (settings.as_texts(), call.packed()))
+        return self._sample(told[1])
 
-    def _sample(self, packed: Call) -> Tensor:
+    def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
         try:
+            self._world.agree("comparing requests", compare)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
@@ -398,6 +425,16 @@ class Predictor:
         if self._chooser is not None:
             return self._chooser.choose(packed.unpacked(self.device))
         return fitted(self.options, self._world.num_ranks)
+
+
+def _refuse_other_models(
+    world: World, source: Source, options: MethodOptions, common: Mapping[str, Any]
+) -> None:
+    """Raises ConfigurationError on all ranks if one has other arguments, another model or other weights."""
+    if world.num_ranks > 1:
+        arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(common)
+        look = partial(Identity.of, arguments, source.denoiser, source.weights)
+        refuse_other_models(world, world.agree("comparing weights", look))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

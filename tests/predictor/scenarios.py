@@ -145,7 +145,9 @@ def latents_of_each(rank, jobs):
     for path, prompts, settings, options in jobs:
         with Predictor.from_pretrained(path, **options) as predictor:
             sample = predictor._sample
-            predictor._sample = lambda call, sample=sample: found.append(sample(call)) or found[-1]
+            predictor._sample = lambda *call, sample=sample: (
+                found.append(sample(*call)) or found[-1]
+            )
             predictor(prompts, **settings)
     return found
 
@@ -153,6 +155,11 @@ def latents_of_each(rank, jobs):
 def failure_of_each(rank, jobs):
     """What the errors of several jobs say, on every rank."""
     return [failure(rank, *job) for job in jobs]
+
+
+def failure_of_each_rank(rank, jobs):
+    """As `failure_of_each`, where each job is one for each rank."""
+    return failure_of_each(rank, [job[rank] for job in jobs])
 
 
 def failure(rank, path, prompts, settings, options):

@@ -216,6 +216,12 @@ BAD = [
     ("dit", {}, {"prompts": [3, 1001]}, "1001 is none of the 1000 classes of this model; choose 0"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
+    ("stable_diffusion", {}, {"guidance_scale": float("nan")}, "guidance_scale must be a finite n"),
+    ("sdxl", {}, {"guidance_rescale": float("inf")}, "guidance_rescale must be a finite number"),
+    ("stable_diffusion", {}, {"guidance_scale": 10**400}, "guidance_scale must be a finite number"),
+    ("stable_diffusion", {}, {"height": 10**6}, "height=1000000 is more than 65535 pixels"),
+    ("stable_diffusion", {}, {"height": -8}, "height must be at least 1; got -8"),
+    ("dit", {"text_encoder_3": None}, {}, "text_encoder_3=None, but the DiTPipeline at .* it has"),
     ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),
     ("pixart", {"warmup_microbatches": 0}, {}, "warmup_microbatches must be at least 1; got 0"),
     ("pixart", {"method": "single"}, {"num_inference_steps": 1}, "take 2"),
@@ -256,6 +262,68 @@ def test_what_cannot_work_is_told_before_a_model_is_looked_for(options, message,
         Predictor.from_module(perturbed_latent_diffusion(), **options)
     with pytest.raises(ConfigurationError, match="no 'dtype'; that is an argument of from_pret"):
         Predictor.from_module(perturbed_latent_diffusion(), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_stable_diffusion_3_draws_without_its_largest_text_encoder(
+    by_argument, folder_of, tmp_path
+):
+    """History: neither way to leave it out could be opened."""
+    path, without = folder_of("sd3"), {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), **without)
+    if not by_argument:
+        path, without = tmp_path / "without", {}
+        pipeline.save_pretrained(path)
+        assert not (path / "text_encoder_3").exists()
+    settings = SETTINGS | options_of("sd3")
+    generator = torch.Generator().manual_seed(0)
+    expected = pipeline(prompts_of("sd3"), generator=generator, **settings).images
+    found = Predictor.from_pretrained(path, "single", **without)(prompts_of("sd3"), **settings)
+    assert (as_array(found) == as_array(expected)).all()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("adapter_config.json", "{}"), ("pytorch_lora_weights.safetensors", "")]
+)
+def test_an_adapter_without_its_model_is_named(file, text, tmp_path):
+    (tmp_path / file).write_text(text)
+    for path in (tmp_path, tmp_path / file):
+        with pytest.raises(ConfigurationError, match=r"is a LoRA .* pipeline.fuse_lora\(\)"):
+            Predictor.from_pretrained(path)
+
+
+def with_half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def with_one_tensor_less(file):
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, file, {"format": "pt"})
+
+
+def with_one_tensor_more(file):
+    save_file(load_file(file) | {"block.9.weight": torch.zeros(3)}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("part", "break_it", "message"),
+    [
+        ("text_encoder", with_half, "cannot read the T5EncoderModel in .*text_encoder"),
+        ("text_encoder", with_one_tensor_less, "text_encoder lacks 1 of .* tensors of T5Encoder"),
+        ("vae", with_half, "cannot read the AutoencoderKL in .*vae"),
+        ("vae", with_one_tensor_less, "vae lacks 1 of .* tensors of AutoencoderKL"),
+        ("vae", with_one_tensor_more, "vae has 1 tensors that the config of AutoencoderKL does"),
+        ("transformer", with_one_tensor_more, "has 1 tensors that the config .*: block.9.weight"),
+    ],
+)
+def test_a_broken_part_is_named(part, break_it, message, folder_of, tmp_path):
+    """History: what a text encoder lacked was random, and what it could not read an error of safetensors."""
+    path = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
+    [file] = (path / part).glob("*.safetensors")
+    break_it(file)
+    with pytest.raises(CheckpointError, match=message):
+        Predictor.from_pretrained(path)
 
 
 @pytest.mark.slow
@@ -402,6 +470,9 @@ def test_a_skeleton_takes_no_memory_and_reads_by_name(dtype, folder_of):
     name = "transformer_blocks.1.attn1.to_q.weight"
     load_weights(model, SafetensorsFolder(folder), {name})
     whole = cls.from_pretrained(folder, dtype=dtype)
+    # History: none asked for gradients, torch took other kernels, and some U-Nets differed by 1e-6 to 2e-5.
+    asking = {n: p.requires_grad for n, p in whole.named_parameters()}
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == asking
     there = {n for n, p in model.named_parameters() if not is_placeholder(p)}
     assert there == {name}
     assert model.get_parameter(name).equal(whole.get_parameter(name))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.digests import digests_of_safetensors
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.predictor.scenarios import (
@@ -26,6 +27,7 @@ from tests.predictor.scenarios import (
     draw_with_a_slow_disk,
     expects_all_tokens,
     failure_of_each,
+    failure_of_each_rank,
     hung,
     killed,
     latents_of_each,
@@ -374,6 +376,55 @@ def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
     assert first == second
     for message, said in zip(cases, first, strict=True):
         assert message in said
+
+
+def stale(folder, to, name="transformer_blocks.3.ff.net.2.weight"):
+    """A copy of a pipeline of which one tensor is that of a step before."""
+    copied = shutil.copytree(folder, to)
+    file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name] * 1.00001}, file)
+    return copied
+
+
+def test_ranks_with_another_model_or_request_are_refused(job, folder_of, tmp_path):
+    """History: each was drawn with, wrongly and without a word."""
+    path, prompts, settings, options = pixart = job("pixart", num_patches=2)
+    old = stale(path, tmp_path / "stale")
+    other = shutil.copytree(path, tmp_path / "other")
+    config = other / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"norm_eps": 1e-06', '"norm_eps": 1e-05'))
+    more = (path, prompts, settings | {"num_inference_steps": 4}, options)
+    cases = {
+        "such as transformer_blocks.3.ff.net.2.weight (in ": (old, prompts, settings, options),
+        "its config has norm_eps=1e-05": (other, prompts, settings, options),
+        "rank 1 was given num_patches=3, but rank 0 num_patches=2": job("pixart", num_patches=3),
+        "rank 1 was asked for num_inference_steps=4, but rank 0 for num_inference_steps=3": more,
+        "prompts must be a list with at least one prompt": (path, [], settings, options),
+        "no error": pixart,
+    }
+    first, second = run_ranks(failure_of_each_rank, 2, [(pixart, each) for each in cases.values()])
+    assert first == second
+    for message, said in zip(cases, first, strict=True):
+        assert message in said
+    for part in ("rank 1 has other weights than rank 0: 1 of", f"{old}", f"{path}", ".safetensors"):
+        assert part in first[0]
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 1 << 20])
+def test_a_digest_of_a_file_is_that_of_no_other_tensor(num_bytes, tmp_path):
+    """Of a small tensor any byte, of a large one any that a step of an optimizer changes."""
+    tensor = torch.randn(num_bytes // 4)
+    changed = tensor * 1.001
+    if num_bytes == 1000:
+        changed = tensor.clone()
+        changed[77] += 1.0
+    found = []
+    for i, each in enumerate((tensor, changed, tensor.reshape(2, -1), tensor)):
+        save_file({"w": each.contiguous()}, tmp_path / f"{i}.safetensors")
+        found.append(digests_of_safetensors(tmp_path / f"{i}.safetensors")["w"])
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
 
 
 def test_a_closed_predictor_and_a_module_in_stages_are_refused_on_all_ranks(job):

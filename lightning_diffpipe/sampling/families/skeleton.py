@@ -10,6 +10,7 @@ loads the whole model on every rank first.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
+from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_safetensors
 
 _NAMES_SHOWN = 3
 _STEM = "diffusion_pytorch_model"
@@ -37,6 +39,9 @@ class Weights(Protocol):
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""
+
+    def digests(self) -> dict[str, str]:
+        """Of each stored tensor, from samples of it: what ranks compare, see `digests.py`."""
 
 
 class SafetensorsFolder:
@@ -89,6 +94,17 @@ class SafetensorsFolder:
                 for name in sorted(n for n in names if self._file_of[n] == path):
                     yield name, file.get_tensor(name)
 
+    def digests(self) -> dict[str, str]:
+        """Of each stored tensor."""
+        found = {}
+        for path in sorted(set(self._file_of.values())):
+            found |= digests_of_safetensors(path)
+        return found
+
+    def files(self) -> dict[str, str]:
+        """The file of each tensor, behind `origin`."""
+        return {name: f"/{path.name}" for name, path in self._file_of.items()}
+
 
 def _what_to_do(folder: Path, variant: str | None) -> str:
     """What to do about weights that are not there."""
@@ -138,6 +154,10 @@ class StateDict:
         for name in sorted(names):
             yield name, self._values[name].clone()
 
+    def digests(self) -> dict[str, str]:
+        """Of each stored tensor."""
+        return {name: digest_of_tensor(value) for name, value in self._values.items()}
+
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
@@ -145,7 +165,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
     def register_without_memory(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
     with mock.patch.object(nn.Module, "register_parameter", register_without_memory):
@@ -195,8 +215,10 @@ def skeleton(
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in stand_ins:
-                    shaped = parameter.to(wanted(f"{path}.{key}", parameter))
-                    stand_ins[id(parameter)] = placeholder_of(shaped, device)
+                    shaped = parameter.detach().to(wanted(f"{path}.{key}", parameter))
+                    stand_in = placeholder_of(shaped, device)
+                    # torch multiplies by another kernel if weights ask for gradients, even where none is computed.
+                    stand_ins[id(parameter)] = stand_in.requires_grad_(parameter.requires_grad)
                 module._parameters[key] = stand_ins[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -221,14 +243,36 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     """Compares names, before anything is read.
 
     Raises:
-        CheckpointError: Some tensors of the model are not stored.
+        CheckpointError: Some tensors of the model are not stored, or others are.
     """
-    if missing := sorted(set(model.state_dict()) - weights.names()):
-        shown = ", ".join(missing[:_NAMES_SHOWN]) + (", ..." if len(missing) > _NAMES_SHOWN else "")
+    known, stored = set(model.state_dict()), weights.names()
+    refuse_names(type(model).__name__, weights.origin, known - stored, len(known))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = {n for n in stored - known if not any(re.search(each, n) for each in ignored)}
+    refuse_names(type(model).__name__, weights.origin, more, None)
+
+
+def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int | None) -> None:
+    """Raises CheckpointError if there are names that only the model has, or only the files have.
+
+    Args:
+        cls: Class of the model.
+        origin: Where its files are.
+        names: Of tensors.
+        num_known: How many the model has, which lack; None if they are stored and unknown.
+    """
+    if not names:
+        return
+    shown = ", ".join(sorted(names)[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    if num_known is not None:
         raise CheckpointError(
-            f"{weights.origin} lacks {len(missing)} of {len(model.state_dict())} tensors of "
-            f"{type(model).__name__}: {shown}; is it a folder of another model, or a download that broke off?"
+            f"{origin} lacks {len(names)} of {num_known} tensors of {cls}: {shown}; is it a folder of another "
+            "model, or a download that broke off?"
         )
+    raise CheckpointError(
+        f"{origin} has {len(names)} tensors that the config of {cls} does not know: {shown}; is its config.json "
+        "another model's? Without them other pictures would be drawn"
+    )
 
 
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> None:

@@ -6,21 +6,25 @@ others only the denoiser, without weights until it is known which ones they need
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import diffusers
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.sampling.digests import as_texts
 from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.families.family import Family, family_of
 from lightning_diffpipe.sampling.families.interception import Sample, intercepted
@@ -28,6 +32,7 @@ from lightning_diffpipe.sampling.families.skeleton import (
     SafetensorsFolder,
     Weights,
     check_weights,
+    refuse_names,
     skeleton,
 )
 
@@ -42,6 +47,8 @@ _OURS = {
     "skip_guidance_layers": "guidance that is the same in all steps",
 }
 
+_LONGEST_SIDE = 65535  # of a JPEG
+_LARGEST = 3.4e38  # of numbers in float32
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
@@ -84,12 +91,25 @@ class Settings:
             raise ConfigurationError(
                 f"guidance_scale must be a number; got {self.guidance_scale!r}"
             )
+        for name, value in self.given().items():
+            if isinstance(value, Real) and not abs(value) <= _LARGEST:
+                raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
+        for name in ("height", "width"):
+            if (getattr(self, name) or 0) > _LONGEST_SIDE:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} is more than {_LONGEST_SIDE} pixels, the longest side of a "
+                    "picture in most formats"
+                )
 
     def given(self) -> dict[str, Any]:
         """Arguments that were set, without the prompts and the seed."""
         named = ("num_inference_steps", "guidance_scale", "height", "width")
         values = {name: getattr(self, name) for name in named}
         return {k: v for k, v in values.items() if v is not None} | dict(self.options)
+
+    def as_texts(self) -> dict[str, str]:
+        """What ranks compare."""
+        return as_texts({"prompts": self.prompts, "seed": self.seed} | self.given())
 
     def generator(self) -> torch.Generator:
         """Draws the start noise, on the host, so that it is the same on every device."""
@@ -122,9 +142,10 @@ class DiffusersFolder:
         device: Where to compute.
         dtype: Of all weights.
         variant: Of the files with weights, such as `"fp16"`.
+        without: Parts to be left out, such as `"text_encoder_3"` of Stable Diffusion 3, which is large.
 
     Raises:
-        ConfigurationError: The pipeline is of a kind that is not known.
+        ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
         CheckpointError: Weights are missing.
     """
 
@@ -135,8 +156,16 @@ class DiffusersFolder:
         device: torch.device,
         dtype: torch.dtype,
         variant: str | None = None,
+        without: Collection[str] = (),
     ) -> None:
-        index = _config(diffusers.DiffusionPipeline, path)
+        index = dict(_config(diffusers.DiffusionPipeline, path))
+        for name in without:
+            if name not in index:
+                raise ConfigurationError(
+                    f"{name}=None, but the {index['_class_name']} at {path} has no such part; it has "
+                    + ", ".join(n for n in index if not n.startswith("_"))
+                )
+            index[name] = (None, None)
         self.family = family_of(index["_class_name"])
         _refuse_entries(path, index, self.family)
         folder = path / self.family.denoiser
@@ -188,15 +217,58 @@ def _load_others(
     **options: Any,
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
+    absent = {name: None for name, part in index.items() if _is_absent(part)}
     try:
-        pipeline = cls.from_pretrained(str(path), **options, **parts)
-    except (OSError, ValueError) as error:
+        with contextlib.ExitStack() as checks:
+            others = [entry for name, entry in index.items() if name not in parts]
+            for kind in {tuple(each): None for each in others if isinstance(each, list | tuple)}:
+                _check_as_they_load(checks, *kind)
+            pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
+    except DiffPipeError:
+        raise
+    except Exception as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for name, part in pipeline.components.items():
         if isinstance(part, nn.Module) and name not in parts:
             part.to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _is_absent(entry: Any) -> bool:
+    """Whether an entry of `model_index.json` says that a part is left out."""
+    return isinstance(entry, list | tuple) and list(entry) == [None, None]
+
+
+def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: str) -> None:
+    """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most.
+
+    Args:
+        checks: Takes the check away again.
+        library: Where the class is.
+        class_name: Of the parts.
+    """
+    if library not in ("diffusers", "transformers"):
+        return
+    cls = getattr(importlib.import_module(library), class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        return
+    load = cls.from_pretrained
+
+    def load_whole(folder: Any, **options: Any) -> Any:
+        try:
+            part, found = load(folder, **options, output_loading_info=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read the {class_name} in {folder}: {error}; a download that broke off? Copy it again"
+            ) from error
+        missing, more = found["missing_keys"], found["unexpected_keys"]
+        refuse_names(class_name, str(folder), missing, len(part.state_dict()))
+        if library == "diffusers":  # text encoders are often stored in a larger model
+            refuse_names(class_name, str(folder), more, None)
+        return part
+
+    checks.enter_context(mock.patch.object(cls, "from_pretrained", load_whole))
 
 
 def draw_with(pipeline: Any, family: Family, settings: Settings, sample: Sample) -> list[Any]:

@@ -1,0 +1,189 @@
+"""Do all ranks sample the same model? Options, config and weights of each, compared when a model is opened.
+
+Ranks read their weights themselves, under PipeFusion only those of their own layers, perhaps from copies on several
+hosts. A stale copy would give a wrong picture without an error. So every rank takes a digest of *every* tensor that
+is stored, whichever it will read:
+
+    name, type, shape, and SAMPLED_BLOCKS blocks of BLOCK_BYTES, the first, the last and others at equal distances;
+    a tensor that is no longer than these together is read as a whole
+
+That reads 16 KiB of each tensor: some 20 MB, in a second or so, of a model of 24 GB with a thousand tensors.
+
+Caught: another model, a download that broke off, a file of zeros, and a copy from another time of the training, in
+as little as one tensor: an optimizer changes all elements of one, weight decay at the least; averages differ, too.
+Not caught: single bytes that a disk or a network has changed elsewhere in a large tensor, and a table of which only
+a few rows were trained, such as embeddings of classes. For these, compare checksums of the files.
+
+Requests are compared as well, as text: rank 0's is drawn, and who asks for another one does not get it unawares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.sampling.world import World
+
+SAMPLED_BLOCKS = 4
+BLOCK_BYTES = 4096
+
+
+def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str:
+    """Of `num_bytes` bytes, of which `read(start, stop)` gives some."""
+    found = hashlib.blake2b(head.encode(), digest_size=16)
+    if num_bytes <= SAMPLED_BLOCKS * BLOCK_BYTES:
+        found.update(read(0, num_bytes))
+    else:
+        for i in range(SAMPLED_BLOCKS):
+            start = (num_bytes - BLOCK_BYTES) * i // (SAMPLED_BLOCKS - 1)
+            found.update(read(start, start + BLOCK_BYTES))
+    return found.hexdigest()
+
+
+def digest_of_tensor(tensor: Tensor) -> str:
+    """Of a tensor in memory, mapped or not."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+    def read(start: int, stop: int) -> bytes:
+        return flat[start:stop].cpu().numpy().tobytes()
+
+    return _digest(f"{tensor.dtype} {list(tensor.shape)}", flat.numel(), read)
+
+
+def digests_of_safetensors(path: Path) -> dict[str, str]:
+    """Of all tensors of a file, by name."""
+    with path.open("rb") as file:
+        head_bytes = int.from_bytes(file.read(8), "little")
+        head = json.loads(file.read(head_bytes))
+        head.pop("__metadata__", None)
+
+        def reader(begin: int) -> Callable[[int, int], bytes]:
+            def read(start: int, stop: int) -> bytes:
+                file.seek(8 + head_bytes + begin + start)
+                return file.read(stop - start)
+
+            return read
+
+        found = {}
+        for name, entry in head.items():
+            begin, end = entry["data_offsets"]
+            found[name] = _digest(f"{entry['dtype']} {entry['shape']}", end - begin, reader(begin))
+        return found
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same on all ranks.
+
+    Attributes:
+        options: Arguments of the Predictor, as text by name.
+        config: Of the denoiser, as text by name.
+        weights: Digests of all tensors by name.
+        origin: Where the weights are, for messages.
+        files: File of each tensor, if there are several.
+    """
+
+    options: Mapping[str, str]
+    config: Mapping[str, str]
+    weights: Mapping[str, str]
+    origin: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
+        """Of a model that is open.
+
+        Args:
+            options: Arguments of the Predictor.
+            denoiser: The module, perhaps a skeleton.
+            weights: Of the skeleton; None if the denoiser has them.
+        """
+        config = as_texts(
+            {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
+        )
+        texts = as_texts(options)
+        host = socket.gethostname()
+        if weights is None:
+            stored = denoiser.state_dict()
+            digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
+            return cls(texts, config, digests, f"{host}, in memory")
+        files = getattr(weights, "files", dict)()
+        return cls(texts, config, weights.digests(), f"{host}:{weights.origin}", files)
+
+    @property
+    def digest(self) -> str:
+        """Of everything that is compared."""
+        parts = [sorted(part.items()) for part in (self.options, self.config, self.weights)]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+@raised_by_all()
+def refuse_other_models(world: World, mine: Identity) -> None:
+    """Compares what all ranks have; collective.
+
+    Args:
+        world: All ranks.
+        mine: Of this rank.
+
+    Raises:
+        ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks alike.
+    """
+    if len(set(world.gather(mine.digest))) == 1:
+        return
+    first, *others = world.gather(mine)
+    for rank, other in enumerate(others, start=1):
+        if other.digest != first.digest:
+            raise ConfigurationError(_difference(first, rank, other))
+
+
+def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """What can be compared between processes."""
+    return {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in values.items()}
+
+
+def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """Raises ConfigurationError if this rank is asked for something else than rank 0, both as texts."""
+    if names := differing(mine, first):
+        name = names[0]
+        raise ConfigurationError(
+            f"rank {rank} was asked for {name}={mine.get(name)}, but rank 0 for {name}={first.get(name)}: all "
+            "ranks draw one request together, give it to all alike"
+        )
+
+
+def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names under which two mappings have something else, or one has nothing."""
+    return sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+
+
+def _difference(first: Identity, rank: int, other: Identity) -> str:
+    if names := differing(first.options, other.options):
+        name = names[0]
+        return (
+            f"rank {rank} was given {name}={other.options.get(name)}, but rank 0 {name}={first.options.get(name)}: "
+            "give all ranks the same arguments"
+        )
+    if names := differing(first.config, other.config):
+        name = names[0]
+        return (
+            f"rank {rank} has another model than rank 0: its config has {name}={other.config.get(name)} "
+            f"({other.origin}), but that of rank 0 {name}={first.config.get(name)} ({first.origin}): copy the "
+            "folder again, or give all ranks the same path"
+        )
+    names = differing(first.weights, other.weights)
+    name = names[0]
+    files = [f"{each.origin}{each.files.get(name, '')}" for each in (other, first)]
+    return (
+        f"rank {rank} has other weights than rank 0: {len(names)} of {len(first.weights)} tensors differ, such as "
+        f"{name} (in {files[0]} on rank {rank}, {files[1]} on rank 0): one is stale or broken, copy it again"
+    )
