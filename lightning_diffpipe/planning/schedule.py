@@ -13,7 +13,7 @@ split inside a stage, so that results stay exact for modules that mix samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -207,6 +207,14 @@ class Schedule:
     num_microbatches: int
     programs: tuple[Program, ...]
     feedback_lag: int | None = None
+
+    def of_first_microbatches(self, count: int) -> Schedule:
+        """The same for a batch of fewer microbatches, as the last one of an epoch may be; in the same order."""
+        programs = tuple(
+            tuple(i for i in program if getattr(i, "microbatch", 0) < count)
+            for program in self.programs
+        )
+        return replace(self, num_microbatches=count, programs=programs)
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:

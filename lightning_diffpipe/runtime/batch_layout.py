@@ -5,7 +5,8 @@
                               -> the plan's schedule lowered for these sizes: this rank's program
 
 No layer runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
-an epoch may be smaller, so lowered schedules are kept by size, and a size that is new is probed first.
+an epoch may be smaller, so lowered schedules are kept by size, and a size that is new is probed first. With fewer
+samples than the plan has microbatches, it is cut into so many.
 """
 
 from __future__ import annotations
@@ -114,9 +115,6 @@ class BatchLayout:
             arguments: Further arguments of the step.
             groups: If its frozen layers are to run in bubbles of batches before: how so many groups are
                 shared over the ranks.
-
-        Raises:
-            ConfigurationError: The batch has fewer samples than there are microbatches.
         """
         sizes = microbatch_sizes(
             num_samples(batch, self.steps.form), self.schedule.num_microbatches
@@ -181,6 +179,8 @@ def _lower(
 ) -> tuple[Schedule, tuple[EncodePart, ...]]:
     """The schedule with all communication and, if there is frozen work, its parts."""
     parts: tuple[EncodePart, ...] = ()
+    if len(sizes) < schedule.num_microbatches:
+        schedule = schedule.of_first_microbatches(len(sizes))
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
     schedule = prefix_frozen(schedule, parts, encoded=groups is not None)

@@ -62,23 +62,15 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
 
     Args:
         num_samples: Samples in the batch.
-        num_microbatches: Microbatches the plan runs.
-
-    Raises:
-        ConfigurationError: There are fewer samples than microbatches.
+        num_microbatches: Microbatches the plan runs; fewer are made of fewer samples.
 
     Example:
-        >>> microbatch_sizes(10, 4)
-        (3, 3, 2, 2)
+        >>> microbatch_sizes(10, 4), microbatch_sizes(2, 4)
+        ((3, 3, 2, 2), (1, 1))
     """
-    if num_samples < num_microbatches:
-        raise ConfigurationError(
-            f"a batch of {num_samples} samples cannot be cut into {num_microbatches} microbatches; "
-            f"use a batch size of at least {num_microbatches} per pipeline, "
-            f"num_microbatches <= {num_samples}, or drop_last=True in the data loader"
-        )
-    small, larger = divmod(num_samples, num_microbatches)
-    return (small + 1,) * larger + (small,) * (num_microbatches - larger)
+    count = max(1, min(num_samples, num_microbatches))
+    small, larger = divmod(num_samples, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
 
 
 def split(batch: Any, sizes: Sequence[int], form: Form | OwnForm | None = None) -> list[Any]:

@@ -49,11 +49,6 @@ def test_a_batch_smaller_than_its_microbatches():
         run(2, strategy={"num_microbatches": 8})
 
 
-def test_a_last_batch_smaller_than_its_microbatches():
-    with pytest.raises(RankError, match="a batch of 2 samples cannot be cut into 4 microbatches"):
-        run(2, data={"size": 8, "batch_size": 6}, strategy={"num_microbatches": 4})
-
-
 def test_more_stages_than_layers():
     with pytest.raises(RankError, match="PartitionError"):
         run(2, module={"num_blocks": 0}, strategy={"num_stages": 2, "num_replicas": 1})

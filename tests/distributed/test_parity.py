@@ -124,6 +124,12 @@ def test_everything_on_auto():
     assert outcomes[0].plan.num_ranks == 2
 
 
+@pytest.mark.parametrize("strategy", [{"num_stages": 2}, {"num_stages": 1, "num_replicas": 2}])
+def test_a_last_batch_smaller_than_its_microbatches(strategy):
+    """History: it ended the run, at the end of the first epoch. Here it is one sample, for 4 microbatches."""
+    check(2, 4, strategy=strategy, data={"size": 13, "batch_size": 6})
+
+
 def test_uneven_last_microbatch_and_uneven_last_batch():
     """22 samples in batches of 7 and 4 microbatches: sizes 2,2,2,1, and a last batch without one."""
     check(2, 3, data={"size": 20, "batch_size": 7}, strategy={"num_stages": 2})

@@ -22,9 +22,8 @@ def test_sizes_are_even_and_complete():
             assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_batch_smaller_than_its_microbatches_is_refused():
-    with pytest.raises(ConfigurationError, match="batch of 3 samples cannot be cut into 4"):
-        microbatch_sizes(3, 4)
+def test_a_batch_smaller_than_its_microbatches_is_cut_into_fewer():
+    assert microbatch_sizes(3, 4) == (1, 1, 1)
 
 
 def test_tensors_and_lists_are_cut_and_containers_kept():
