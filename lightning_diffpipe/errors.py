@@ -2,6 +2,7 @@
 
     DiffPipeError
     ├── ConfigurationError     (ValueError)    an argument, config value or batch that cannot work
+    │   └── DataError                          a sample that cannot be read
     ├── ProfileError           (ValueError)    a profile file or measurement that is malformed
     ├── PartitionError         (ValueError)    layers that cannot be cut as asked
     ├── ScheduleError          (ValueError)    programs that break a law: deadlock, missing message
@@ -46,6 +47,10 @@ class DiffPipeError(Exception):
 
 class ConfigurationError(DiffPipeError, ValueError):
     """An argument, a config value, a trainer option or a batch cannot work with pipelines."""
+
+
+class DataError(ConfigurationError):
+    """A sample cannot be read; names the file, and the line that names it."""
 
 
 class ProfileError(DiffPipeError, ValueError):

@@ -8,14 +8,16 @@ lists the captions. Captions stay text, because only the model knows its tokeniz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.errors import require_number
+from lightning_diffpipe.data.conditions import MADE
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 
 class Sample(TypedDict):
@@ -60,12 +62,77 @@ def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
     return torch.stack([sample["condition"] for sample in samples])
 
 
+class Conditioned(Dataset[Sample]):
+    """Samples of another data set, with conditions made from their pictures.
+
+    Args:
+        samples: The data set.
+        condition: A name in `MADE`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
+
+    def __init__(self, samples: Dataset[Sample], condition: str) -> None:
+        if condition not in MADE:
+            raise ConfigurationError(
+                f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
+            )
+        self.samples = samples
+        self.condition = condition
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.samples[index]
+        return {**sample, "condition": MADE[self.condition](sample["image"])}
+
+
+class Readable(Dataset[Sample]):
+    """Samples of another data set, where the next one that can be read stands for each that cannot.
+
+    Args:
+        samples: The data set; raises `DataError` for what cannot be read.
+
+    Attributes:
+        left_out: Which could not be read so far, in any process that has loaded some.
+    """
+
+    def __init__(self, samples: Dataset[Sample]) -> None:
+        self.samples = samples
+        self.left_out = torch.zeros(len(self), dtype=torch.bool).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Sample:
+        for place in range(index, index + len(self)):
+            place %= len(self)
+            if not self.left_out[place]:
+                try:
+                    return self.samples[place]
+                except DataError:
+                    self.left_out[place] = True
+        raise DataError(f"none of {len(self)} samples can be read. {self.why(0)}")
+
+    def why(self, place: int) -> str:
+        """What is wrong with a sample; empty if nothing is any more."""
+        try:
+            self.samples[place]
+        except DataError as error:
+            return str(error)
+        return ""
+
+
 class CaptionedDataModule(L.LightningDataModule):
     """Loaders over two datasets of captioned images; subclasses set them in `setup`.
 
     Attributes:
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes of each loader.
+        on_error: What becomes of samples that cannot be read: `"raise"` ends the run, `"skip"` takes the next one,
+            and tells their number at the end.
         train_set: Samples trained on.
         validation_set: Samples held back.
     """
@@ -73,12 +140,39 @@ class CaptionedDataModule(L.LightningDataModule):
     train_set: Dataset[Sample]
     validation_set: Dataset[Sample]
 
-    def __init__(self, batch_size: int, num_workers: int = 0) -> None:
+    def __init__(
+        self, batch_size: int, num_workers: int = 0, on_error: Literal["raise", "skip"] = "raise"
+    ) -> None:
         super().__init__()
         require_number("batch_size", batch_size, 1, whole=True)
         require_number("num_workers", num_workers, 0, whole=True)
+        if on_error not in ("raise", "skip"):
+            raise ConfigurationError(f"on_error={on_error!r}; choose 'raise' or 'skip'")
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.on_error = on_error
+
+    def _use(
+        self, train_set: Dataset[Sample], validation_set: Dataset[Sample], condition: str | None
+    ) -> None:
+        """Sets both data sets, with conditions that are made from the pictures if one is asked for."""
+        made = (train_set, validation_set)
+        if condition is not None:
+            made = tuple(Conditioned(samples, condition) for samples in made)
+        if self.on_error == "skip":
+            made = tuple(map(Readable, made))
+        self.train_set, self.validation_set = made
+
+    def teardown(self, stage: str) -> None:
+        """Says how many samples were left out."""
+        for name in ("train", "validation"):
+            samples = getattr(self, f"{name}_set", None)
+            if isinstance(samples, Readable) and (count := int(samples.left_out.sum())):
+                first = samples.why(int(samples.left_out.nonzero()[0]))
+                rank_zero_warn(
+                    f"{count} of {len(samples)} samples ({name}) could not be read and were left out "
+                    f"(on_error=skip). The first one: {first}"
+                )
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Sample]:
         return DataLoader(

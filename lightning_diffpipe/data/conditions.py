@@ -10,10 +10,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
-
-from lightning_diffpipe.data.captioned import Sample
-from lightning_diffpipe.errors import ConfigurationError
 
 
 def edges(image: Tensor) -> Tensor:
@@ -34,30 +30,3 @@ def edges(image: Tensor) -> Tensor:
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
 """Conditions that are made from the picture, by name."""
-
-
-class Conditioned(Dataset[Sample]):
-    """Samples of another data set, with conditions made from their pictures.
-
-    Args:
-        samples: The data set.
-        condition: A name in `MADE`.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-    """
-
-    def __init__(self, samples: Dataset[Sample], condition: str) -> None:
-        if condition not in MADE:
-            raise ConfigurationError(
-                f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
-            )
-        self.samples = samples
-        self.condition = condition
-
-    def __len__(self) -> int:
-        return len(self.samples)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.samples[index]
-        return {**sample, "condition": MADE[self.condition](sample["image"])}

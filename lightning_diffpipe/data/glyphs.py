@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
-from lightning_diffpipe.data.conditions import Conditioned
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]
@@ -227,8 +226,4 @@ class GlyphDataModule(CaptionedDataModule):
         """Lists the glyphs of both splits."""
         h = self.hparams
         common = (h.resolution, tuple(h.alphabets), h.faces, h.validation_share, h.shifts_per_axis)
-        self.train_set = GlyphDataset("train", *common)
-        self.validation_set = GlyphDataset("validation", *common)
-        if h.condition is not None:
-            self.train_set = Conditioned(self.train_set, h.condition)
-            self.validation_set = Conditioned(self.validation_set, h.condition)
+        self._use(GlyphDataset("train", *common), GlyphDataset("validation", *common), h.condition)

@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
-from lightning_diffpipe.data.conditions import MADE, Conditioned
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.data.conditions import MADE
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
+
+_LONGEST = 8
+"""Sides of a picture in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
 
 
 def to_square(picture: Image.Image, resolution: int) -> Tensor:
@@ -43,13 +47,23 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
         ConfigurationError: The picture has values of 32 bits, of which nobody knows where white is.
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
-    picture = ImageOps.exif_transpose(picture)
+    picture = _middle(ImageOps.exif_transpose(picture))
     scale = resolution / min(picture.size)
     width, height = (max(resolution, round(scale * side)) for side in picture.size)
     left, top = (width - resolution) // 2, (height - resolution) // 2
     resized = _in_8_bits(picture).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     square = resized.crop((left, top, left + resolution, top + resolution))
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _middle(picture: Image.Image) -> Image.Image:
+    """The middle part of a picture that is very long or high: a line of 60000 pixels would take 20 s to scale."""
+    most = _LONGEST * min(picture.size)
+    if max(picture.size) <= most:
+        return picture
+    width, height = (min(side, most) for side in picture.size)
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))
 
 
 def _in_8_bits(picture: Image.Image) -> Image.Image:
@@ -65,43 +79,140 @@ def _in_8_bits(picture: Image.Image) -> Image.Image:
     return Image.fromarray(levels.round().astype(np.uint8))
 
 
+def to_condition(picture: Image.Image, resolution: int) -> Tensor:
+    """As `to_square`, in [0, 1], as ControlNets want what they are shown."""
+    return (to_square(picture, resolution) + 1) / 2
+
+
+def read_sample(
+    picture: IO[bytes] | Path,
+    caption: str,
+    condition: IO[bytes] | Path | None,
+    resolution: int,
+    names: tuple[str, str],
+) -> Sample:
+    """Reads a picture and that of its condition, if there is one.
+
+    Args:
+        picture: A file in any form that PIL knows.
+        caption: Of the picture.
+        condition: A file, too.
+        resolution: Width and height wanted, in pixels.
+        names: What to call picture and condition.
+
+    Raises:
+        DataError: A file cannot be read, or the two have other shapes; names what they are called.
+    """
+    name = names[0]
+    try:
+        with Image.open(picture) as image:
+            sample: Sample = {"image": to_square(image, resolution), "caption": caption}
+            if condition is not None:
+                name = names[1]
+                with Image.open(condition) as other:
+                    require_same_shape(image, names[0], other, name)
+                    sample["condition"] = to_condition(other, resolution)
+    except DataError:
+        raise
+    except Exception as error:  # whatever a decoder meets in a broken file
+        raise DataError(
+            f"{name} cannot be used: {error}. Mend or remove it, or leave such samples out with on_error='skip' "
+            "(data.on_error=skip)"
+        ) from error
+    return sample
+
+
 class _Entry(NamedTuple):
     """A line of `metadata.jsonl`: a picture, its caption, and the picture of its condition, if there is one."""
 
     path: Path
     caption: str
     condition: Path | None
+    line: int
 
 
-def to_condition(picture: Image.Image, resolution: int) -> Tensor:
-    """As `to_square`, in [0, 1], as ControlNets want what they are shown."""
-    return (to_square(picture, resolution) + 1) / 2
+class _Lines:
+    """What a folder's `metadata.jsonl` lists; see `ImageFolderDataModule`."""
 
+    def __init__(self, folder: Path, caption_key: str, condition_key: str | None) -> None:
+        self._folder, self._path = folder, folder / "metadata.jsonl"
+        self._keys = ["file_name", caption_key, *([condition_key] if condition_key else [])]
 
-def _read_metadata(
-    folder: Path, caption_key: str, condition_key: str | None = None
-) -> Iterator[_Entry]:
-    path = folder / "metadata.jsonl"
-    if not path.is_file():
-        raise ConfigurationError(
-            f"{path} does not exist; write one line per picture, such as "
-            '{"file_name": "cat.png", "text": "a cat"}'
-        )
-    # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            condition = None if condition_key is None else folder / entry[condition_key]
-            yield _Entry(folder / entry["file_name"], entry[caption_key], condition)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            wanted = f"'file_name' and {caption_key!r}"
-            if condition_key is not None:
-                wanted = f"'file_name', {caption_key!r} and {condition_key!r} (the condition)"
+    def read(self, skip: bool) -> list[_Entry]:
+        """All lines.
+
+        Args:
+            skip: Leave out lines and files that cannot be used, and say how many.
+
+        Raises:
+            DataError: There is one.
+            ConfigurationError: There is no such file, or nothing in it.
+        """
+        if not self._path.is_file():
             raise ConfigurationError(
-                f"{path}, line {number}: expected a JSON object with {wanted}, but found {line[:80]!r}"
+                f"{self._path} does not exist; write one line per picture, such as "
+                '{"file_name": "cat.png", "text": "a cat"}'
+            )
+        found, errors = [], []
+        # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
+        for number, line in enumerate(self._path.read_bytes().split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                found.append(self._entry(line, number))
+            except DataError as error:
+                if not skip:
+                    raise
+                errors.append(error)
+        if errors:
+            rank_zero_warn(
+                f"{len(errors)} of {len(errors) + len(found)} lines were left out (on_error=skip). The first one: "
+                f"{errors[0]}"
+            )
+        if not found:
+            raise ConfigurationError(
+                f"{self._path} lists no picture{' that can be used' if errors else ''}; write one line for each"
+            )
+        return found
+
+    def _entry(self, line: bytes, number: int) -> _Entry:
+        where = f"{self._path}, line {number}"
+        try:
+            entry = json.loads(line.decode("utf-8"))
+            values = [entry[key] for key in self._keys]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{where}: {line[:80]!r} is no UTF-8 ({error.reason}); write it in UTF-8"
             ) from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            wanted = " and ".join([f"{key!r}" for key in self._keys[:2]])
+            if self._keys[2:]:
+                wanted = (
+                    f"{self._keys[0]!r}, {self._keys[1]!r} and {self._keys[2]!r} (the condition)"
+                )
+            raise DataError(
+                f"{where}: expected a JSON object with {wanted}, but found {line.decode()[:80]!r}"
+            ) from error
+        for key, value in zip(self._keys, values, strict=True):
+            if not isinstance(value, str):
+                raise DataError(f"{where}: {key!r} must be a text, but is {json.dumps(value)[:80]}")
+        name, caption, *condition = values
+        paths = [self._folder / each for each in (name, *condition)]
+        for path in paths:
+            _require_file(path, where)
+        return _Entry(paths[0], caption, paths[1] if condition else None, number)
+
+
+def _require_file(path: Path, where: str) -> None:
+    """Looks at a file from outside, as pictures are opened in training only."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{where}: {path} is no file")
+    if not status.st_size:
+        raise DataError(f"{where}: {path} is empty (0 bytes)")
 
 
 class _Pictures(Dataset[Sample]):
@@ -113,14 +224,10 @@ class _Pictures(Dataset[Sample]):
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Sample:
-        path, caption, condition = self.entries[index]
-        with Image.open(path) as picture:
-            sample: Sample = {"image": to_square(picture, self.resolution), "caption": caption}
-            if condition is not None:
-                with Image.open(condition) as other:
-                    require_same_shape(picture, str(path), other, str(condition))
-                    sample["condition"] = to_condition(other, self.resolution)
-        return sample
+        path, caption, condition, line = self.entries[index]
+        where = f" (metadata.jsonl, line {line})"
+        names = f"{path}{where}", f"{condition}{where}"
+        return read_sample(path, caption, condition, self.resolution, names)
 
 
 def require_same_shape(
@@ -135,7 +242,7 @@ def require_same_shape(
         its_name: Of the condition.
 
     Raises:
-        ConfigurationError: Width and height have another ratio.
+        DataError: Width and height have another ratio.
     """
     width, height = ImageOps.exif_transpose(picture).size
     its_width, its_height = ImageOps.exif_transpose(condition).size
@@ -143,7 +250,7 @@ def require_same_shape(
     # Where one was made from the other, in pixels of the condition.
     rounding = (1 + shape) * max(1, scale)
     if abs(its_width - width * scale) > rounding:
-        raise ConfigurationError(
+        raise DataError(
             f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a condition must have "
             "the shape of its picture, as it says where in it something shall be. Scale it to the picture's size: "
             "tools that make conditions may have rounded its sides"
@@ -162,6 +269,9 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: Worker processes that decode pictures.
         condition: What a ControlNet is shown: `"edges"` of the picture, or the key of `metadata.jsonl` that names a
             second picture of the same shape; None for nothing.
+        on_error: What becomes of lines and pictures that cannot be used: `"raise"` ends the run with an error that
+            names file and line, `"skip"` leaves them out and tells their number. Broken pictures are found when
+            they are loaded; the next one takes the place of each.
     """
 
     def __init__(
@@ -173,8 +283,9 @@ class ImageFolderDataModule(CaptionedDataModule):
         batch_size: int = 16,
         num_workers: int = 4,
         condition: str | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__(batch_size, num_workers)
+        super().__init__(batch_size, num_workers, on_error)
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         folder = str(folder)  # a checkpoint of plain values can be read without trusting it
@@ -184,18 +295,20 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Reads `metadata.jsonl` and splits its lines.
 
         Raises:
-            ConfigurationError: The file is missing, or a line of it is malformed.
+            ConfigurationError: The file is missing, or all of its pictures are held back.
+            DataError: A line of it is malformed, or names a picture that is not there.
         """
         h = self.hparams
         split: dict[bool, list[_Entry]] = {False: [], True: []}
-        condition_key = None if h.condition in MADE else h.condition
-        for entry in _read_metadata(Path(h.folder), h.caption_key, condition_key):
+        lines = _Lines(Path(h.folder), h.caption_key, None if h.condition in MADE else h.condition)
+        for entry in lines.read(h.on_error == "skip"):
             digest = hashlib.sha256(entry.path.name.encode()).digest()
             share = int.from_bytes(digest[:8], "big") / 2**64
             split[share < h.validation_share].append(entry)
-        self.train_set, self.validation_set = (
-            _Pictures(split[held_back], h.resolution) for held_back in (False, True)
-        )
-        if h.condition in MADE:
-            self.train_set = Conditioned(self.train_set, h.condition)
-            self.validation_set = Conditioned(self.validation_set, h.condition)
+        if stage == "fit" and not split[False]:
+            raise ConfigurationError(
+                f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "
+                f"pictures, or lower validation_share={h.validation_share} (data.validation_share)"
+            )
+        train_set, validation_set = (_Pictures(split[held], h.resolution) for held in (False, True))
+        self._use(train_set, validation_set, h.condition if h.condition in MADE else None)

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-import lightning as L
 import torch
-from PIL import Image
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.captioned import Batch, Sample, collate, stacked_conditions
+from lightning_diffpipe.data.captioned import Batch, CaptionedDataModule, Sample, collate
 from lightning_diffpipe.data.conditions import MADE
-from lightning_diffpipe.data.image_folder import require_same_shape, to_condition, to_square
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.data.image_folder import read_sample
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.runtime.seeding import derived_seed
+
+_log = logging.getLogger(__name__)
 
 
 def _require_webdataset() -> Any:
@@ -38,11 +41,17 @@ def _require_webdataset() -> Any:
     return webdataset
 
 
+_PICTURES = ("jpg", "jpeg", "png", "webp")
+
+
 class _Epochs(IterableDataset[Batch]):
     """Shuffled batches of one rank without end, of which an epoch is so many, over all its workers.
 
     Args:
-        samples: All samples of this worker's shards once, in an order that follows from a seed.
+        stored: All samples of a worker's shards once, as they are stored, in an order that follows from a seed;
+            given that, the worker and their number.
+        read: Makes samples of them.
+        leaves_out: Whether that leaves some out.
         epoch: Tells which epoch begins.
         num_batches: Batches of an epoch.
         batch_size: Samples of a batch.
@@ -51,30 +60,48 @@ class _Epochs(IterableDataset[Batch]):
 
     def __init__(
         self,
-        samples: Callable[[int], Iterator[Sample]],
+        stored: Callable[[int, int, int], Iterable[Any]],
+        read: Callable[[Iterable[Any]], Iterator[Sample]],
+        leaves_out: bool,
         epoch: Callable[[], int],
         num_batches: int,
         batch_size: int,
         seed: int,
     ) -> None:
-        self._samples, self._epoch, self._seed = samples, epoch, seed
+        self._stored, self._read, self._leaves_out = stored, read, leaves_out
+        self._epoch, self._seed = epoch, seed
         self._num_batches, self._batch_size = num_batches, batch_size
+        self._skipped = 0
+
+    def skip_batches(self, count: int) -> None:
+        """Lets epochs that are begun from now on begin with a later batch, as a run does that goes on in one."""
+        self._skipped = count
 
     def __len__(self) -> int:
         """Batches of an epoch, over all workers: what a learning rate schedule needs to know."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()  # a loader asks its workers in turn
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        samples = self._endless(self._epoch())
-        for _ in range(first, self._num_batches, step):
+        information = get_worker_info()
+        worker, count = (information.id, information.num_workers) if information else (0, 1)
+        # A loader asks its workers in turn, the first one for the first batch.
+        return self._batches((worker + self._skipped) % count, count, self._skipped)
+
+    def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
+        stored = self._endless(self._epoch(), worker, count)
+        before = self._batch_size * len(range(worker, skipped, count))
+        if not self._leaves_out:  # else only those who read them know how many these are
+            stored, before = itertools.islice(stored, before, None), 0
+        samples = itertools.islice(self._read(stored), before, None)
+        first = worker + count * len(range(worker, skipped, count))
+        for _ in range(first, self._num_batches, count):
             yield collate(list(itertools.islice(samples, self._batch_size)))
 
-    def _endless(self, epoch: int) -> Iterator[Sample]:
+    def _endless(self, epoch: int, worker: int, count: int) -> Iterator[Any]:
         for repetition in itertools.count():
             sample = None
-            for sample in self._samples(derived_seed(self._seed, "shards", epoch, repetition)):
+            seed = derived_seed(self._seed, "shards", epoch, repetition)
+            for sample in self._stored(seed, worker, count):
                 yield sample
             if sample is None:
                 raise ConfigurationError(
@@ -82,7 +109,25 @@ class _Epochs(IterableDataset[Batch]):
                 )
 
 
-class WebDatasetDataModule(L.LightningDataModule):
+class _Once(IterableDataset[Batch]):
+    """All batches of one rank in order; the last one may be smaller."""
+
+    def __init__(
+        self,
+        stored: Callable[[int, int], Iterable[Any]],
+        read: Callable[[Iterable[Any]], Iterator[Sample]],
+        batch_size: int,
+    ) -> None:
+        self._stored, self._read, self._batch_size = stored, read, batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        samples = self._read(self._stored(*((worker.id, worker.num_workers) if worker else (0, 1))))
+        while batch := list(itertools.islice(samples, self._batch_size)):
+            yield collate(batch)
+
+
+class WebDatasetDataModule(CaptionedDataModule):
     """Captioned pictures from tar shards.
 
     Each data-parallel rank must read its own samples: shards are dealt out by the rank the strategy
@@ -100,10 +145,13 @@ class WebDatasetDataModule(L.LightningDataModule):
         seed: Order of shards and samples; the same on every rank.
         condition: What a ControlNet is shown: `"edges"` of the picture, or the extension under which shards have a
             second picture, such as `"cond.png"`; None for nothing.
+        on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
+            `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and tells
+            their number.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
-            than data-parallel ranks.
+            than data-parallel ranks, or one of them is not there.
     """
 
     def __init__(
@@ -117,8 +165,9 @@ class WebDatasetDataModule(L.LightningDataModule):
         num_workers: int = 4,
         seed: int = 0,
         condition: str | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers, on_error)
         for name, value, least in (
             *(("samples_per_epoch", samples_per_epoch, 1), ("shuffle_buffer", shuffle_buffer, 0)),
             *(("resolution", resolution, 1), ("batch_size", batch_size, 1)),
@@ -126,6 +175,7 @@ class WebDatasetDataModule(L.LightningDataModule):
         ):
             require_number(name, value, least, whole=True)
         self._webdataset = _require_webdataset()
+        self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         self.save_hyperparameters()
 
     def _data_parallel(self) -> tuple[int, int]:
@@ -134,49 +184,93 @@ class WebDatasetDataModule(L.LightningDataModule):
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
-    def _stream(self, shards: str, seed: int | None) -> Any:
-        """This worker's samples once; in order without a seed."""
-        wds, h = self._webdataset, self.hparams
+    def _stored(self, shards: str, seed: int | None, worker: int = 0, count: int = 1) -> Any:
+        """The samples of a worker's shards once, as files by extension; in order without a seed."""
+        wds = self._webdataset
         rank, num_ranks = self._data_parallel()
         stages = [
             wds.SimpleShardList(shards, seed=seed),
             wds.slice(rank, None, num_ranks),
-            wds.split_by_worker,
-            wds.tarfile_to_samples(),
+            wds.slice(worker, None, count),
+            wds.tarfile_to_samples(handler=self._refuse_shard),
         ]
         if seed is not None:
-            stages.append(wds.shuffle(h.shuffle_buffer, seed=seed))
-        stages += [
-            wds.to_tuple("jpg;jpeg;png;webp", "txt", *self._extensions),
-            wds.map(self._sample),
-        ]
+            stages.append(wds.shuffle(self.hparams.shuffle_buffer, seed=seed))
         return wds.DataPipeline(*stages)
 
-    @property
-    def _extensions(self) -> list[str]:
-        """Of the condition's pictures, where they come with the data."""
-        condition = self.hparams.condition
-        return [] if condition is None or condition in MADE else [condition]
+    def _refuse_shard(self, error: Exception) -> bool:
+        """Whether to go on with the next shard."""
+        if self.on_error == "raise":
+            text = " ".join(map(str, error.args))
+            raise DataError(
+                f"a shard cannot be read: {text}. Write it anew, or leave it out with on_error='skip'"
+            ) from error
+        self._count_left_out(error)
+        return True
 
-    def _sample(self, members: tuple[bytes, ...]) -> Sample:
+    def _count_left_out(self, error: Exception) -> None:
+        worker = get_worker_info()
+        self._left_out[worker.id + 1 if worker else 0] += 1
+        _log.warning("left out (on_error=skip): %s", error)
+
+    def _read(self, stored: Iterable[Any]) -> Iterator[Sample]:
+        """Makes samples of files, except for those that are left out."""
+        for files in stored:
+            try:
+                yield self._sample(files)
+            except DataError as error:
+                if self.on_error == "raise":
+                    raise
+                self._count_left_out(error)
+
+    def _sample(self, files: Mapping[str, Any]) -> Sample:
         h = self.hparams
-        picture, caption, *conditions = members
-        # Not by webdataset, which cuts pictures of 16 bits off at 255.
-        image = Image.open(io.BytesIO(picture))
-        sample: Sample = {"image": to_square(image, h.resolution), "caption": caption.decode()}
-        if conditions:
-            condition = Image.open(io.BytesIO(conditions[0]))
-            require_same_shape(
-                image, f"the picture of {sample['caption']!r}", condition, h.condition
+        where = f"sample {files['__key__']!r} of {files['__url__']}"
+        wanted = None if h.condition is None or h.condition in MADE else h.condition
+        picture = next((end for end in _PICTURES if end in files), None)
+        missing = [
+            name
+            for name, end in (
+                (f"picture ({', '.join(_PICTURES)})", picture),
+                ("txt", "txt"),
+                (wanted, wanted),
             )
-            sample["condition"] = to_condition(condition, h.resolution)
-        elif h.condition is not None:
+            if name is not None and end not in files
+        ]
+        if missing:
+            raise DataError(f"{where} has no {' and no '.join(missing)}")
+        try:
+            caption = files["txt"].decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
+        condition = None if wanted is None else io.BytesIO(files[wanted])
+        names = f"the picture of {where}", f"{wanted} of {where}"
+        # Not by webdataset, which cuts pictures of 16 bits off at 255.
+        sample = read_sample(io.BytesIO(files[picture]), caption, condition, h.resolution, names)
+        if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
         return sample
 
+    def teardown(self, stage: str) -> None:
+        """Says how many samples were left out."""
+        if count := int(self._left_out.sum()):
+            rank_zero_warn(
+                f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"
+            )
+
     def _loader(self, stream: Any, shards: str) -> DataLoader:
         rank, num_ranks = self._data_parallel()
-        num_shards = len(self._webdataset.SimpleShardList(shards))
+        names = self._webdataset.SimpleShardList(shards).urls
+        for name in names:
+            path = Path(name)
+            if (
+                "://" not in name
+                and not name.startswith("pipe:")
+                and not (path.is_file() and path.stat().st_size)
+            ):
+                there = "is empty (0 bytes)" if path.is_file() else "does not exist"
+                raise DataError(f"the shard {name} ({shards}) {there}")
+        num_shards = len(names)
         if num_shards < num_ranks:
             raise ConfigurationError(
                 f"{num_shards} shards ({shards}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "
@@ -194,7 +288,9 @@ class WebDatasetDataModule(L.LightningDataModule):
         h, (_, num_ranks) = self.hparams, self._data_parallel()
         batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
         stream = _Epochs(
-            lambda seed: iter(self._stream(h.train_shards, seed)),
+            partial(self._stored, h.train_shards),
+            self._read,
+            h.on_error == "skip",
             lambda: getattr(self.trainer, "current_epoch", 0),
             batches,
             h.batch_size,
@@ -209,18 +305,11 @@ class WebDatasetDataModule(L.LightningDataModule):
         shards = self.hparams.validation_shards
         if shards is None:
             return []
-        stream = self._stream(shards, None)
-        batched = self._webdataset.batched(self.hparams.batch_size, collation_fn=collate)
-        return self._loader(stream.compose(batched), shards)
-
-    def held_back_captions(self, count: int) -> list[str]:
-        """The first captions of the held-back shards, up to `count`, for pictures to be drawn in training."""
-        return [sample["caption"] for sample in self._held_back(count)]
-
-    def held_back_conditions(self, count: int) -> Tensor | None:
-        """What a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
-        return stacked_conditions(self._held_back(count))
+        return self._loader(
+            _Once(partial(self._stored, shards, None), self._read, self.batch_size), shards
+        )
 
     def _held_back(self, count: int) -> list[Sample]:
         shards = self.hparams.validation_shards
-        return [] if shards is None else list(itertools.islice(self._stream(shards, None), count))
+        samples = [] if shards is None else self._read(self._stored(shards, None))
+        return list(itertools.islice(samples, count))

@@ -7,20 +7,20 @@ import tarfile
 from itertools import islice
 
 from PIL import Image
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 
 class SimpleShardList:
     """The shards of a brace pattern such as `{0..2}.tar`, shuffled if there is a seed."""
 
     def __init__(self, pattern, seed=None):
-        self.shards, self.seed = _expanded(pattern), seed
+        self.urls, self.seed = _expanded(pattern), seed
 
     def __len__(self):
-        return len(self.shards)
+        return len(self.urls)
 
     def __call__(self):
-        shards = list(self.shards)
+        shards = list(self.urls)
         if self.seed is not None:
             random.Random(self.seed).shuffle(shards)
         return iter(shards)
@@ -38,21 +38,22 @@ class DataPipeline(IterableDataset):
             items = stage(items)
         return iter(items)
 
-    def compose(self, *stages):
-        return DataPipeline(self.source, *self.stages, *stages)
-
 
 def slice(*bounds):  # names as in the package
     return lambda items: islice(items, *bounds)
 
 
-def split_by_worker(items):
-    worker = get_worker_info()
-    return islice(items, worker.id, None, worker.num_workers) if worker else items
+def tarfile_to_samples(handler):
+    def samples(shards):
+        for shard in shards:
+            try:
+                yield from _samples(shard)
+            except tarfile.TarError as error:
+                error.args += (shard,)
+                if not handler(error):
+                    break
 
-
-def tarfile_to_samples():
-    return lambda shards: (sample for shard in shards for sample in _samples(shard))
+    return samples
 
 
 def shuffle(size, seed):
@@ -66,27 +67,6 @@ def shuffle(size, seed):
         yield from held
 
     return shuffled
-
-
-def to_tuple(*choices):
-    def chosen(sample):
-        ends = [next(end for end in choice.split(";") if end in sample) for choice in choices]
-        return tuple(sample[end] for end in ends)
-
-    return map(chosen)
-
-
-def map(function):
-    return lambda items: (function(item) for item in items)
-
-
-def batched(size, collation_fn):
-    def batches(items):
-        items = iter(items)
-        while batch := list(islice(items, size)):
-            yield collation_fn(batch)
-
-    return batches
 
 
 def _expanded(pattern):
@@ -104,7 +84,8 @@ def _samples(shard):
     with tarfile.open(shard) as tar:
         for entry in tar:
             key, _, end = entry.name.partition(".")
-            by_key.setdefault(key, {})[end] = tar.extractfile(entry).read()
+            sample = by_key.setdefault(key, {"__key__": key, "__url__": str(shard)})
+            sample[end] = tar.extractfile(entry).read()
     return by_key.values()
 
 

@@ -2,6 +2,7 @@ import io
 import json
 import random
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_condition, to_square
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.loader import aligned
 from tests.data.like_webdataset import red_pictures, write_shard
 
@@ -78,7 +79,8 @@ def test_second_pictures_of_another_shape_are_refused(tmp_path):
     data = ImageFolderDataModule(tmp_path, condition="conditioning_image", validation_share=0.0)
     data.setup("fit")
     with pytest.raises(
-        ConfigurationError, match=r"condition_0.png has 23x30 pixels, .*0.png 20x30"
+        ConfigurationError,
+        match=r"condition_0.png \(metadata.jsonl, line 1\) has 23x30 pixels, .*20x30",
     ):
         data.train_set[0]
 
@@ -163,8 +165,9 @@ def test_a_missing_index_says_what_to_write(tmp_path):
 
 def test_a_malformed_line_is_named(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n{"file": "b"}')
+    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
     data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"line 2: expected .* 'file_name' and 'text'"):
+    with pytest.raises(DataError, match=r"line 2: expected .* 'file_name' and 'text'"):
         data.setup("fit")
 
 
@@ -177,6 +180,7 @@ def test_webdataset_is_asked_for_when_it_is_missing(monkeypatch):
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     """History: lines were cut at U+2028, U+2029 and U+0085 inside of captions."""
+    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
     captions = [f"a{character}b" for character in "\u2028\u2029\x85\u00e9"]
     lines = [
         json.dumps({"file_name": "a.png", "text": caption}, ensure_ascii=False)
@@ -242,7 +246,8 @@ def test_shards_may_have_second_pictures(tmp_path):
         picture.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
     write_shard(tmp_path / "0.tar", dict(sorted((files | {"3.cond.png": wide.getvalue()}).items())))
     with pytest.raises(
-        ConfigurationError, match=r"cond.png has 10x20 pixels, and the picture of '3'"
+        ConfigurationError,
+        match=r"cond.png of sample '3' of .* has 10x20 pixels, and the picture of",
     ):
         list(data.val_dataloader())
     made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))
@@ -326,3 +331,134 @@ def test_fewer_shards_than_pipelines_are_refused(shards):
     """History: pipelines without a shard had no batch, and the others waited for them."""
     with pytest.raises(ConfigurationError, match=r"3 shards .* to 4 data-parallel ranks"):
         as_rank(data_of(shards), num_ranks=4).train_dataloader()
+
+
+def broken_files(folder):
+    """What was found in folders of users: file, caption, and what is to be said of it."""
+    whole = photograph(format="PNG")
+    files = {
+        "whole.png": whole,
+        "cut.jpg": photograph(format="JPEG")[:-60],
+        "text.png": b"no picture at all",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    depth_map().convert("F").save(folder / "levels.tiff")
+    Image.new("1", (20000, 10000)).save(folder / "huge.png")
+    return [*files, "levels.tiff", "huge.png"]
+
+
+def listed(folder, names):
+    """A data module of pictures, in this order."""
+    lines = [json.dumps({"file_name": name, "text": name}) for name in names]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return lambda **options: ImageFolderDataModule(
+        folder, resolution=8, validation_share=0.0, batch_size=1, num_workers=0, **options
+    )
+
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path):
+    """History: PIL's own words came, at whatever step it was drawn, and nothing told which of a million it was."""
+    data = listed(tmp_path, broken_files(tmp_path))()
+    data.setup("fit")
+    reasons = ["truncated", "cannot identify", r"32 bits \(mode F\)", "decompression bomb"]
+    for index, reason in enumerate(reasons, start=1):
+        name = data.train_set.entries[index].path.name
+        expected = rf"{name} \(metadata.jsonl, line {index + 1}\) cannot be used: (?s:.*){reason}"
+        with pytest.raises(DataError, match=expected):
+            data.train_set[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path, num_workers):
+    make = listed(tmp_path, [*broken_files(tmp_path), "missing.png"])
+    data = make(on_error="skip")
+    data.num_workers = num_workers
+    with pytest.warns(UserWarning, match=r"1 of 6 lines were left out .*missing.png cannot be"):
+        data.setup("fit")
+    loader = data.train_dataloader()
+    assert [batch["caption"] for batch in loader] == [["whole.png"]] * 5
+    with pytest.warns(UserWarning, match=r"4 of 5 samples \(train\) could not be read .*cut.jpg"):
+        data.teardown("fit")
+
+
+LINES = {
+    b'{"file_name": "a.png", "text": null}': "'text' must be a text, but is null",
+    b'{"file_name": "a.png", "text": "caf\xe9"}': "is no UTF-8",
+    b'{"file_name": "b.png", "text": "b"}': "b.png cannot be found",
+    b'{"file_name": "empty.png", "text": "b"}': r"empty.png is empty \(0 bytes\)",
+    b'{"file_name": ".", "text": "b"}': "is no file",
+    b'["a.png", "a"]': "expected a JSON object",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
+    """History: a caption that is null came through to the tokenizer, a file that is missing to a worker."""
+    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "metadata.jsonl").write_bytes(b'{"file_name": "a.png", "text": "a"}\n' + line)
+    with pytest.raises(DataError, match=rf"metadata.jsonl, line 2: .*{LINES[line]}"):
+        ImageFolderDataModule(tmp_path).setup("fit")
+
+
+def test_folders_without_pictures_to_train_on_are_refused(tmp_path):
+    """History: an empty file ended in torch's own error about `num_samples=0`."""
+    (tmp_path / "metadata.jsonl").touch()
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no picture"):
+        ImageFolderDataModule(tmp_path).setup("fit")
+    write_folder(tmp_path, 2)
+    with pytest.raises(ConfigurationError, match=r"all 2 pictures .* are held back"):
+        ImageFolderDataModule(tmp_path, validation_share=1.0).setup("fit")
+    with pytest.raises(ConfigurationError, match="on_error='ignore'; choose 'raise' or 'skip'"):
+        ImageFolderDataModule(tmp_path, on_error="ignore")
+
+
+def test_a_line_of_pixels_is_read_at_once():
+    """History: it was scaled to 512 x 30 million pixels, of which 512 x 512 were kept."""
+    started_s = time.perf_counter()
+    assert to_square(Image.new("RGB", (1, 60000), (255, 255, 255)), 512).min() == 1
+    assert time.perf_counter() - started_s < 2
+
+
+def broken_shard(folder):
+    """Two pictures, between them one cut short, one without a caption, and a caption that is no UTF-8."""
+    files = {**red_pictures(range(4)), "4.png": red_pictures([4])["4.png"], **red_pictures([5])}
+    files["1.png"] = files["1.png"][:40]
+    files["2.txt"] = b"caf\xe9"
+    write_shard(folder / "0.tar", files)
+    return str(folder / "0.tar")
+
+
+def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
+    data = data_of(broken_shard(tmp_path), validation_shards=broken_shard(tmp_path))
+    raw = list(data._stored(data.hparams.train_shards, None))
+    for index, reason in (
+        (1, "the picture of sample '1' of .*0.tar cannot be used: .*"),
+        (2, "the caption of sample '2' of .*0.tar is no UTF-8"),
+        (4, "sample '4' of .*0.tar has no txt"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            data._sample(raw[index])
+
+
+def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, tmp_path):
+    """History: a shard that was cut short, or one sample, ended the run with tarfile's or PIL's own words."""
+    path = broken_shard(tmp_path)
+    (tmp_path / "1.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:700])
+    whole, pattern = str(tmp_path / "2.tar"), str(tmp_path / "{0..1}.tar")
+    data = data_of(path, validation_shards=pattern, on_error="skip", samples_per_epoch=6)
+    assert captions(data.val_dataloader()) == [0, 3, 5]
+    assert sorted(captions(data.train_dataloader())) == [0, 0, 3, 3, 5, 5]
+    with pytest.warns(UserWarning, match=r"\d+ times a sample or the rest of a shard"):
+        data.teardown("fit")
+    with pytest.raises(DataError, match=r"1.tar"):
+        list(data_of(whole, validation_shards=str(tmp_path / "1.tar")).val_dataloader())
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_shards_that_are_not_there_are_named_before_training(shards, tmp_path, content):
+    if content is not None:
+        (tmp_path / "3.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"3.tar .* (does not exist|is empty)"):
+        data_of(str(tmp_path / "{0..3}.tar")).train_dataloader()
