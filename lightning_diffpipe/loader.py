@@ -1,12 +1,15 @@
-"""A data loader that gives every rank of a pipeline the same batches.
+"""A data loader that gives every rank of a pipeline the same batches: those that one process would train on.
 
 All ranks of a pipeline load the same samples, but what a sample looks like may be random: crops, flips,
 caption dropout. Those draws come from the main process or from loader workers, and Lightning seeds both
 so that ranks differ, or lets them drift apart as soon as one rank draws one number more. Here every
-fetch is seeded by the run's seed, the data-parallel rank, the pass over the data (the epoch, and how often
-a loader that is shorter than another one has begun anew in it) and the batch, inside isolated random states,
-and workers are seeded alike. The order in which a sampler of the user's own wants the samples is the
-exception: pipelines side by side share it out, so all of them must draw the same one.
+batch is seeded by the run's seed, the data-parallel rank, the pass over the data (the epoch, and how often
+a loader that is shorter than another one has begun anew in it) and its number in it, wherever it is loaded. So
+what is in it depends neither on the number of workers nor on whether the pass was begun at its first batch: a run
+that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
+
+The order is the user's. A sampler that draws from the global generators, as that of `shuffle=True` does, draws the
+same in all pipelines; those side by side share its order out.
 
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
@@ -17,8 +20,10 @@ For filling, the next batches are read before this one is trained on, and can be
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,11 +34,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    MapDataPipe,
+    get_worker_info,
+)
 
+from lightning_diffpipe.graph import rng
 from lightning_diffpipe.runtime.microbatch import plain_bytes
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 
@@ -44,13 +61,15 @@ class AlignedLoader:
     """Wraps a loader; everything it does not do itself is the wrapped loader's.
 
     Args:
-        loader: The user's loader, with its sampler already in place.
+        loader: The user's loader, or a pipeline's share of it.
         seed: Seed of the run.
         data_parallel_rank: Which share of the data this rank's pipeline sees.
         pass_index: Tells the epoch, and so which pass over the data begins; survives a resume. None if every
             pass shall draw the same numbers, as validation does.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
         looks_ahead: Batches to read ahead.
+        resumed: Given the loader's length (None if it has none), tells how often it had ended and how many batches
+            it had given in the epoch that a resumed run goes on in; zeros in all others.
 
     Attributes:
         loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
@@ -64,44 +83,56 @@ class AlignedLoader:
         pass_index: Callable[[], int] | None,
         compare: Callable[[int, int], None],
         looks_ahead: int = 0,
+        resumed: Callable[[int | None], tuple[int, int]] | None = None,
     ) -> None:
         self._loader = loader
         self.loading_s = 0.0
         self._looks_ahead = looks_ahead
         self._read: deque[tuple[Any, Any]] = deque()
         self._state_before: Any = None
+        self._restored = False
+        self._next = 0
         self._seed = seed
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
         self._pass_index = pass_index
+        self._resumed = resumed
         self._ended = 0, 0
         seed_workers(loader)
-        for sampler in _shared_out(loader):
+        for sampler in _shares(loader):
             sampler.dataset._sampler = _SharedOrder(sampler.dataset._sampler, self._seed_of_order)
+        self._numbered = _Numbered.of(loader)
+        self._source = self._numbered.loader if self._numbered else loader
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # Lightning reads sampler, dataset and more: without the sampler, `set_epoch` would never
+        # Lightning reads sampler, dataset and more: without the user's sampler, `set_epoch` would never
         # arrive and every epoch would have the same order. A loader that is not stateful must not
         # look stateful.
-        return getattr(self.__dict__["_loader"], name)
+        return getattr(unaligned(self.__dict__["_loader"]), name)
 
     @property
     def _iterator(self) -> Any:
-        return self._loader._iterator
+        return self._source._iterator
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         # Lightning ends workers that stay, and then sets this: the loader must know that they are gone.
-        self._loader._iterator = value
+        self._source._iterator = value
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._aligned_batches()
         read = self._read = deque()
+        size = sized_len(self._source)
         while True:
-            for batch in islice(batches, self._looks_ahead + 1 - len(read)):
+            wanted = self._looks_ahead + 1 - len(read)
+            if (
+                read and size is not None
+            ):  # no sampler is asked for an end before the loop comes to it
+                wanted = max(0, min(wanted, size - self._next))
+            for batch in islice(batches, wanted):
                 # A loop that reads no batch ahead would save this state behind this batch.
                 read.append((batch, self._state()))
             if not read:
@@ -125,21 +156,50 @@ class AlignedLoader:
         )
 
     def _aligned_batches(self) -> Iterator[Any]:
+        done = self._done_before()
         name = self._name_of_pass()
+        first = 0
+        if self._numbered is not None:
+            first = done
+            self._numbered.begin(
+                partial(self._seed_of, name), partial(self._seed_of_order, name), done
+            )
+        elif self._restored:  # by its own state
+            first, self._restored = done, False
+        skip = getattr(getattr(self._source, "dataset", None), "skip_batches", None)
+        if skip is not None:
+            first = done
+            skip(done)
+        if first < done:
+            rank_zero_info(
+                f"going on in the middle of an epoch: {done} batches are read and left out"
+            )
         with isolated_random_numbers(self._seed_of(name, -1)):
-            batches = iter(self._loader)
-        number = 0
-        while True:
+            batches = iter(self._source)
+        if skip is not None:
+            skip(0)
+        for number in itertools.count(first):
             with isolated_random_numbers(self._seed_of(name, number)):
                 asked_s = time.perf_counter()
                 batch = next(batches, _END)
                 self.loading_s += time.perf_counter() - asked_s
             if batch is _END:
                 return
-            if number < _NUM_COMPARED:
+            if number < done:
+                continue
+            self._next = number + 1
+            if number - done < _NUM_COMPARED:
                 self._compare(number, checksum(batch))
             yield batch
-            number += 1
+
+    def _done_before(self) -> int:
+        """Batches of the pass that begins that were trained on before the run was interrupted."""
+        if self._resumed is None or self._pass_index is None:
+            return 0
+        times_ended, done = self._resumed(sized_len(self._source))
+        if times_ended:
+            self._ended = self._pass_index(), times_ended
+        return done
 
     def _name_of_pass(self) -> str:
         """The epoch and, where a short loader begins anew beside a longer one, how often it has ended in it."""
@@ -155,11 +215,93 @@ class AlignedLoader:
     def _seed_of(self, name: str, number: int) -> int:
         return derived_seed(self._seed, "data", self._data_parallel_rank, name, number)
 
-    def _seed_of_order(self) -> int:
-        return derived_seed(self._seed, "order", self._name_of_pass())
+    def _seed_of_order(self, name: str | None = None, number: int = 0) -> int:
+        """The same in all pipelines."""
+        return derived_seed(self._seed, "order", name or self._name_of_pass(), number)
 
 
 _END = object()
+
+
+class _Numbered:
+    """Asks a loader's data set for batches by number, from any one on, each with a seed of its own.
+
+    Stands for the loader's sampler in a copy of the loader. The data set seeds the random numbers of its process,
+    the main one or a worker, whenever it is asked.
+
+    Args:
+        loader: With a data set that is asked for samples by index.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._asked = loader._index_sampler  # of whole batches, if the loader makes some
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        changes = {name: self, "dataset": _SeededSamples(loader.dataset), "_iterator": None}
+        self.loader = _with(loader, **changes)
+        self._pass: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, loader: Any) -> _Numbered | None:
+        """For loaders that ask their data set and do it in torch's own way; None for any other."""
+        if (
+            not isinstance(loader, DataLoader)
+            or isinstance(loader.dataset, IterableDataset | MapDataPipe)
+            or type(loader).__iter__ is not DataLoader.__iter__
+            or type(loader)._get_iterator is not DataLoader._get_iterator
+            or _is_stateful(loader)
+        ):
+            return None
+        return cls(loader)
+
+    def begin(self, seed_of_batch: Any, seed_of_order: Any, first: int) -> None:
+        """Says which pass is iterated over next, and from which batch on."""
+        self._pass = seed_of_batch, seed_of_order, first
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._pairs(*self._pass)
+
+    def _pairs(self, seed_of_batch: Any, seed_of_order: Any, first: int) -> Iterator[Any]:
+        asked: Any = None
+        for number in itertools.count():
+            with isolated_random_numbers(seed_of_order(number)):
+                asked = iter(self._asked) if asked is None else asked
+                wanted = next(asked, _END)
+            if wanted is _END:
+                return
+            if number >= first:
+                yield seed_of_batch(number), wanted
+
+
+class _SeededSamples(Dataset[Any]):
+    """A data set that is asked for pairs of a seed and what is wanted; else the user's, as workers see it."""
+
+    def __init__(self, samples: Any) -> None:
+        vars(self)["_samples"] = samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of unpickling, before there is anything to ask
+            raise AttributeError(name)
+        return getattr(vars(self)["_samples"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # by a worker_init_fn
+        setattr(self._samples, name, value)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, asked: tuple[int, Any]) -> Any:
+        seed, wanted = asked
+        rng.seed_all(seed, host=True)
+        return self._samples[wanted]
+
+    def __getitems__(self, asked: tuple[int, Any]) -> Any:
+        seed, wanted = asked
+        rng.seed_all(seed, host=True)
+        many = getattr(self._samples, "__getitems__", None)
+        return many(wanted) if many else [self._samples[index] for index in wanted]
 
 
 class _SharedOrder:
@@ -185,11 +327,52 @@ class _SharedOrder:
             return iter(list(self._sampler))
 
 
-def _shared_out(loader: Any) -> list[DistributedSamplerWrapper]:
-    """Samplers with which Lightning gives each pipeline its share of an order of the user's."""
-    own = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    found = own[0], getattr(own[1], "sampler", None)
+def _shares(loader: Any) -> list[DistributedSamplerWrapper]:
+    """Samplers that give a pipeline its share of an order of the user's."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
     return list({id(s): s for s in found if isinstance(s, DistributedSamplerWrapper)}.values())
+
+
+def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
+    """A pipeline's share of a loader, in its order: of samples, or of batches if a sampler of its own makes these.
+
+    As Lightning has it, some of the first ones are seen twice where shares would differ in length.
+
+    Args:
+        loader: The user's.
+        trainer: Knows whether the user shares it out (`use_distributed_sampler=False`).
+        num_replicas: Pipelines side by side. One alone gets the loader itself.
+        rank: Which of them asks.
+
+    Returns:
+        A copy; the loader itself if it is no map-style `DataLoader`, or is shared out already.
+    """
+    wanted = num_replicas > 1 and trainer._accelerator_connector.use_distributed_sampler
+    if not wanted or not isinstance(loader, DataLoader):
+        return loader
+    batches = loader.batch_sampler
+    own = getattr(batches, "sampler", None) if type(batches) is BatchSampler else None
+    known = isinstance(own, DistributedSampler) or isinstance(loader.sampler, DistributedSampler)
+    if known or isinstance(loader.dataset, IterableDataset):
+        return loader
+    share = partial(DistributedSamplerWrapper, num_replicas=num_replicas, rank=rank, shuffle=False)
+    if batches is None:
+        changes = {"sampler": share(loader.sampler)}
+    elif own is None:
+        changes = {"batch_sampler": share(batches)}
+    else:
+        sampler = share(own)
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        changes = {"sampler": sampler, "batch_sampler": batches}
+    return _with(loader, _diffpipe_whole=loader, **changes)
+
+
+def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A copy of a loader with other parts, which no loader lets anybody set."""
+    made = copy.copy(loader)
+    vars(made).update(changes)
+    return made
 
 
 class StatefulAlignedLoader(AlignedLoader):
@@ -202,6 +385,7 @@ class StatefulAlignedLoader(AlignedLoader):
     def load_state_dict(self, state: Any) -> None:
         """Puts the loader to where it was."""
         self._loader.load_state_dict(state)
+        self._restored = True
 
 
 def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
@@ -212,14 +396,24 @@ def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
 
 def unaligned(loader: Any) -> Any:
     """The loader itself, where an earlier run has wrapped it: `trainer.train_dataloader` of that run."""
-    return loader._loader if isinstance(loader, AlignedLoader) else loader
+    inner = loader._loader if isinstance(loader, AlignedLoader) else loader
+    return vars(inner).get("_diffpipe_whole", inner) if isinstance(inner, DataLoader) else inner
 
 
-def keep_combined_loaders(trainer: Any) -> None:
-    """Gives a trainer copies of the user's `CombinedLoader`s, since it writes its own loaders into them.
+def take_over(trainer: Any) -> None:
+    """Keeps a trainer from what it does to loaders of several processes.
 
-    They would be there in the next run, with the samplers and ranks of this one.
+    It writes its own loaders into the user's `CombinedLoader`s, where they would be in the next run, with the
+    samplers and ranks of this one, and so gets copies. In training it gives each process a sampler that shuffles,
+    whatever the user's one does; there `shared_out` does what is to be done.
     """
+    connector = trainer._data_connector
+    vars(connector).pop("_requires_distributed_sampler", None)
+    if trainer.state.fn == TrainerFn.FITTING:
+        connector._requires_distributed_sampler = _no_loader
+        # Every loader is, by the place in the epoch that its loops tell.
+        message = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", message=message)
     loops = (
         trainer.fit_loop,
         trainer.fit_loop.epoch_loop.val_loop,
@@ -231,21 +425,56 @@ def keep_combined_loaders(trainer: Any) -> None:
         source.dataloader = partial(_not_the_users, type(source).dataloader, source)
 
 
+def _no_loader(loader: Any) -> bool:
+    return False
+
+
 def _not_the_users(ask: Callable[[Any], Any], source: Any) -> Any:
     loader = ask(source)
     return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
 
 
 def epoch_of(trainer: Any) -> int:
-    """The epoch whose passes begin now, also where Lightning does not know yet that the run goes on in it.
+    """The epoch whose passes begin now."""
+    return _place(trainer)[0]
 
-    The first batch of a loader without a length is read while the run is set up: by `estimated_stepping_batches`
-    before the loops are restored, and always before a processed epoch counts as completed.
+
+def resumed(trainer: Any, length: int | None) -> tuple[int, int]:
+    """How often a loader had ended, and how many batches it had given, in the epoch that a run goes on in.
+
+    Args:
+        trainer: Which may go on from a checkpoint.
+        length: Of the loader.
     """
+    done = _place(trainer)[1]
+    combined = trainer.fit_loop._combined_loader
+    if done and length and combined is not None and combined._mode == "max_size_cycle":
+        return divmod(done, length)
+    return 0, done
+
+
+def _place(trainer: Any) -> tuple[int, int]:
+    """The epoch whose passes begin now, and the batches of it that have been trained on before.
+
+    Also where Lightning does not know yet that the run goes on in it: the first batch of a loader without a length
+    is read while the run is set up, by `estimated_stepping_batches` before the loops are restored, and always
+    before a processed epoch counts as completed.
+    """
+    loop = trainer.fit_loop
     loops = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops")
     if loops:
-        return loops["fit_loop"]["epoch_progress"]["current"]["processed"]
-    return trainer.fit_loop.epoch_progress.current.processed
+        state = loops["fit_loop"]
+        epochs, batches = state["epoch_progress"], state["epoch_loop.batch_progress"]
+    else:
+        epochs = loop.epoch_progress.state_dict()
+        batches = loop.epoch_loop.batch_progress.state_dict()
+    epoch = epochs["current"]["processed"]
+    within = epochs["current"]["started"] > epoch
+    if not (loops or loop.epoch_loop.restarting) or not within:
+        return epoch, 0
+    if batches["is_last_batch"] and batches["current"]["processed"]:
+        return epoch + 1, 0
+    return epoch, batches["current"]["processed"]
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -37,7 +37,7 @@ from lightning_diffpipe.checkpointing import CheckpointHooks, Division, refuse_d
 from lightning_diffpipe.early_answers import early_answers, only_counted
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
 from lightning_diffpipe.example_batch import example_batch, why_empty
-from lightning_diffpipe.loader import aligned, epoch_of, keep_combined_loaders, unaligned
+from lightning_diffpipe.loader import aligned, epoch_of, resumed, shared_out, take_over, unaligned
 from lightning_diffpipe.lockstep import LockStep
 from lightning_diffpipe.metric_sync import MetricSync
 from lightning_diffpipe.pipeline import Pipeline
@@ -214,24 +214,29 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.accelerator.setup(trainer)
         with raised_by_all():
             refuse_unsupported(trainer, self)
-        keep_combined_loaders(trainer)
+        take_over(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._failed = self._told_of_outputs = False
+        self._failed = self._told_of_outputs = False
+        if fitting and 0 not in (
+            trainer.limit_train_batches,
+            trainer.max_epochs,
+            trainer.max_steps,
+        ):
             self.stop_requeueing()
             self.check_folders(trainer, self._averages_bytes_factor(trainer))
             settle_last(trainer)
             self._set_up_pipeline(trainer)
+        else:  # no step is asked for
+            self.model_to_device()
+        if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
-            if self.plan is not None and len(self.plan.stages) > 1:
-                with raised_by_all():
-                    refuse_optimizers(self.optimizers)
-        else:
-            self.model_to_device()
+        if self.plan is not None and len(self.plan.stages) > 1:
+            with raised_by_all():
+                refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if fitting:
+        if self.pipeline is not None:
             self._clip_by_global_norm()
 
     def _set_up_pipeline(self, trainer: Any) -> None:
@@ -326,18 +331,20 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes all ranks of a pipeline see the same batches, random augmentation included.
+        """Makes all ranks of a pipeline see the batches that one process would, random augmentation included.
 
         Raises:
             ConfigurationError: A pipeline's share of the training data makes no batch.
         """
         dataloader = unaligned(dataloader)
-        if self._counted_pipelines is not None:
-            return only_counted(dataloader)
-        if self.pipeline is None:
+        pipeline, counted = self.pipeline, self._counted_pipelines
+        if pipeline is None and counted is None:
             return dataloader
         assert self.lightning_module is not None
-        trainer, pipeline = self.lightning_module.trainer, self.pipeline
+        trainer = self.lightning_module.trainer
+        dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
+        if counted is not None:
+            return only_counted(dataloader)
         training = trainer.state.stage == RunningStage.TRAINING
         if training and sized_len(dataloader) == 0:  # Lightning would end the run without an error
             raise ConfigurationError(why_empty(dataloader))
@@ -348,6 +355,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             pass_index=partial(epoch_of, trainer) if training else None,
             compare=pipeline.compare_over_pipeline,
             looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
+            resumed=partial(resumed, trainer),
         )
 
     # ------------------------------------------------------------------------------------- steps

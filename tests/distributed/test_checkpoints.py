@@ -14,12 +14,16 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.callbacks import EMA
+from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from tests.data.like_webdataset import red_pictures, write_shard
+from tests.data.test_folders import write_folder
 from tests.distributed.scenarios import (
     Settings,
     assert_close,
@@ -485,3 +489,110 @@ def fit_averaging(rank, world_size, path):
 def test_lightnings_averages_work_where_a_rank_holds_the_whole_module(tmp_path, world_size):
     """History: refused, though plain Lightning has it, and there are no stages."""
     assert all(run_ranks(fit_averaging, world_size, world_size, tmp_path / "a.ckpt"))
+
+
+class Reds(L.LightningModule):
+    """Learns the mean colours of pictures, with noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        colours = batch["image"].mean((2, 3)).to(self.first.weight.dtype)
+        return (
+            (self.second((self.first(colours)).tanh()) - torch.rand_like(colours)).square().mean()
+        )
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch["caption"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+
+class Turned(Dataset):
+    """Pictures of a user's own data set, with random brightness."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return {"image": torch.rand(3, 1, 1).expand(3, 4, 4) * index, "caption": str(index)}
+
+
+class Pictures(L.LightningDataModule):
+    def __init__(self, loader):
+        super().__init__()
+        self.train_dataloader = loader
+
+
+def pictures(kind, folder, num_workers):
+    """The data modules of conf/data, and a loader of a user's own."""
+    sizes = {"resolution": 8, "batch_size": 2, "num_workers": num_workers}
+    if kind == "glyphs":
+        return GlyphDataModule(
+            alphabets=["digits"], faces=["sans"], shifts_per_axis=1, validation_share=0, **sizes
+        )
+    if kind == "image_folder":
+        return ImageFolderDataModule(folder, validation_share=0, **sizes)
+    if kind == "webdataset":
+        return WebDatasetDataModule(f"{folder}/{{0..2}}.tar", samples_per_epoch=10, **sizes)
+    return Pictures(lambda: DataLoader(Turned(), 2, True, num_workers=num_workers))
+
+
+def interrupted(rank, world_size, kind, folder, num_workers, path):
+    """Trains two epochs; then again from a checkpoint in the middle of the second one."""
+    found = []
+    for options in ({}, {"ckpt_path": path}):
+        module = build(Settings(module_class=Reds))
+        saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=8, save_top_k=-1)
+        trainer = quiet_trainer(
+            devices=world_size,
+            strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
+            max_epochs=2,
+            enable_checkpointing=True,
+            callbacks=[] if options else [saves],
+        )
+        trainer.fit(module, pictures(kind, folder, num_workers), **options)
+        found.append((module.seen, weights_of(module)))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["glyphs", "image_folder", "webdataset", "loader"])
+def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers):
+    """History: an epoch that was resumed began with its first batches again, and left out its last ones."""
+    if kind == "image_folder":
+        write_folder(tmp_path, 10)
+    if kind == "webdataset":
+        pytest.importorskip("webdataset")
+        for shard in range(3):
+            write_shard(tmp_path / f"{shard}.tar", red_pictures(range(20 * shard, 20 * shard + 5)))
+    (seen, weights), again = interrupted(0, 1, kind, tmp_path, num_workers, tmp_path / "half.ckpt")
+    outcomes = [((seen, weights), again)]
+    if num_workers == 0:  # beside threads of gloo no process should fork workers
+        path = tmp_path / "of_two_ranks.ckpt"
+        outcomes += run_ranks(interrupted, 2, 2, kind, tmp_path, 0, path)
+    for (own_seen, own_weights), (seen_again, weights_again) in outcomes:
+        assert own_seen == seen
+        torch.testing.assert_close(own_weights, weights)
+        assert seen_again == seen[8:]
+        assert all(torch.equal(weights_again[name], own_weights[name]) for name in weights)
+
+
+def test_an_epoch_goes_on_on_other_ranks(tmp_path):
+    path = tmp_path / "half.ckpt"
+    (((seen, weights), _),) = run_ranks(interrupted, 1, 1, "glyphs", tmp_path, 0, path)
+    for seen_again, weights_again in run_ranks(resumed_only, 2, "glyphs", tmp_path, path):
+        assert seen_again == seen[8:]
+        torch.testing.assert_close(weights_again, weights)
+
+
+def resumed_only(rank, kind, folder, path):
+    module = build(Settings(module_class=Reds))
+    strategy = quick_strategy(num_stages=2, num_microbatches=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=2)
+    trainer.fit(module, pictures(kind, folder, 0), ckpt_path=path)
+    return module.seen, weights_of(module)

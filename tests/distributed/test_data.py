@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_diffpipe.data import WebDatasetDataModule
 from tests.data import like_webdataset
@@ -91,6 +91,144 @@ def shuffled(**options):
 def shuffled_by_workers():
     """Not forked from a rank: whatever locks gloo's threads hold then would stay locked in the workers."""
     return shuffled(num_workers=2, multiprocessing_context="forkserver")
+
+
+class Drawn(Sampler):
+    """A sampler of a user's own: some samples twice, from a generator of its own."""
+
+    def __init__(self, seed=5):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        yield from torch.randint(12, (12,), generator=self.generator).tolist()
+
+
+class Buckets(Sampler):
+    """Makes batches of unequal size, in another order in every epoch that it is told."""
+
+    epoch = told = 0
+    sampler = property(lambda self: self)  # where Lightning tells the epoch
+
+    def set_epoch(self, epoch):
+        self.epoch, self.told = epoch, self.told + 1
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        batches = [[0, 1, 2], [3, 4, 5, 6], [7, 8], [9, 10, 11]]
+        return iter(batches[self.epoch :] + batches[: self.epoch])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(Numbered())[::-1])
+
+
+SAME_AS_ONE_PROCESS = {
+    "in order": lambda: DataLoader(Numbered(), 3),
+    "without the last batch": lambda: DataLoader(Numbered(), 5, drop_last=True),
+    "shuffled with a seed": lambda: DataLoader(
+        Numbered(), 3, shuffle=True, generator=torch.Generator().manual_seed(4)
+    ),
+    "a sampler of one's own": lambda: DataLoader(Numbered(), 3, sampler=Drawn()),
+    "a batch sampler": lambda: DataLoader(
+        Numbered(), batch_sampler=BatchSampler(Drawn(), 5, False)
+    ),
+    "a batch sampler of one's own": lambda: DataLoader(Numbered(), batch_sampler=Buckets()),
+    "samples of a loader without batches": lambda: DataLoader(
+        [next(iter(DataLoader(Numbered(), 4))) for _ in range(2)], batch_size=None
+    ),
+    "a stream": lambda: DataLoader(Stream(), 3),
+}
+
+
+class Batches(L.Callback):
+    """Notes which samples were seen in training, validation and tests."""
+
+    def __init__(self):
+        self.seen = []
+
+    def _note(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(
+            (trainer.state.stage.value, trainer.current_epoch, batch["index"].tolist())
+        )
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = _note
+
+
+class Validated(Pairs):
+    def test_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+
+def see_batches(rank, world_size, names, num_stages=2):
+    """The batches of all kinds of loaders; in one plain process if there is no world."""
+    seen = {}
+    for name in names:
+        batches, options = Batches(), {}
+        if world_size:
+            strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
+            options = {"devices": world_size, "strategy": strategy}
+        trainer = quiet_trainer(
+            callbacks=[batches], use_distributed_sampler=True, max_epochs=2, **options
+        )
+        make, module = SAME_AS_ONE_PROCESS[name], build(Settings(module_class=Validated))
+        loaders = make(), make()
+        trainer.fit(module, *loaders)
+        told = [getattr(loader, "batch_sampler", None) for loader in loaders]
+        seen[name] = batches.seen, [getattr(sampler, "told", None) for sampler in told]
+    return seen
+
+
+def test_one_pipeline_sees_the_batches_of_one_process():
+    """History: Lightning gave every rank a sampler that shuffles, whatever the user's did."""
+    alone = see_batches(0, 0, SAME_AS_ONE_PROCESS)
+    assert alone["a batch sampler of one's own"][1] == [2, 2]
+    for seen in run_ranks(see_batches, 2, 2, list(SAME_AS_ONE_PROCESS)):
+        for name, expected in alone.items():
+            assert seen[name] == expected, name
+
+
+@pytest.mark.parametrize(
+    "name", ["in order", "a sampler of one's own", "a batch sampler of one's own"]
+)
+def test_pipelines_share_out_the_order_of_one_process(name):
+    """History: what was to be in order was shuffled. Samples go round; batches that belong together stay so."""
+    (alone, _), ranks = see_batches(0, 0, [name])[name], run_ranks(see_batches, 2, 2, [name], 1)
+    first, second = (seen[name][0] for seen in ranks)
+    for stage, epoch in (("train", 0), ("train", 1), ("validate", 1)):
+        own, other, order = (
+            [wanted for *where, wanted in seen if tuple(where) == (stage, epoch)]
+            for seen in (first, second, alone)
+        )
+        if "batch" in name:
+            assert [x for pair in zip(own, other, strict=True) for x in pair] == order
+        else:
+            flat = [[x for batch in seen for x in batch] for seen in (own, other, order)]
+            assert [x for pair in zip(*flat[:2], strict=True) for x in pair] == flat[2]
+
+
+class NeverSteps(Pairs):
+    """As with plain Lightning, nothing is trained on where no batch is asked for."""
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("a step was run")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", self.loss(batch))
+
+
+@pytest.mark.parametrize("option", ["limit_train_batches", "max_epochs", "max_steps"])
+def test_no_step_is_run_where_none_is_asked_for(option):
+    """History: one was run to look at it."""
+    strategy = quick_strategy()
+    trainer = quiet_trainer(strategy=strategy, num_sanity_val_steps=1, **{option: 0})
+    trainer.fit(build(Settings(module_class=NeverSteps)), shuffled(), shuffled())
+    assert trainer.global_step == 0
 
 
 def indices(batches):
