@@ -28,7 +28,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -127,12 +126,13 @@ class AlignedLoader:
         read = self._read = deque()
         size = sized_len(self._source)
         while True:
-            wanted = self._looks_ahead + 1 - len(read)
-            if (
-                read and size is not None
-            ):  # no sampler is asked for an end before the loop comes to it
-                wanted = max(0, min(wanted, size - self._next))
-            for batch in islice(batches, wanted):
+            # Looking ahead asks no sampler for an end that the loop does not come to: it may draw once more there.
+            while not read or (
+                len(read) <= self._looks_ahead and (size is None or self._next < size)
+            ):
+                batch = next(batches, _END)
+                if batch is _END:
+                    break
                 # A loop that reads no batch ahead would save this state behind this batch.
                 read.append((batch, self._state()))
             if not read:
@@ -164,8 +164,10 @@ class AlignedLoader:
             self._numbered.begin(
                 partial(self._seed_of, name), partial(self._seed_of_order, name), done
             )
-        elif self._restored:  # by its own state
-            first, self._restored = done, False
+        elif (
+            self._restored
+        ):  # by its own state, and a sampler that it asks first draws as in a whole pass
+            done, self._restored = 0, False
         skip = getattr(getattr(self._source, "dataset", None), "skip_batches", None)
         if skip is not None:
             first = done

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -79,10 +79,8 @@ def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn
     assert all("training_step returns 'half', 'pred' beside the loss" in text for text in said)
 
 
-def few(size, sampler=None):
-    samples = Samples(size)
-    sampler = sampler and sampler(samples)
-    return DataLoader(samples, 8, sampler=sampler, drop_last=True)
+def few(size):
+    return DataLoader(Samples(size), 8, drop_last=True)
 
 
 def test_a_batch_that_is_never_full_ends_the_set_up():
@@ -95,11 +93,13 @@ def test_a_batch_that_is_never_full_ends_the_set_up():
 def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
     """The number of pipelines, which share the data out, is known once there is a plan."""
     strategy, state = quick_strategy(), SimpleNamespace(stage=RunningStage.TRAINING)
-    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
-    strategy.pipeline = SimpleNamespace()
-    loader = few(14, lambda samples: DistributedSampler(samples, num_replicas=2, rank=1))
+    connector = SimpleNamespace(use_distributed_sampler=True)
+    trainer = SimpleNamespace(state=state, _accelerator_connector=connector)
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)
+    layout = SimpleNamespace(num_pipelines=2)
+    strategy.pipeline = SimpleNamespace(mesh=SimpleNamespace(layout=layout, pipeline=1))
     with pytest.raises(ConfigurationError, match="7 training samples for each pipeline make no"):
-        strategy.process_dataloader(loader)
+        strategy.process_dataloader(few(14))
 
 
 class Pairs(Samples):

@@ -71,7 +71,7 @@ class _Epochs(IterableDataset[Batch]):
         self._stored, self._read, self._leaves_out = stored, read, leaves_out
         self._epoch, self._seed = epoch, seed
         self._num_batches, self._batch_size = num_batches, batch_size
-        self._skipped = 0
+        self._skipped = self._num_read = 0
 
     def skip_batches(self, count: int) -> None:
         """Lets epochs that are begun from now on begin with a later batch, as a run does that goes on in one."""
@@ -92,20 +92,26 @@ class _Epochs(IterableDataset[Batch]):
         before = self._batch_size * len(range(worker, skipped, count))
         if not self._leaves_out:  # else only those who read them know how many these are
             stored, before = itertools.islice(stored, before, None), 0
-        samples = itertools.islice(self._read(stored), before, None)
+        samples = itertools.islice(self._counted(self._read(stored)), before, None)
         first = worker + count * len(range(worker, skipped, count))
         for _ in range(first, self._num_batches, count):
             yield collate(list(itertools.islice(samples, self._batch_size)))
 
+    def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        for sample in samples:
+            self._num_read += 1
+            yield sample
+
     def _endless(self, epoch: int, worker: int, count: int) -> Iterator[Any]:
         for repetition in itertools.count():
-            sample = None
+            sample, read_before = None, self._num_read
             seed = derived_seed(self._seed, "shards", epoch, repetition)
             for sample in self._stored(seed, worker, count):
                 yield sample
-            if sample is None:
+            if sample is None or (self._leaves_out and self._num_read == read_before):
                 raise ConfigurationError(
-                    "training shards hold no sample with a picture (jpg, jpeg, png or webp) and a txt"
+                    "training shards hold no sample with a picture (jpg, jpeg, png or webp) and a txt that can be "
+                    "read; warnings above say what was left out, if on_error=skip"
                 )
 
 

@@ -452,6 +452,13 @@ def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, 
     assert sorted(captions(data.train_dataloader())) == [0, 0, 3, 3, 5, 5]
     with pytest.warns(UserWarning, match=r"\d+ times a sample or the rest of a shard"):
         data.teardown("fit")
+    (tmp_path / "1.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:200])
+    none = data_of(str(tmp_path / "1.tar"), on_error="skip")
+    with pytest.raises(ConfigurationError, match="hold no sample"):  # and not wait for one for ever
+        next(iter(none.train_dataloader()))
+    write_shard(tmp_path / "4.tar", {"0.png": b"no picture", "0.txt": b"0"})
+    with pytest.raises(ConfigurationError, match="hold no sample"):
+        next(iter(data_of(str(tmp_path / "4.tar"), on_error="skip").train_dataloader()))
     with pytest.raises(DataError, match=r"1.tar"):
         list(data_of(whole, validation_shards=str(tmp_path / "1.tar")).val_dataloader())
 
