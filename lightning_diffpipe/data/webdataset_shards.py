@@ -175,9 +175,9 @@ class WebDatasetDataModule(CaptionedDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         for name, value, least in (
-            *(("samples_per_epoch", samples_per_epoch, 1), ("shuffle_buffer", shuffle_buffer, 0)),
-            *(("resolution", resolution, 1), ("batch_size", batch_size, 1)),
-            ("num_workers", num_workers, 0),
+            ("samples_per_epoch", samples_per_epoch, 1),
+            ("shuffle_buffer", shuffle_buffer, 0),
+            ("resolution", resolution, 1),
         ):
             require_number(name, value, least, whole=True)
         self._webdataset = _require_webdataset()
