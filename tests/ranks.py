@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -73,6 +74,7 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
+        _await_servers(min(world_size, len(_SERVERS)))
         for rank, process in enumerate(processes):
             _start(process, list(_SERVERS)[rank % len(_SERVERS)])
         try:
@@ -84,6 +86,16 @@ def run_ranks(
                     process.kill()
                 process.join()
         return _results(processes, folder, late)
+
+
+@functools.cache
+def _await_servers(count: int) -> None:
+    """Waits until servers have imported all: one may take longer than ranks wait for each other."""
+    first = [_CONTEXT.Process(target=int) for _ in range(count)]
+    for process, hash_seed in zip(first, _SERVERS, strict=False):
+        _start(process, hash_seed)
+    for process in first:
+        process.join()
 
 
 def _start(process: Any, hash_seed: str) -> None:
