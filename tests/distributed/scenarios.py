@@ -10,7 +10,8 @@ import torch
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, split
+from lightning_diffpipe.graph.samples import OwnForm
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.seeding import derived_seed
 from tests.distributed.tiny import Data, TinyDiffusion
 
@@ -136,11 +137,13 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
         """Runs a global batch as the pipelines would: share by share, microbatch by microbatch."""
 
         def training_step(self, batch, batch_idx):
-            total = sum(len(share["image"]) for share in shares(batch, num_pipelines))
+            form = OwnForm.of(self)
+            total = num_samples(batch, form)
             number, loss = self.trainer.fit_loop.epoch_loop.total_batch_idx, 0.0
             for pipeline, share in enumerate(shares(batch, num_pipelines)):
-                sizes = microbatch_sizes(len(share["image"]), num_microbatches)
-                for index, (size, part) in enumerate(zip(sizes, split(share, sizes), strict=True)):
+                sizes = microbatch_sizes(num_samples(share, form), num_microbatches)
+                parts = split(share, sizes, form)
+                for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
                     rng.seed_all(derived_seed(SEED, pipeline, number, index), host=True)
                     loss = loss + super().training_step(part, batch_idx) * size / total
             return loss

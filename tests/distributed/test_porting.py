@@ -1,0 +1,123 @@
+"""The loops of `examples/porting.py` with tiny models: two ranks equal one process."""
+
+import diffusers
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+from examples import porting
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.test_losses import Pairs, subject_first
+from tests.distributed.tiny import Data
+from tests.modules.tiny_parts import tiny_unet, tiny_vae
+from tests.ranks import run_ranks
+from tests.zoo.case import perturb
+
+pytestmark = pytest.mark.distributed
+
+
+def text_encoder(kind=transformers.CLIPTextModel):
+    config = transformers.CLIPTextConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        projection_dim=8,
+        eos_token_id=2,
+    )
+    return kind(config)
+
+
+def alive(root):
+    """No gate is left at zero."""
+    perturb(root, torch.Generator().manual_seed(2))
+    return root
+
+
+def common():
+    return {
+        "vae": tiny_vae(),
+        "unet": alive(tiny_unet()),
+        "scheduler": diffusers.DDPMScheduler(num_train_timesteps=50),
+        "lr": 1e-3,
+    }
+
+
+class TextToImage(porting.TextToImage):
+    def __init__(self):
+        super().__init__(text_encoder(), **common(), snr_gamma=5.0)
+
+
+class DreamBoothLoRA(porting.DreamBoothLoRA):
+    def __init__(self):
+        peft = pytest.importorskip("peft")
+        options = {"r": 2, "init_lora_weights": False}
+        adapter = peft.LoraConfig(target_modules=["to_q", "to_k", "to_v", "to_out.0"], **options)
+        text_adapter = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **options)
+        super().__init__(adapter, text_adapter, 0.7, text_encoder=text_encoder(), **common())
+
+
+class ControlNetTraining(porting.ControlNetTraining):
+    def __init__(self):
+        parts = common()
+        controlnet = diffusers.ControlNetModel.from_unet(
+            parts["unet"], conditioning_embedding_out_channels=(4, 8)
+        )
+        super().__init__(alive(controlnet), text_encoder=text_encoder(), **parts)
+
+
+class Pictures(Dataset):
+    """What all of them want, made up."""
+
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.rand(size, 3, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
+        self.ids = torch.randint(3, 50, (size, 8), generator=generator)
+        self.ids[:, -1] = 2
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {
+            "image": self.images[index],
+            "input_ids": self.ids[index],
+            "condition": self.images[index].abs(),
+        }
+
+
+class PictureData(Data):
+    pairs = False
+
+    def train_dataloader(self):
+        pictures = Pictures(48)
+        if not self.pairs:
+            return torch.utils.data.DataLoader(pictures, self.batch_size)
+        pairs = Pairs(24)
+        pairs.samples = pictures
+        return torch.utils.data.DataLoader(pairs, self.batch_size, collate_fn=subject_first)
+
+    def val_dataloader(self):
+        return []
+
+
+class PairData(PictureData):
+    pairs = True
+
+
+@pytest.mark.parametrize("module_class", [TextToImage, DreamBoothLoRA, ControlNetTraining])
+def test_two_ranks_train_as_one_process(module_class):
+    data_class = PairData if module_class is DreamBoothLoRA else PictureData
+    settings = Settings(
+        module_class=module_class,
+        data_class=data_class,
+        data={"batch_size": 4},
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert_equal_runs(outcomes, expected, 1e-9)
