@@ -108,11 +108,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def main(run: Callable[[argparse.Namespace], list[dict[str, Any]]], description: str) -> None:
-    """The command line of a benchmark: runs it, prints a table, writes JSON when asked."""
+def main(
+    run: Callable[[argparse.Namespace], list[dict[str, Any]]],
+    description: str,
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """The command line of a benchmark, with options of its own: runs it, prints a table, writes JSON when asked."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=15, help="counted runs of each candidate")
+    options(parser)
     arguments = parser.parse_args()
     where = environment()
     rows = run(arguments)

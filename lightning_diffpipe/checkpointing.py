@@ -47,6 +47,7 @@ from lightning_diffpipe.runtime.checkpoint import (
     refuse_misfit,
     take_over,
 )
+from lightning_diffpipe.runtime.liveness import liveness
 from lightning_diffpipe.runtime.mesh import Mesh
 
 _ADAM = 2.0  # bytes of optimizer state for each byte of a trained weight; optimizers are made later
@@ -73,11 +74,13 @@ class CheckpointHooks(ParallelStrategy):
     Attributes:
         pipeline: This rank's part, while there is one.
         division: Of the latest pipeline, also when that has ended; None before.
+        last_saved: What was saved last; None before.
     """
 
     pipeline: Pipeline | None
     division: Division | None
     max_diverged_steps: int | None
+    last_saved: str | None
     _failed: bool
     _found_last: tuple[Any, ...] = ()
 
@@ -158,6 +161,15 @@ class CheckpointHooks(ParallelStrategy):
         """The module is whole until the set-up; afterwards Lightning forgets what `weights_only` it was given."""
         return False
 
+    @liveness.inside("saving a checkpoint")
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint, on rank 0."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
+
+    @liveness.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of all stages; complete on rank 0, empty elsewhere.
 
@@ -226,6 +238,7 @@ class CheckpointHooks(ParallelStrategy):
             "Save while all is well: ModelCheckpoint(every_n_train_steps=...)"
         ) from first
 
+    @liveness.inside("saving a checkpoint")
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
 
@@ -244,6 +257,7 @@ class CheckpointHooks(ParallelStrategy):
         with self._connected(self.division.mesh):
             return collect(tensors, self.division.owners, self.division.mesh)
 
+    @liveness.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer state of all stages, numbered as on one device; empty except on rank 0.
 
@@ -278,6 +292,7 @@ class CheckpointHooks(ParallelStrategy):
         with mesh.reconnected():
             yield
 
+    @liveness.inside("loading a checkpoint")
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -294,6 +309,7 @@ class CheckpointHooks(ParallelStrategy):
         except Exception as error:
             raise unreadable(path, error) from error
 
+    @liveness.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
 

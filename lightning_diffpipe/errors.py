@@ -16,6 +16,7 @@
     ├── DivergenceError                        loss, gradients or weights are not finite any more
     ├── BoundaryError                          a value crossing a stage boundary is not finite
     └── PipelineTimeoutError   (TimeoutError)  a message did not arrive in time
+        └── LostRankError                      a rank was lost; says how, and in which phase
 
 User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
 with the numbers, then the remedy. `assert` is kept for our own invariants.
@@ -103,6 +104,19 @@ class BoundaryError(DiffPipeError):
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):
     """A message did not arrive, or a rank did not come, in time."""
+
+
+class LostRankError(PipelineTimeoutError):
+    """A rank was lost, or nobody knows why a collective broke.
+
+    Args:
+        message: Which rank, how, and in which phase.
+        by_signal: It was told to stop by SIGTERM.
+    """
+
+    def __init__(self, message: str, by_signal: bool = False) -> None:
+        super().__init__(message)
+        self.by_signal = by_signal
 
 
 @contextlib.contextmanager

@@ -9,15 +9,13 @@ noted only, wherever it finds a rank, and told in front of the next batch; the t
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_diffpipe.runtime.agreement import Agreement
+from lightning_diffpipe.runtime.liveness import liveness
 from lightning_diffpipe.runtime.mesh import Mesh
-
-_log = logging.getLogger(__name__)
 
 
 class LockStep:
@@ -29,7 +27,7 @@ class LockStep:
     """
 
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
-        self._trainer, self._agreement = trainer, Agreement(mesh)
+        self._trainer, self._mesh, self._agreement = trainer, mesh, Agreement(mesh)
         self._signals = trainer._signal_connector
         self._signalled = False
         loop = trainer.fit_loop.epoch_loop
@@ -43,6 +41,7 @@ class LockStep:
             own = loop._should_check_val_fx
             loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
             self._replaced.append((loop, "_should_check_val_fx"))
+        liveness.agrees_on_signals = True
 
     def stop_together(self, last: bool = False) -> None:
         """Ends training if any rank was told to stop; every rank calls it in front of each batch.
@@ -55,12 +54,26 @@ class LockStep:
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         if self._agreement.of_any(self._signalled, last):
-            # Only now, as Lightning ends training wherever it finds this set.
-            self._signals.received_sigterm = True
-            raise SIGTERMException
+            self._stop()
+
+    def stop_pipeline_together(self) -> None:
+        """The same in front of each batch of an evaluation, which other pipelines need not come to.
+
+        Raises:
+            SIGTERMException: A rank was told to stop; the other pipelines will hear of it.
+            PipelineTimeoutError: As for `stop_together`.
+        """
+        signalled = self._mesh.gathered([bool(self._signalled or liveness.signals)], patient=True)
+        if any(map(any, signalled)):
+            self._stop()
+
+    def _stop(self) -> None:
+        # Only now, as Lightning ends training wherever it finds this set.
+        self._signals.received_sigterm = True
+        raise SIGTERMException
 
     def _note_signal(self, signum: Any, frame: Any) -> None:
-        _log.info("rank %d was told to stop (SIGTERM)", self._trainer.global_rank)
+        liveness.note_signal()
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._signalled:
             launcher.kill(signum)
@@ -71,3 +84,4 @@ class LockStep:
         for owner, name in self._replaced:
             delattr(owner, name)
         self._replaced.clear()
+        liveness.agrees_on_signals = False

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError, raised_by_all
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    LostRankError,
+    PlanError,
+    raised_by_all,
+)
 from lightning_diffpipe.pipeline import Basis, Process
 from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.planning.cluster import Cluster
@@ -34,6 +40,7 @@ from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.runtime.common_start import agree, close_group
 from lightning_diffpipe.runtime.links import least_memory_bytes, measure_cluster
+from lightning_diffpipe.runtime.liveness import liveness
 from lightning_diffpipe.runtime.microbatch import num_samples
 
 _log = logging.getLogger(__name__)
@@ -49,16 +56,23 @@ def plan_of_rank_0(
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
-    cluster, profile = _cluster(options, process, world), None
+    with liveness.inside("measuring links"):
+        cluster, profile = _cluster(options, process, world), None
     answer: str | DiffPipeError = ""
     try:
-        profile = None if options.plan is not None else _profile(subject, options.profile, world)
+        if options.plan is None:
+            with liveness.inside("profiling layers"):
+                profile = _profile(subject, options.profile, world)
         if process.rank == 0:
-            profile = profile and _knowing_what_splits(subject, profile)
-            answer = _make_plan(subject, profile, options, cluster, process).to_json()
+            with liveness.inside("planning"):
+                profile = profile and _knowing_what_splits(subject, profile)
+                answer = _make_plan(subject, profile, options, cluster, process).to_json()
+    except LostRankError:
+        raise
     except DiffPipeError as error:
         answer = error
-    answer = agree(answer, world)
+    with liveness.inside("waiting for the plan" if process.rank else "planning"):
+        answer = agree(answer, world)
     if isinstance(answer, DiffPipeError):
         with raised_by_all():
             raise answer

@@ -45,6 +45,7 @@ from lightning_diffpipe.runtime.common_start import (
     require_equal,
     world_group,
 )
+from lightning_diffpipe.runtime.liveness import liveness
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import Step
 
@@ -73,19 +74,21 @@ def prepare(
         _require_trainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
-    world = world_group(process.world_size, process.timeout_s)
-    seed = agree(_own_seed(options), world)
-    align_parameters(module, world)
+    with liveness.inside("aligning weights"):
+        world = world_group(process.world_size, process.timeout_s)
+        seed = agree(_own_seed(options), world)
+        align_parameters(module, world)
     with raised_by_all():
         own = OwnForm.of(module)
         size = num_samples(batch, own)
         form = own or Form.of(batch, size)
         small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
-    planned = agree(planned_layers(options) if process.rank == 0 else (), world)
-    with _phase("probing the layers of a step", process, counted=False):
-        graph = on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
-    with raised_by_all():
-        require_equal(graph.digest, world)
+    with liveness.inside("probing the step"):
+        planned = agree(planned_layers(options) if process.rank == 0 else (), world)
+        with _phase("probing the layers of a step", process, counted=False):
+            graph = on_all_ranks(lambda: _probed(module, step, small, form, seed, planned), world)
+        with raised_by_all():
+            require_equal(graph.digest, world)
     warn_of_whole_compiled(module, graph)
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
@@ -102,18 +105,19 @@ def prepare(
         )
         plan, basis = plan_of_rank_0(subject, options, process, world)
     close_group(world)
-    pipeline = assemble(
-        module,
-        step,
-        batch,
-        small,
-        graph,
-        plan,
-        process,
-        seed=seed,
-        check_finite=options.check_finite,
-        verify=options.verify,
-    )
+    with liveness.inside("placing stages"):
+        pipeline = assemble(
+            module,
+            step,
+            batch,
+            small,
+            graph,
+            plan,
+            process,
+            seed=seed,
+            check_finite=options.check_finite,
+            verify=options.verify,
+        )
     return replace(pipeline, basis=basis)
 
 

@@ -6,13 +6,17 @@ Lightning's default process group, which the pipeline itself never uses.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,19 +26,22 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as LauncherBase
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_number
 from lightning_diffpipe.pipeline import Pipeline, Process
+from lightning_diffpipe.runtime.liveness import LAUNCHER, liveness
 from lightning_diffpipe.runtime.streams import ask_for_queues
 
 _log = logging.getLogger(__name__)
@@ -51,6 +58,7 @@ class ProcessHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
+        last_saved: The checkpoint that was saved last.
 
     Raises:
         ConfigurationError: The timeout is no positive number of seconds, or there is no such backend.
@@ -58,6 +66,7 @@ class ProcessHooks(ParallelStrategy):
 
     pipeline: Pipeline | None
     _ended_by: ClassVar[str | None] = None
+    last_saved: str | None
 
     def __init__(self, timeout_s: float, backend: str | None) -> None:
         super().__init__()
@@ -95,11 +104,8 @@ class ProcessHooks(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            self._launcher = _InPlace(self.check_run)
-        else:
-            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-            self._launcher.check_run = self.check_run
+        self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher.check_run = self.check_run
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
         """Looks at what a trainer was asked for, before any process is started or met.
@@ -149,6 +155,7 @@ class ProcessHooks(ParallelStrategy):
         )
         if isinstance(self._launcher, _Launcher):
             self._launcher.meeting_place = None  # all have met
+        liveness.connect(self.global_rank, self.world_size, self.timeout_s)
 
     def stop_requeueing(self) -> None:
         """Turns off SLURM's auto-requeue of several ranks; Lightning registers its handler only later.
@@ -210,6 +217,8 @@ class ProcessHooks(ParallelStrategy):
         They get a few seconds to say what went wrong on their side. On NCCL nobody else would ever end
         them, as a lost peer closes no connection.
         """
+        if isinstance(exception, SIGTERMException):
+            self._tell_of_signals()
         if self._backend == "nccl":
             # Its watchdog may end the process before Python prints the error.
             _log.error("rank %d stops: %r", self.global_rank, exception)
@@ -222,6 +231,24 @@ class ProcessHooks(ParallelStrategy):
             ):
                 time.sleep(0.1)
             self._launcher.kill(signal.SIGKILL)
+
+    def _tell_of_signals(self) -> None:
+        """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+        signals = liveness.signals or {self.global_rank: "training"}
+        if self.global_rank != (0 if self.pipeline is not None else min(signals)):
+            return
+        who = ", ".join(f"rank {rank} ({phase})" for rank, phase in sorted(signals.items()))
+        where = "nothing was trained"
+        if self.lightning_module is not None and self.pipeline is not None:
+            where = f"training ended behind step {self.lightning_module.trainer.global_step}"
+        saved = (
+            "nothing was saved in this run"
+            if self.last_saved is None
+            else f"last saved: {self.last_saved}"
+        )
+        print(
+            f"lightning_diffpipe: SIGTERM to {who}: {where}; {saved}", file=sys.stderr, flush=True
+        )
 
 
 def take_place_in_slurm() -> None:
@@ -254,57 +281,104 @@ def open_meeting_place() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
-class _InPlace(LauncherBase):
-    """Stands where processes were started by others: it only looks at a run before it begins.
-
-    Args:
-        check_run: See `ProcessHooks`.
-    """
-
-    is_interactive_compatible = True
-
-    def __init__(self, check_run: Callable[[Any, dict[str, Any]], None]) -> None:
-        self._check_run = check_run
-
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
-    ) -> Any:
-        """Calls the function."""
-        return _checked(self._check_run, trainer, function, *args, **kw)()
-
-    def kill(self, signum: Any) -> None:
-        """There is nothing to end."""
-
-
 class _Launcher(_SubprocessScriptLauncher):
-    """Starts the other processes of this machine, whose meeting place is open before they look for it."""
+    """Starts the other processes of this machine, if nobody has, and sees a run through to its end.
+
+    The meeting place of the processes is open before they look for it. Where a rank is lost, `liveness` ends the
+    others; Lightning's own observer would kill them before they have said anything.
+    """
 
     meeting_place: dist.TCPStore | None = None
     check_run: Callable[[Any, dict[str, Any]], None]
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """A notebook cannot be started again for each process."""
+        return bool(self.cluster_environment.creates_processes_externally)
+
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
     ) -> Any:
-        """Starts the processes, unless the run is refused, and calls the function."""
-        return super().launch(
-            _checked(self.check_run, trainer, function, *args, **kw), trainer=trainer
-        )
+        """Calls the function on this process, once there are others, unless the run is refused.
+
+        Raises:
+            LostRankError: A rank was lost.
+            SIGTERMException: A rank got SIGTERM.
+        """
+        call = inspect.signature(function).bind(*args, **kw)
+        self.check_run(trainer, call.arguments)
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+        if max(self.num_processes * self.num_nodes, environment.world_size()) == 1:
+            return function(*call.args, **call.kwargs)
+        liveness.children = dict(enumerate(self.procs, 1))
+        rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
+        try:
+            with _stopping_at_signals(trainer), liveness.run(rank):
+                return function(*call.args, **call.kwargs)
+        except LostRankError as error:
+            if error.by_signal:
+                raise _stop_by_signal() from None
+            raise
 
     def _call_children_scripts(self) -> None:
         if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
             self.meeting_place = open_meeting_place()
             os.environ["MASTER_PORT"] = str(self.meeting_place.port)
-        super()._call_children_scripts()
+        os.environ[LAUNCHER] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[LAUNCHER]
 
 
-def _checked(
-    check: Callable[[Any, dict[str, Any]], None],
-    trainer: Any,
-    function: Callable[..., Any],
-    *args: Any,
-    **kw: Any,
-) -> Callable[[], Any]:
-    """The call of a trainer's function with the arguments that are left when `check` has seen them."""
-    call = inspect.signature(function).bind(*args, **kw)
-    check(trainer, call.arguments)
-    return lambda: function(*call.args, **call.kwargs)
+@contextlib.contextmanager
+def _stopping_at_signals(trainer: Any) -> Iterator[None]:
+    """Stops at SIGTERM where Lightning does not: in front of its loops, where a process would end silently."""
+    found, process = trainer._signal_connector, os.getpid()
+
+    def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:  # forked, with this handler
+            _die(b"")
+        elif not (found._original_handlers and liveness.agrees_on_signals):  # else it is noted
+            liveness.note_signal()
+            raise _stop_by_signal()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield
+        return
+    after: Any = before
+    signal.signal(signal.SIGTERM, stop)
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if not fits:  # Lightning's would broadcast from wherever it finds a rank
+        found._sigterm_notifier_fn = lambda *_: None
+    try:
+        yield
+    except LostRankError as error:
+        after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
+        raise
+    finally:
+        if not fits:
+            del found._sigterm_notifier_fn
+        signal.signal(signal.SIGTERM, after)
+        if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
+            found._original_handlers[signal.SIGTERM] = after
+
+
+def _die(last_words: bytes, *_: Any) -> None:
+    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is told."""
+    os.write(2, last_words)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop_by_signal() -> SIGTERMException:
+    """Ends with the exit code of the signal before Lightning listens to it, and as Lightning does later."""
+    return SIGTERMException(*[] if liveness.agrees_on_signals else [128 + signal.SIGTERM])

@@ -56,6 +56,7 @@ from lightning_diffpipe.refusals import (
     warn_of_outputs,
 )
 from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.liveness import liveness
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.runtime.set_aside import GradientsAside
 from lightning_diffpipe.transfer import SeededTransfer
@@ -141,6 +142,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.max_diverged_steps = max_diverged_steps
         self.pipeline: Pipeline | None = None
         self.division: Division | None = None
+        self.last_saved: str | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
         self.batches_ahead = BATCHES_AHEAD
@@ -472,8 +474,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if self.pipeline is None:
                 return step(*args, **kwargs)
             pipeline = self.pipeline
+            if self._lock_step is not None:
+                self._lock_step.stop_pipeline_together()
             seed = derived_seed(pipeline.seed, name, pipeline.mesh.pipeline, *map(str, args[1:]))
-            with self.whole_model(), isolated_random_numbers(seed):
+            with self.pipeline.relayed(), isolated_random_numbers(seed):
                 return step(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -486,7 +490,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.pipeline is None:
             yield
             return
-        with self.pipeline.relayed():
+        with liveness.inside(f"{liveness.phase} with the whole model"), self.pipeline.relayed():
             yield
 
     def is_resident(self, name: str) -> bool:
@@ -533,10 +537,31 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             trained = self.pipeline.trained_by(optimizer)
         return self.pipeline.engine.reducer.global_norm(trained, norm_type)
 
-    # ---------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------- phases, and the end
+
+    def on_train_start(self) -> None:
+        """Lets the other ranks know what this one does, as the hooks below."""
+        liveness.enter("training")
+
+    def on_validation_start(self) -> None:
+        """Validation begins."""
+        liveness.enter("validating")
+
+    def on_validation_end(self) -> None:
+        """Training goes on, unless this was a check before it, or all there was to do."""
+        liveness.enter("training")
+
+    def on_test_start(self) -> None:
+        """Testing begins."""
+        liveness.enter("testing")
+
+    def on_predict_start(self) -> None:
+        """Prediction begins."""
+        liveness.enter("predicting")
 
     def on_train_end(self) -> None:
         """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
+        liveness.enter("ending")
         if self.pipeline is not None:
             self.pipeline.watch.finish()
             self.refuse_diverged("training has ended")

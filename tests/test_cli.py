@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -1118,3 +1119,26 @@ def test_a_wheel_holds_all_code_every_config_and_the_built_in_weights(tmp_path):
     files = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
     examples = ROOT / "examples"
     assert weights >= {f"lightning_diffpipe/weights/{p.relative_to(examples)}" for p in files}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_that_sigterm_ends_says_so_and_exits_with_its_code(tmp_path):
+    """History: all ranks stopped silently, with exit code 0, so that job scripts took the run for finished."""
+    settings = ["experiment=glyphs", "strategy.num_stages=2", "strategy.profile=flops", *TINY]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", "train", *settings, "logger=none"]
+    with (tmp_path / "screen").open("w") as screen:
+        process = subprocess.Popen(
+            [*command, "hydra.run.dir=run"], cwd=tmp_path, stdout=screen, stderr=screen,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    deadline_s = time.monotonic() + 180.0
+    while not list(tmp_path.rglob("samples/*")) and time.monotonic() < deadline_s:
+        assert process.poll() is None, (tmp_path / "screen").read_text()
+        time.sleep(0.2)
+    process.terminate()
+    assert process.wait(60.0) == 143
+    told = (tmp_path / "screen").read_text()
+    assert re.search(
+        r"SIGTERM to rank 0 \(training.*training ended behind step \d+; nothing was saved", told
+    )

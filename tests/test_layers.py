@@ -62,6 +62,7 @@ DISTRIBUTED = {
     "gathering",
     "agreement",
     "common_start",
+    "liveness",
 }
 
 

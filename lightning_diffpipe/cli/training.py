@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,11 +102,19 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, behind it: under a launcher, jobs of a sweep share one process."""
+    """Ends what loggers call a run, behind it: under a launcher, jobs of a sweep share one process.
+
+    Raises:
+        SystemExit: SIGTERM ended the run, with its exit code, which Lightning leaves at 0.
+    """
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
     failed = True
     try:
         yield
         failed = False
+    except SIGTERMException as stopped:
+        raise SystemExit(128 + signal.SIGTERM) from stopped
     finally:
         for logger in trainer.loggers:
             # Only where there is a run: asking for `logger.experiment` would begin one.

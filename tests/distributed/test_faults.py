@@ -540,7 +540,7 @@ def test_a_callback_that_saves_when_its_rank_fails_hides_no_error():
         run_ranks(fit_with, 2, 2, SavesWhenItFails(), 60.0, timeout_s=90.0, grace_s=30.0)
     text = str(caught.value)
     assert "has failed on rank 1 with ValueError: the second batch is bad. A callback" in text
-    assert "has failed on rank 0 with PipelineTimeoutError: rank 0 waited for" in text
+    assert "has failed on rank 0 with LostRankError: rank 0 waited for" in text
 
 
 class Sleepy(TinyDiffusion):

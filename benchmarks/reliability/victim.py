@@ -1,0 +1,115 @@
+"""A user's script of which one rank comes to harm, at the beginning of a phase.
+
+python victim.py FOLDER HARM RANK PHASE        HARM: KILL, STOP or TERM
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.runtime.liveness import liveness
+
+FOLDER, HARM, RANK, PHASE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+IN_STEP = "training"
+NUM_HOSTS = int(os.environ.get("VICTIM_NODES", "1"))
+OWN_RANK = int(
+    os.environ["NODE_RANK"]
+    if NUM_HOSTS > 1
+    else os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+)
+
+
+def come_to_harm(phase: str) -> None:
+    """Does this rank harm, once, if it is the one and this is the phase."""
+    mark = FOLDER / "harmed"
+    together = phase in (
+        "starting processes",
+        "setting up",
+    )  # the others shall have come there, too
+    (FOLDER / f"{phase}{OWN_RANK}").touch()
+    if (phase, OWN_RANK) == (PHASE, RANK) and not mark.exists():
+        while together and not (FOLDER / f"{phase}{1 - OWN_RANK}").exists():
+            time.sleep(0.1)
+        mark.touch()
+        if HARM == "CABLE":
+            subprocess.run(["ip", "link", "set", f"dp{OWN_RANK}", "down"], check=True)
+            return
+        os.kill(os.getpid(), getattr(signal, f"SIG{HARM}"))
+
+
+class Module(L.LightningModule):
+    """Some layers, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8).requires_grad_(False)
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Comes to harm in the middle of a step."""
+        if liveness.phase == IN_STEP and batch_idx == 2:
+            come_to_harm(IN_STEP)
+        loss = self.layers(self.encoder(batch)).pow(2).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Uses the whole model."""
+        self.log("val", self.layers(batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        """Has a state to save."""
+        return torch.optim.AdamW(self.layers.parameters(), lr=1e-2)
+
+
+class Samples(L.Callback):
+    """Draws with the whole model, after the second step."""
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draws."""
+        if batch_idx == 1:
+            with trainer.strategy.whole_model():
+                module.layers(batch)
+
+
+def main() -> None:
+    """Trains two epochs."""
+    tell = liveness._tell
+
+    def tell_and_come_to_harm() -> None:
+        tell()
+        if liveness.phase != IN_STEP:
+            come_to_harm(liveness.phase)
+
+    liveness._tell = tell_and_come_to_harm
+    L.seed_everything(3, verbose=False)
+    data = torch.randn(16, 8)
+    strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, timeout_s=float(sys.argv[5]))
+    saves = L.pytorch.callbacks.ModelCheckpoint(
+        FOLDER / "saved", every_n_train_steps=3, save_top_k=-1
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2 // NUM_HOSTS, num_nodes=NUM_HOSTS, strategy=strategy, max_epochs=2,
+        logger=False, callbacks=[saves, Samples()], enable_model_summary=False, enable_progress_bar=False,
+        use_distributed_sampler=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(data, 4), DataLoader(data, 4))
+    (FOLDER / "finished").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,577 @@
+"""Who is alive, and what each rank does: one connection from every rank to rank 0, beside all process groups.
+
+    rank 1 ──┐  phase, every few seconds; what it failed with; that it leaves
+    rank 2 ──┼── rank 0 ──> all others: who was lost, how, and in which phase
+    rank 3 ──┘
+
+A collective that breaks says which address has closed a connection, and one that waits for a rank that is stopped,
+or behind a dead link, says nothing for as long as ranks may be busy between two steps. Here a thread of each
+process listens: one that ends closes its connection at once, one that is stopped falls silent, and one that is
+busy, for however long, does neither. So
+
+    phase        turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
+    run          ends a process that would go on without the others: one that waits in vain, or is busy with itself
+
+Threads outside of a run, such as those of a script between two fits, are left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_diffpipe.errors import DiffPipeError, LostRankError, PipelineTimeoutError
+
+LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
+"""Environment variable of processes that rank 0 started: its process."""
+
+_log = logging.getLogger(__name__)
+_KEY = "diffpipe/liveness"
+_STARTING, _MET = "starting processes", "setting up"
+_PERIOD_S = 2.0  # between two signs of life, at most
+_LEAST_SILENCE_S = (
+    10.0  # a busy machine, or a call that holds the interpreter, keeps a thread so long
+)
+_GRACE_S = 5.0  # for a rank that has lost another to end by its own error
+_VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
+_JOIN_S = 60.0
+_BROKEN = re.compile(
+    r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
+    r"|Operation timed out|[Ww]ait timeout|connectFullMesh"
+)
+
+Kind = Literal["ended", "failed", "silent", "signal", "followed"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a rank was lost.
+
+    Attributes:
+        rank: Which.
+        phase: What it was doing.
+        kind: Its process ended without a word; it failed; it fell silent; it got a signal; it lost another rank.
+        text: More of it.
+        pid: Its process.
+        host: Where that ran.
+        run: In which of its runs it failed; a user may catch that, and begin another.
+    """
+
+    rank: int
+    phase: str
+    kind: Kind
+    text: str = ""
+    pid: int = 0
+    host: str = ""
+    run: int | None = None
+
+    def __str__(self) -> str:
+        end = {
+            "ended": f"its process has ended without a word{self.text}",
+            "failed": f"it failed with {self.text}; its own error says where",
+            "silent": f"nothing was heard of it for {self.text}: it is stopped, or its host or link is dead",
+            "signal": f"it got {self.text}",
+            "followed": f"{self.text}; its own error says more",
+        }[self.kind]
+        return f"rank {self.rank} ({self.phase}): {end}"
+
+
+class _Line:
+    """A connection that carries short messages, and never blocks."""
+
+    def __init__(self, peer: socket.socket, rank: int | None = None) -> None:
+        peer.setblocking(False)
+        self.socket, self.rank = peer, rank
+        self.phase, self.pid, self.host = _STARTING, 0, ""
+        self.heard_s = time.monotonic()
+        self._incoming = self._outgoing = b""
+
+    def send(self, **message: Any) -> None:
+        """Sends, at once or with a later message; of a broken connection the reader will know."""
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
+
+    def received(self) -> list[dict[str, Any]] | None:
+        """What has come; None at the end of the connection."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        self.heard_s = time.monotonic()
+        *whole, self._incoming = (self._incoming + data).split(b"\n")
+        return [json.loads(each) for each in whole]
+
+
+class Liveness:
+    """This process's view of all ranks; one per process.
+
+    Attributes:
+        rank: This one.
+        children: Processes that this one has started, by rank.
+        agrees_on_signals: SIGTERM is noted here, and acted upon together with the other ranks.
+        signals: Ranks that got a signal, with what they were doing.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.children = 0, dict[int, "subprocess.Popen[bytes]"]()
+        self.agrees_on_signals = False
+        self.signals: dict[int, str] = {}
+        self._phases = ["between two runs"]
+        self._lock = threading.RLock()
+        self._lines: dict[int, _Line] = {}
+        self._unknown: list[_Line] = []  # that have not said who they are
+        self._losses: dict[int, Loss] = {}
+        self._left: set[int] = set()
+        self._signalled_s, self._end_s = 0.0, math.inf
+        self._silence_s, self._period_s = 0.0, _PERIOD_S
+        self._runs = self._num_runs = self._connections = 0
+        self._group: Any = None
+        self._server: socket.socket | None = None
+        self._token = ""
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------- the main thread
+
+    @property
+    def phase(self) -> str:
+        """What this rank does."""
+        return self._phases[-1]
+
+    def enter(self, name: str) -> None:
+        """Begins another phase, in place of the present one; the others hear of it at once."""
+        with self._lock:
+            self._phases[-1] = name
+            self._tell()
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """A phase; turns what a lost rank raises in it into an error that names the rank.
+
+        Raises:
+            LostRankError: A rank was lost, or a collective waited in vain.
+        """
+        before = list(self._phases)
+        try:
+            with self._lock:
+                self._phases.append(name)
+                self._tell()
+            yield
+        except Exception as error:
+            if (self._runs or self._group is not None) and _is_of_peers(error):
+                raise self._explained(error) from error
+            raise
+        finally:
+            with self._lock:
+                self._phases = before
+                self._tell()
+
+    @contextlib.contextmanager
+    def run(self, rank: int) -> Iterator[None]:
+        """A run of several ranks: this process is ended if it would go on without the others.
+
+        Raises:
+            LostRankError: As for `inside`.
+        """
+        self.rank = rank
+        self._losses.clear()
+        self.signals.clear()
+        self._signalled_s, self._end_s = 0.0, math.inf
+        self._start()
+        in_main = threading.current_thread() is threading.main_thread()
+        before = -1
+        if in_main:  # tells of a signal even while the main thread waits outside of Python
+            before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._runs, self._num_runs = self._runs + 1, self._num_runs + 1
+        try:
+            with self.inside(_STARTING):
+                yield
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
+        finally:
+            self._runs -= 1
+            if in_main:
+                signal.set_wakeup_fd(before)
+            for loss in list(self._losses.values()):
+                _end_frozen(loss)
+
+    def connect(self, rank: int, num_ranks: int, timeout_s: float) -> None:
+        """Connects all ranks, once the default process group is there; collective.
+
+        Args:
+            rank: This one.
+            num_ranks: All ranks.
+            timeout_s: How long one may be silent.
+        """
+        group = dist.group.WORLD
+        if num_ranks == 1:
+            return
+        if group is self._group:
+            self.enter(_MET)
+            return
+        self._start()
+        self.rank, self._group, self._connections = rank, group, self._connections + 1
+        key = f"{_KEY}/{self._connections}"
+        with self._lock:
+            self._hang_up()
+            self._left.clear()
+            self._silence_s = max(timeout_s, _LEAST_SILENCE_S)
+            self._period_s = min(_PERIOD_S, timeout_s / 5)
+        store = dist.distributed_c10d._get_default_store()
+        if self.rank == 0:
+            self._token = secrets.token_hex(8)
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            server = socket.create_server(
+                ("", 0), family=family, backlog=num_ranks, dualstack_ipv6=dual
+            )
+            server.setblocking(False)
+            self._server = server
+            self._selector.register(server, selectors.EVENT_READ)
+            store.set(key, json.dumps([server.getsockname()[1], self._token, *_place()]))
+        else:
+            port, token, pid, host = json.loads(store.get(key))
+            place = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
+            try:
+                line = _Line(socket.create_connection(place, timeout=_JOIN_S), 0)
+            except OSError as error:
+                _log.warning(
+                    "rank %d cannot reach rank 0 at %s port %s (%s): when a rank is lost, the others may not be "
+                    "able to say which", self.rank, *place, error,
+                )  # fmt: skip
+                self.enter(_MET)
+                return
+            line.pid, line.host, line.phase = pid, host, _MET
+            line.send(token=token, rank=self.rank, place=_place())
+            self._add(line)
+        self._wake.send(b"\0")  # the thread looks at a longer list
+        self.enter(_MET)
+
+    def note_signal(self) -> None:
+        """Lets all ranks know that this one got SIGTERM."""
+        self._signalled_s = 0.0
+        with self._lock:
+            self.signals[self.rank] = self.phase
+            self._broadcast(**{"signalled": self.rank, "in": self.phase})
+
+    def loss(self) -> Loss | None:
+        """The rank that was lost first, of those that were not lost because of another."""
+        losses = sorted(self._losses.copy().values(), key=lambda loss: loss.kind == "followed")
+        return losses[0] if losses else None
+
+    def _explained(self, error: Exception) -> LostRankError:
+        """An error that says who was lost; or, if nobody was, what the others are doing."""
+        began_s = time.monotonic()
+        while self._may_still_hear(time.monotonic() - began_s):
+            time.sleep(0.02)
+        loss, here = self.loss(), f"rank {self.rank} ({self.phase})"
+        first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
+        if loss is not None:
+            return LostRankError(f"{first}{here} lost {loss}", loss.kind == "signal")
+        others = {line.rank: line.phase for line in self._all_lines()}
+        others |= dict.fromkeys(self._left, "has left")
+        doing = (
+            "; ".join(f"rank {rank}: {each}" for rank, each in sorted(others.items()))
+            or "none answers"
+        )
+        raw = "" if first else f". torch said: {error}"
+        return LostRankError(
+            f"{first}{here} lost no rank, but could not communicate ({doing}){raw}"
+        )
+
+    def _may_still_hear(self, waited_s: float) -> bool:
+        """Whether what others say may yet tell who was lost first."""
+        with self._lock:
+            loss, now_s = self.loss(), time.monotonic()
+            if loss is not None and (loss.kind != "followed" or not self._lines):
+                return False
+            silent_s = max((now_s - line.heard_s for line in self._lines.values()), default=0.0)
+            return waited_s < _VERDICT_S or (loss is None and silent_s > 3 * self._period_s)
+
+    def _all_lines(self) -> list[_Line]:
+        with self._lock:
+            return list(self._lines.values())
+
+    def _tell_failure(self, error: BaseException) -> None:
+        followed = isinstance(error, PipelineTimeoutError)
+        kind: Kind = "followed" if followed else "failed"
+        text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+        if self.rank in self.signals:
+            kind, text = "signal", "SIGTERM"
+        elif followed and (loss := self.loss()) is not None:
+            text = f"it lost rank {loss.rank}"
+        with self._lock:
+            own = Loss(self.rank, self.phase, kind, text, *_place(), run=self._num_runs)
+            self._broadcast(lost=asdict(own))
+
+    # -------------------------------------------------------------------------------------- the thread
+
+    def _start(self) -> None:
+        if self._thread is None:
+            atexit.register(self._leave)
+            self._selector = selectors.DefaultSelector()
+            self._wake, self._woken = socket.socketpair()
+            self._wake.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._thread = threading.Thread(
+                target=self._listen, name="diffpipe-liveness", daemon=True
+            )
+            self._thread.start()
+
+    def _listen(self) -> None:
+        told_s = 0.0
+        while True:
+            pause_s = min(self._period_s, 0.25) if self._is_watching() else self._period_s
+            before_s = time.monotonic()
+            ready = self._selector.select(pause_s)
+            with self._lock:
+                now_s = time.monotonic()
+                if (
+                    now_s - before_s > pause_s + 1.0
+                ):  # this process was stopped, perhaps with all others
+                    for line in self._lines.values():
+                        line.heard_s = now_s
+                for key, _ in ready:
+                    self._hear(key.fileobj)
+                if self._lines and now_s - told_s > self._period_s:
+                    told_s = now_s
+                    self._tell()
+                self._look_for_silence(now_s)
+                self._look_for_processes()
+            self._end_if_alone(now_s)
+
+    def _is_watching(self) -> bool:
+        """Whether something may happen that no connection tells."""
+        return bool(self._runs and (self._losses or self._signalled_s or not self._lines))
+
+    def _hear(self, source: Any) -> None:
+        if source is self._woken:
+            if signal.SIGTERM in self._woken.recv(64) and self.rank not in self.signals:
+                self._signalled_s = time.monotonic()
+        elif source is self._server:
+            with contextlib.suppress(OSError):
+                line = _Line(source.accept()[0])
+                self._selector.register(line.socket, selectors.EVENT_READ)
+                self._unknown.append(line)
+        else:
+            every = [*self._lines.values(), *self._unknown]
+            line = next((each for each in every if each.socket is source), None)
+            if line is None:  # it was hung up just now
+                return
+            messages = line.received()
+            if messages is None:
+                self._lose_connection(line)
+            for message in messages or ():
+                self._take(line, message)
+
+    def _take(self, line: _Line, message: Mapping[str, Any]) -> None:
+        if line.rank is None:
+            self._welcome(line, message)
+            return
+        match message:
+            case {"phase": phase}:
+                line.phase = phase
+            case {"signalled": rank, "in": phase}:
+                self.signals[rank] = phase
+                self._pass_on(message)
+            case {"lost": loss}:
+                self._lose(Loss(**loss))
+            case {"ended": _}:
+                self._end_in(_GRACE_S)
+            case {"left": rank}:
+                self._left.add(rank)
+
+    def _welcome(self, line: _Line, message: Mapping[str, Any]) -> None:
+        if message.get("token") != self._token:  # a stranger
+            self._drop(line)
+            return
+        self._unknown.remove(line)
+        line.rank, line.phase = message["rank"], _MET
+        line.pid, line.host = message["place"]
+        self._lines[message["rank"]] = line
+        line.send(phase=self.phase)
+
+    def _pass_on(self, message: Mapping[str, Any]) -> None:
+        if self.rank == 0:
+            self._broadcast(**message)
+
+    def _lose_connection(self, line: _Line) -> None:
+        self._drop(line)
+        rank = line.rank
+        if rank is None:
+            return
+        if rank in self._losses:
+            self._end_in(_GRACE_S)
+            self._pass_on({"ended": rank})
+        elif rank in self._left:
+            return
+        elif rank in self.signals:
+            self._lose(Loss(rank, self.signals[rank], "signal", "SIGTERM"))
+        else:
+            self._lose(Loss(rank, line.phase, "ended", self._status_of(rank), line.pid, line.host))
+
+    def _end_in(self, seconds: float) -> None:
+        self._end_s = min(self._end_s, time.monotonic() + seconds)
+
+    def _lose(self, loss: Loss) -> None:
+        known = loss.rank in self._losses or loss.rank == self.rank
+        if known or loss.run not in (None, self._num_runs):
+            return
+        self._losses[loss.rank] = loss
+        if self._group is None:  # nothing will break by itself
+            self._end_in(0.0)
+        else:  # where it failed, the others do so, too, perhaps
+            self._end_in(_GRACE_S if loss.kind in ("ended", "silent") else self._silence_s)
+        self._pass_on({"lost": asdict(loss)})
+
+    def _look_for_silence(self, now_s: float) -> None:
+        for line in list(self._lines.values()):
+            if line.rank is not None and now_s - line.heard_s > self._silence_s:
+                silence = f"{self._silence_s:g} s"
+                self._lose(Loss(line.rank, line.phase, "silent", silence, line.pid, line.host))
+
+    def _look_for_processes(self) -> None:
+        """Looks whether a process of this host has ended that is not connected yet."""
+        if not self._runs:
+            return
+        known = self._lines.keys() | self._losses.keys() | self._left
+        for rank, child in self.children.items():
+            code = child.poll()
+            if rank not in known and code is not None and (code or self._group is None):
+                self._lose(Loss(rank, _STARTING, "ended", self._status_of(rank), child.pid))
+        parent = os.environ.get(LAUNCHER)
+        if self.rank and 0 not in known and parent is not None and os.getppid() != int(parent):
+            self._lose(Loss(0, _STARTING, "ended", self._status_of(0)))
+
+    def _status_of(self, rank: int) -> str:
+        """How a process has ended, if it was started here."""
+        child = self.children.get(rank)
+        if child is None:
+            return ", killed perhaps: by hand, by its host for want of memory, or by a crash of other code"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1.0)
+        code = child.returncode
+        if code is None or code >= 0:
+            return f", with exit code {code}"
+        return f", killed by {signal.Signals(-code).name}"
+
+    def _end_if_alone(self, now_s: float) -> None:
+        if not self._runs:
+            return
+        if now_s > self._end_s:
+            loss = self.loss()
+            told = f"rank {self.rank} ({self.phase}) lost {loss}"
+            self._end(told, 128 + signal.SIGTERM if loss and loss.kind == "signal" else 1)
+        overdue = self._signalled_s and now_s - self._signalled_s > _GRACE_S
+        if overdue and not self.agrees_on_signals:
+            self.note_signal()
+            self._end(
+                f"rank {self.rank} got SIGTERM ({self.phase}) and stops", 128 + signal.SIGTERM
+            )
+
+    def _end(self, told: str, code: int) -> None:
+        """Ends this process, whatever its other threads do; they may hold any lock."""
+        os.write(2, f"\nlightning_diffpipe: {told}. This process is ended, too\n".encode())
+        for child in (*self.children.values(), *multiprocessing.active_children()):
+            child.kill()
+        for loss in list(self._losses.values()):
+            _end_frozen(loss)
+        os._exit(code)
+
+    # --------------------------------------------------------------------------------------- both
+
+    def _tell(self) -> None:
+        self._broadcast(phase=self.phase)
+
+    def _broadcast(self, **message: Any) -> None:
+        for line in self._lines.values():
+            line.send(**message)
+
+    def _add(self, line: _Line) -> None:
+        with self._lock:
+            self._lines[line.rank or 0] = line
+            self._selector.register(line.socket, selectors.EVENT_READ)
+
+    def _drop(self, line: _Line) -> None:
+        if line in self._unknown:
+            self._unknown.remove(line)
+        else:
+            self._lines = {rank: each for rank, each in self._lines.items() if each is not line}
+        self._selector.unregister(line.socket)
+        line.socket.close()
+
+    def _hang_up(self) -> None:
+        for line in list(self._lines.values()):
+            line.send(left=self.rank)
+            self._drop(line)
+        if self._server is not None:
+            self._selector.unregister(self._server)
+            self._server.close()
+            self._server = None
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._hang_up()
+
+    def forget(self) -> None:
+        """In a forked process: closes connections, which would look alive for as long as it lives."""
+        if self._thread is not None:
+            with contextlib.suppress(ValueError):  # of a thread that forked
+                signal.set_wakeup_fd(-1)
+            sockets = [line.socket for line in (*self._lines.values(), *self._unknown)]
+            for each in (*sockets, self._server, self._wake, self._woken, self._selector):
+                if each is not None:
+                    each.close()
+        self.__init__()  # type: ignore[misc]
+
+
+def _is_of_peers(error: Exception) -> bool:
+    """Whether other ranks have to do with an error that has not been explained."""
+    if isinstance(error, PipelineTimeoutError):
+        return not isinstance(error, LostRankError)
+    if isinstance(error, DiffPipeError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
+
+
+def _place() -> tuple[int, str]:
+    return os.getpid(), socket.gethostname()
+
+
+def _end_frozen(loss: Loss) -> None:
+    """Kills a silent process of this host that the same launcher started: nobody else would end it soon."""
+    if loss.kind != "silent" or loss.host != socket.gethostname() or not loss.pid:
+        return
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        parent = int(Path(f"/proc/{loss.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if loss.pid == os.getppid() or parent in (os.getpid(), os.getppid()):
+            os.kill(loss.pid, signal.SIGKILL)
+
+
+liveness = Liveness()
+"""Of this process."""
+os.register_at_fork(after_in_child=liveness.forget)

@@ -1,0 +1,202 @@
+"""A rank that is killed, frozen or told to stop, in any phase: the others say which, how and where, and end.
+
+`benchmarks/reliability` tries all phases, on both ranks, by both launchers; here are some of them.
+"""
+
+import os
+import re
+import signal
+import time
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from benchmarks.reliability.main import run_one
+from lightning_diffpipe.errors import ConfigurationError, LostRankError, PipelineTimeoutError
+from lightning_diffpipe.runtime.liveness import liveness
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class DrawsWithTheWholeModel(L.Callback):
+    """Stands for sampling behind a step."""
+
+    def on_train_batch_end(self, trainer, module, *arguments):
+        with trainer.strategy.whole_model():
+            module.head(torch.zeros(1, 12, dtype=torch.float64))
+
+
+def fit_until_harmed(rank, phase, victim, harm, folder):
+    """Trains, validates, saves and draws; one rank does itself harm at the beginning of a phase."""
+    os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    tell = liveness._tell
+
+    def tell_and_do_harm():
+        tell()
+        if rank == victim and liveness.phase == phase:
+            harm()
+
+    liveness._tell = tell_and_do_harm
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=60)
+    saves = ModelCheckpoint(folder, every_n_train_steps=2)
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, enable_checkpointing=True, callbacks=[saves, DrawsWithTheWholeModel()]
+    )  # fmt: skip
+    trainer.fit(build(Settings()), datamodule=Data())
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "aligning weights",
+        "probing the step",
+        "placing stages",
+        "training with the whole model",
+        "saving a checkpoint",
+        "validating",
+        "ending",
+    ],
+)
+def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
+    """History: of 26 kills outside of steps none was named; gloo told an address and a joke.
+
+    Where torch's groups meet, nothing breaks, and the process is ended with a line, in 20 s at most.
+    """
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(
+            fit_until_harmed,
+            2,
+            phase,
+            victim,
+            die,
+            str(tmp_path),
+            group_timeout_s=60.0,
+            grace_s=20.0,
+        )
+    text = str(caught.value)
+    assert f"rank {victim} (exit code -9)" in text
+    raised = text.split(f"--- rank {1 - victim} ")[1].split("--- rank")[0].strip()
+    told = (
+        raised if "Error" in raised else (tmp_path / "screen").read_text().strip()
+    ).splitlines()[-1]
+    assert f"lost rank {victim} ({phase}): its process has ended without a word" in told
+
+
+def fail():
+    raise ConfigurationError("the disk is full")
+
+
+def test_the_error_of_a_rank_that_failed_is_told_by_those_that_lost_it(tmp_path):
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(
+            fit_until_harmed,
+            2,
+            "saving a checkpoint",
+            1,
+            fail,
+            str(tmp_path),
+            group_timeout_s=60.0,
+            grace_s=20.0,
+        )
+    told = r"lost rank 1 \([\w ]+\): it failed with ConfigurationError: the disk is full; its own error"
+    assert re.search(told, str(caught.value))
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("victim", "phase"), [(0, "probing the step"), (1, "validating")])
+def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
+    """History: in front of the first step it ended one process, and the others told of a lost connection."""
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(
+            fit_until_harmed,
+            2,
+            phase,
+            victim,
+            stop,
+            str(tmp_path),
+            group_timeout_s=60.0,
+            grace_s=20.0,
+        )
+    assert str(caught.value).count("lightning.pytorch.utilities.exceptions.SIGTERMException") == 2
+    assert (tmp_path / "screen").read_text().count(f"SIGTERM to rank {victim} ({phase})") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "harm", "rank", "phase"),
+    [
+        ("Lightning", "KILL", 1, "starting processes"),
+        ("torchrun", "KILL", 0, "profiling layers"),
+        ("Lightning", "STOP", 0, "saving a checkpoint"),
+        ("torchrun", "STOP", 1, "validating"),
+        ("Lightning", "TERM", 1, "profiling layers"),
+        ("torchrun", "TERM", 0, "training"),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_came_to_harm(launcher, harm, rank, phase):
+    """History: a rank that was frozen between two steps was waited for half an hour, and then lived on."""
+    timeout_s = 12.0
+    outcome = run_one(launcher, harm, rank, phase, timeout_s)
+    assert outcome.seconds is not None, outcome.output
+    assert outcome.seconds < 15.0 + timeout_s * (harm == "STOP"), outcome.output
+    assert outcome.names(rank, phase), outcome.output
+
+
+# ------------------------------------------------------------------------------- the mechanism itself
+
+
+def lose_while_busy(rank):
+    """Rank 1 is gone while rank 0 computes, and asks nobody for anything."""
+    with liveness.run(rank):
+        liveness.connect(rank, 2, 60.0)
+        if rank == 1:
+            time.sleep(0.5)
+            die()
+        time.sleep(60.0)
+
+
+def test_a_rank_that_is_busy_with_itself_is_ended_when_the_others_are_gone():
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 \(exit code 1\)"):
+        run_ranks(lose_while_busy, 2, grace_s=20.0)
+    assert time.monotonic() - began_s < 40.0
+
+
+def be_busy(rank):
+    """Longer than the others wait for a sign of life."""
+    with liveness.run(rank):
+        from lightning_diffpipe.runtime import liveness as module
+
+        module._LEAST_SILENCE_S = 1.0
+        liveness.connect(rank, 2, 1.0)
+        if rank == 0:
+            time.sleep(3.0)
+        torch.distributed.barrier()
+        return liveness.loss()
+
+
+def test_a_rank_that_is_busy_lives():
+    """It signs from a thread of its own."""
+    assert run_ranks(be_busy, 2) == [None, None]
+
+
+def test_errors_of_other_code_stay_as_they_are():
+    """Only what collectives raise is explained, and that only where there are other ranks."""
+    with pytest.raises(RuntimeError, match="a socket to store"), liveness.inside("training"):
+        raise RuntimeError("a socket to store")
+    with pytest.raises(PipelineTimeoutError) as caught, liveness.inside("training"):
+        raise PipelineTimeoutError("of one process")
+    assert not isinstance(caught.value, LostRankError)
