@@ -150,8 +150,8 @@ def _cut_as_planned(
     _require_unwritten_weights(graph, plan)
     _require_global_generators(graph, plan)
     schedule = _without_frozen_parts(plan.schedule)
-    _require_runnable(schedule)
     pieces = cut_for(graph, positions, schedule.placement)
+    _require_runnable(schedule, pieces)
     require_one_home(graph, pieces)
     require_hooks_within_stages(graph, pieces)
     return graph, positions, schedule, pieces
@@ -295,15 +295,24 @@ def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
         )
 
 
-def _require_runnable(schedule: Schedule) -> None:
+def _require_runnable(schedule: Schedule, pieces: Cut) -> None:
     """Says before anything starts that a schedule can be planned, but not run yet.
 
     Raises:
-        PlanError: It has instructions the executor does not know.
+        PlanError: It has instructions the executor does not know, or none for gradients that have to come back.
     """
+    for stage in schedule.placement.no_grad:
+        if pieces.stages[stage].is_last or pieces.stages[stage].sent_gradients:
+            raise PlanError(
+                f"the plan has no backward for stage {stage}, but this module's gradients pass it; make a plan for "
+                "this module, or leave strategy.plan out"
+            )
+    runs_without = not schedule.placement.no_grad
     for program in schedule.programs:
         for instruction in program:
-            if isinstance(instruction, ForwardNoGrad | UpdateWeights):
+            if isinstance(instruction, UpdateWeights) or (
+                runs_without and isinstance(instruction, ForwardNoGrad)
+            ):
                 raise PlanError(
                     f"the plan's schedule has {instruction}, which can be simulated but not run yet; "
                     "choose another schedule"

@@ -56,7 +56,7 @@ from lightning_diffpipe.graph.trace import (
     leading_dims,
     logging_replaced,
     loss_of,
-    trained_parameters,
+    nodes_below,
     weight_of,
 )
 
@@ -179,7 +179,8 @@ class StepProbe:
             tail = returned | tracer.provenance.control | tracer.logged
         except LeakError as error:
             raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
-        tail_tags, trained = unfolded(tail), self._trained(out)
+        reached = nodes_below(loss_of(out))
+        tail_tags, trained = unfolded(tail), self._trained(reached)
         if seeded is None:
             seeded = {record.name for record in tracer.records if record.drew}
             for record in tracer.records:
@@ -188,7 +189,7 @@ class StepProbe:
         if more is None:
             of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
         known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
-        found = self._layers(tracer.records, trained, more)
+        found = self._layers(tracer.records, trained, more, reached)
         return LayerGraph(
             layers=found,
             tail_reads=_keys(tail_tags),
@@ -256,9 +257,10 @@ class StepProbe:
         ):
             yield
 
-    def _trained(self, out: Any) -> frozenset[str]:
+    def _trained(self, reached: Collection[Any]) -> frozenset[str]:
         names = {id(p): name for name, p in self._module.named_parameters()}
-        trained = trained_parameters(loss_of(out), names)
+        variables = (getattr(node, "variable", None) for node in reached)
+        trained = frozenset(names[id(v)] for v in variables if v is not None and id(v) in names)
         if not trained:
             raise GraphError(
                 "no parameter gets a gradient from the loss; check requires_grad and torch.no_grad()"
@@ -351,6 +353,7 @@ class StepProbe:
         records: Sequence[Record],
         trained: frozenset[str],
         more: Sequence[_Dims],
+        reached: Collection[Any],
     ) -> tuple[Layer, ...]:
         num_samples = count_samples(self._batch, self._form)
         layers: list[Layer] = []
@@ -381,6 +384,7 @@ class StepProbe:
                     written_buffers=frozenset(record.written_buffers),
                     buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
                     written_parameters=frozenset(record.written_parameters),
+                    carries_gradient=any(node in reached for node in record.nodes),
                 )
             )
         return tuple(layers)

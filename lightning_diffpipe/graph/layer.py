@@ -354,7 +354,8 @@ class LayerGraph:
 
 
 def _canonical(layer: Layer) -> Iterator[str]:
-    yield f"{layer.index} {layer.name} {layer.num_seeds} {layer.frozen} {layer.fine}"
+    yield f"{layer.index} {layer.name} {layer.num_seeds} {layer.frozen} {layer.fine} "
+    yield repr(layer.carries_gradient)
     yield repr((sorted(layer.reads), sorted(layer.parameters), sorted(layer.mutated)))
     for output in layer.outputs:
         if isinstance(output, TensorSpec):

@@ -108,6 +108,7 @@ class Record:
     index: int
     name: str
     reads: set[Any] = field(default_factory=set)
+    nodes: list[Any] = field(default_factory=list)
     cost: int = 0
     drew: bool = False
     num_seeds: int = 0

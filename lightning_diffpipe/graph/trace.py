@@ -252,6 +252,7 @@ class Tracer:
                 seen[id(value)] = leaf
                 record.outputs.append(TensorSpec.of(value))
                 copies.append(value.clone())
+                record.nodes.append(copies[-1].grad_fn)
                 self.provenance.own(copies[-1], (record.index, leaf))
         self.provenance.paused = False
         return pytree.tree_unflatten(copies, record.spec)
@@ -272,9 +273,8 @@ def _same(a: rng.RandomState, b: rng.RandomState) -> bool:
     return a.cpu.equal(b.cpu) and cuda
 
 
-def trained_parameters(loss: Tensor, names: dict[int, str]) -> frozenset[str]:
-    """Parameters that a gradient of the loss reaches, found in the autograd graph without running it."""
-    found: set[str] = set()
+def nodes_below(loss: Tensor) -> set[Any]:
+    """Nodes of the autograd graph that a gradient of the loss reaches, found without running it."""
     seen: set[Any] = set()
     stack = [loss.grad_fn]
     while stack:
@@ -282,11 +282,8 @@ def trained_parameters(loss: Tensor, names: dict[int, str]) -> frozenset[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
-            found.add(names[id(variable)])
         stack.extend(child for child, _ in node.next_functions)
-    return frozenset(found)
+    return seen
 
 
 def loss_of(out: Any) -> Tensor:

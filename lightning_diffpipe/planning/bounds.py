@@ -101,7 +101,7 @@ class Bounds:
     @cached_property
     def _end_s(self) -> tuple[float, ...]:
         """By layer: shortest time from there back to the first layer."""
-        if self.splits_backward:
+        if self.splits_backward or self.model.is_folded:
             return (0.0,) * (self.model.num_layers() + 1)
         return self.model.sums(0, self.sizes[-1]).backward
 
@@ -141,7 +141,7 @@ class Bounds:
 
     def pipeline_s(self, cuts: Sequence[Cut]) -> float:
         """The bound of a whole cut with the wait for the first gradient; leaves frozen work in bubbles out."""
-        if self.placement:
+        if self.placement or self.model.is_folded:
             return self.cuts_s(cuts)
         links_s = [self._link_s(first, stop) for first, stop, _ in cuts]
         bound_s, before_s, after_s = 0.0, 0.0, sum(links_s)

@@ -52,11 +52,13 @@ class CostModel:
         profile: What layers cost.
         cluster: What links cost, and how much memory there is.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
+        is_folded: Layers stand for all calls of theirs in several passes.
     """
 
     profile: ModelProfile
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
+    is_folded: bool = False
     _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
     _encode_s: dict[tuple[float, int | None], float] = field(
         default_factory=dict, repr=False, compare=False

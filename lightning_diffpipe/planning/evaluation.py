@@ -36,6 +36,7 @@ from lightning_diffpipe.planning.memory import (
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, even_cuts
+from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import EncoderProfile
@@ -80,6 +81,7 @@ class Pipeline:
     """What proposals share that differ only in where they cut, and in when their frozen work is done."""
 
     schedule_name: str
+    base: Placement
     placement: Placement
     sizes: tuple[int, ...]
     links: PipelineLinks
@@ -87,13 +89,20 @@ class Pipeline:
 
     def schedule(self) -> Schedule:
         """Without frozen work; made anew, as many large ones would slow down everything else."""
-        return SCHEDULES[self.schedule_name](self.placement, len(self.sizes))
+        spec, count = SCHEDULES[self.schedule_name], len(self.sizes)
+        if self.placement is self.base:
+            return spec(self.base, count)
+        return schedule_of_passes(spec, self.base, self.placement, count)
 
     def peak(self, rank: int) -> dict[int, Waiting]:
         """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
             stages = self.placement.stages_of(rank)
-            program = SCHEDULES[self.schedule_name].program(self.placement, len(self.sizes), rank)
+            if self.placement is self.base:
+                spec = SCHEDULES[self.schedule_name]
+                program = spec.program(self.base, len(self.sizes), rank)
+            else:
+                program = self.schedule().programs[rank]
             self._peaks[rank] = peak_samples_of(program, stages, self.sizes)
         return self._peaks[rank]
 
@@ -115,7 +124,10 @@ class Frame:
     pipeline: Pipeline
     parts: tuple[EncodePart, ...]
     loads: tuple[FrozenLoad, ...]
-    need_bytes: dict[tuple[int, tuple[Cut, ...]], int] = field(default_factory=dict)
+    need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
+
+
+_Key = tuple[Shape, tuple[tuple[int, ...], ...], frozenset[int]]
 
 
 @dataclass
@@ -124,14 +136,29 @@ class Evaluator:
 
     model: CostModel
     options: PlanOptions
-    _pipelines: dict[tuple[Shape, tuple[int, ...]], Pipeline] = field(default_factory=dict)
-    _frames: dict[tuple[Shape, tuple[int, ...]], Frame] = field(default_factory=dict)
+    _pipelines: dict[_Key, Pipeline] = field(default_factory=dict)
+    _frames: dict[_Key, Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.calls = self.model
+        if self.model.profile.backbones[0].passes:
+            factor = self.model.optimizer_bytes_factor
+            self.model = CostModel(folded(self.model.profile), self.model.cluster, factor, True)
+
+    def runs(self, proposal: Proposal) -> tuple[LayerRun, ...]:
+        """The calls of every stage, of all passes; a rank alone runs them as they come."""
+        backbone = self.calls.profile.backbones[0]
+        if not backbone.passes:
+            return proposal.runs
+        if proposal.shape.num_ranks == 1:
+            return (LayerRun(0, 0, len(backbone.layers)),)
+        return runs_of(backbone, proposal.cuts)
 
     def unfilled(self) -> Evaluator:
         """The same without filling; what has been found of pipelines without their frozen work is shared."""
         options = replace(self.options, filling="none")
-        return Evaluator(self.model, options, self._pipelines)
+        return Evaluator(self.calls, options, self._pipelines)
 
     @property
     def fills(self) -> bool:
@@ -173,12 +200,16 @@ class Evaluator:
     def frame(self, proposal: Proposal) -> Frame:
         """What does not depend on where a proposal cuts."""
         shape = proposal.shape
-        key = (shape, proposal.replicas)
+        base = shape.placement(proposal.replicas)
+        placement = base
+        if self.calls is not self.model and shape.num_ranks > 1:
+            backbone = self.calls.profile.backbones[0]
+            placement = unrolled(base, backbone, self.runs(proposal))
+        key = (shape, placement.stage_ranks, placement.no_grad)
         if key not in self._frames:
             if key not in self._pipelines:
-                placement = shape.placement(proposal.replicas)
                 links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
-                self._pipelines[key] = Pipeline(shape.schedule, placement, shape.sizes, links)
+                self._pipelines[key] = Pipeline(shape.schedule, base, placement, shape.sizes, links)
             pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
             loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
@@ -189,7 +220,7 @@ class Evaluator:
         frame = self.frame(proposal)
         sizes, links = proposal.shape.sizes, frame.pipeline.links
         group = self.group_size(proposal.shape)
-        return pipeline_costs(self.model, links, proposal.runs, sizes, frame.parts, group)
+        return pipeline_costs(self.calls, links, self.runs(proposal), sizes, frame.parts, group)
 
     def step_s(self, proposal: Proposal) -> float:
         """The simulated time of a step; with filling, an estimate by which proposals are compared.
@@ -224,7 +255,7 @@ class Evaluator:
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
         frame = self.frame(proposal)
-        return peak_memory_bytes(self.model, frame.pipeline.peaks, proposal.runs, frame.loads)
+        return peak_memory_bytes(self.calls, frame.pipeline.peaks, self.runs(proposal), frame.loads)
 
     def fits(self, proposal: Proposal) -> bool:
         """Whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
@@ -232,17 +263,17 @@ class Evaluator:
 
     def too_full(self, proposal: Proposal) -> Iterator[int]:
         """The ranks that have not enough memory."""
-        limit, cuts = self.model.cluster.memory_bytes, proposal.cuts
+        limit, runs = self.model.cluster.memory_bytes, self.runs(proposal)
         if limit is None:
             return
         frame = self.frame(proposal)
         for rank in range(proposal.shape.num_ranks):
             peak = frame.pipeline.peak(rank)
-            key = (rank, tuple([cuts[stage] for stage in peak]))
+            key = (rank, tuple([runs[stage] for stage in peak]))
             need = frame.need_bytes.get(key)
             if need is None:
                 load = frame.loads[rank] if frame.loads else None
-                need = rank_bytes(self.model, peak, proposal.runs, load)
+                need = rank_bytes(self.calls, peak, runs, load)
                 frame.need_bytes[key] = need
             if need > limit:
                 yield rank
@@ -289,12 +320,12 @@ class Evaluator:
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
         """What its ranks send each other, and what those of a chain would; see `Planned`."""
         model, placement, shape = (
-            self.model,
+            self.calls,
             self.frame(proposal).pipeline.placement,
             proposal.shape,
         )
         homes, samples = placement.stage_ranks, 2 * sum(shape.sizes)
-        crossing = model.crossing_bytes(proposal.runs, placement)
+        crossing = model.crossing_bytes(self.runs(proposal), placement)
         apart = (
             b for b, here, there in zip(crossing, homes, homes[1:], strict=False) if here != there
         )
@@ -354,7 +385,7 @@ class Evaluator:
         }
         group = self.group_size(proposal.shape)
         loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True)
-        return peak_memory_bytes(self.model, pipeline.peaks, proposal.runs, loads)
+        return peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
 
     def _rate(self, iteration_s: float) -> float:
         return self.options.global_batch_size / iteration_s if iteration_s else 0.0
@@ -376,21 +407,30 @@ class Evaluator:
     @property
     def _layers(self) -> tuple[str, ...]:
         """Names of the layers that are cut."""
-        return tuple(layer.name for layer in self.model.profile.backbones[0].layers)
+        return tuple(layer.name for layer in self.calls.profile.backbones[0].layers)
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         backbone = self.model.profile.backbones[0].name
+        placement, size = self.frame(proposal).pipeline.placement, proposal.shape.num_stages
+        named = self._named(proposal)
         return tuple(
-            Stage(index, backbone, first, stop - 1, replicas, ranks)
-            for index, (first, stop, replicas), ranks in zip(
-                range(proposal.shape.num_stages), proposal.cuts, self._named(proposal), strict=True
+            Stage(
+                index,
+                backbone,
+                run.first,
+                run.stop - 1,
+                proposal.replicas[index % size],
+                named[index],
+                index // size,
+                index not in placement.no_grad,
             )
+            for index, run in enumerate(self.runs(proposal))
         )
 
     def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
         """The ranks of every stage, where they are not those after the ranks of the stage before."""
         placement = self.frame(proposal).pipeline.placement
-        if proposal.shape.spec.place:
+        if placement.num_stages > placement.num_ranks:
             return placement.stage_ranks
         return ((),) * placement.num_stages
 

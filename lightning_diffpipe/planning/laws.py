@@ -22,6 +22,7 @@ from lightning_diffpipe.planning.instruction import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    ForwardNoGrad,
     Instruction,
     Program,
     Receive,
@@ -74,6 +75,7 @@ def _check_work(schedule: Schedule) -> None:
 
     expected: Counter[type[Staged]] | None = None
     for stage in range(schedule.num_stages):
+        no_grad = stage in schedule.placement.no_grad
         for microbatch in range(schedule.num_microbatches):
             kinds = done[stage, microbatch]
             work = Counter(kinds)
@@ -82,6 +84,12 @@ def _check_work(schedule: Schedule) -> None:
             # the other.
             if BackwardInput in work:
                 work = work - Counter([BackwardInput, BackwardWeight]) + Counter([Backward])
+            if no_grad:
+                if set(work) != {ForwardNoGrad}:
+                    raise ScheduleError(
+                        f"stage {stage} gets no gradient, but does {_names(work)} for microbatch {microbatch}"
+                    )
+                continue
             if expected is not None and work != expected:
                 raise ScheduleError(
                     f"stage {stage} does {_names(work)} for microbatch {microbatch}, "

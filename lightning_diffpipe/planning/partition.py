@@ -36,6 +36,9 @@ class Stage:
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.
+        pass_index: Which of several passes its calls belong to; the layers of stages of other passes with the same
+            position are the same.
+        gradient: Whether a gradient comes back to it; else it forwards only.
     """
 
     index: int
@@ -44,6 +47,8 @@ class Stage:
     last_layer: int
     num_replicas: int = 1
     ranks: tuple[int, ...] = ()
+    pass_index: int = 0
+    gradient: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_layer <= self.last_layer:
@@ -142,7 +147,8 @@ def placement_of(stages: Sequence[Stage]) -> Placement:
             f"stage {named[0].index} names its ranks, but stage {unnamed} does not; name all or none"
         )
     if named:
-        return Placement(tuple(stage.ranks for stage in stages), firsts)
+        no_grad = frozenset(stage.index for stage in stages if not stage.gradient)
+        return Placement(tuple(stage.ranks for stage in stages), firsts, no_grad)
     replicas = [stage.num_replicas for stage in stages]
     return Placement(Placement.of_replicas(replicas).stage_ranks, firsts)
 

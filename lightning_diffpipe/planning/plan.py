@@ -154,8 +154,13 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """Stages of one pipeline."""
-        return len(self.stages)
+        """Stages of one pipeline, of one pass through its layers."""
+        return len(self.stages) // self.num_passes
+
+    @property
+    def num_passes(self) -> int:
+        """How often a step passes through the layers that are cut."""
+        return 1 + self.stages[-1].pass_index
 
     @property
     def num_layers(self) -> int:
@@ -190,7 +195,9 @@ class PipelinePlan:
     @cached_property
     def schedule(self) -> Schedule:
         """The programs as a schedule, without communication."""
-        estimates = any(isinstance(i, ForwardNoGrad) for program in self.programs for i in program)
+        estimates = not self.placement.no_grad and any(
+            isinstance(i, ForwardNoGrad) for program in self.programs for i in program
+        )
         lag = 0 if estimates else None
         return Schedule(self.placement, self.num_microbatches, self.programs, lag)
 
@@ -280,6 +287,26 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
                 f"plan: stages[{index}].first_layer: stage {index} starts at layer "
                 f"{stage.first_layer}, but {why}; stages must be contiguous"
             )
+    if any(stage.pass_index for stage in stages):
+        _check_passes(stages)
+
+
+def _check_passes(stages: tuple[Stage, ...]) -> None:
+    """Stages of all passes lie alike."""
+    size = sum(stage.pass_index == 0 for stage in stages)
+    for stage in stages:
+        number, position = divmod(stage.index, size or 1)
+        if stage.pass_index != number or stage.ranks != stages[position].ranks:
+            raise PlanError(
+                f"plan: stages[{stage.index}]: pass {stage.pass_index} on ranks {list(stage.ranks)}; passes follow "
+                f"each other, with equally many stages, and stage {position} of each lies on the same ranks "
+                f"({list(stages[position].ranks)}), which hold its layers once"
+            )
+    if len(stages) % (size or 1) or not stages[-1].gradient:
+        raise PlanError(
+            f"plan: stages: the first pass has {size} of {len(stages)} stages, and the last one computes the loss; "
+            "all passes need equally many stages, and the last one a gradient"
+        )
 
 
 def _canonical(value: object) -> object:
@@ -312,9 +339,16 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
 
 def _stage_to_json(stage: Stage) -> dict[str, object]:
     entry = asdict(stage)
+    number, gradient = entry.pop("pass_index"), entry.pop("gradient")
     if not entry.pop("ranks"):
         return entry
-    return {**entry, "ranks": list(stage.ranks)}
+    passes = {"pass": number} if number or not gradient else {}
+    return {
+        **entry,
+        "ranks": list(stage.ranks),
+        **passes,
+        **({} if gradient else {"gradient": False}),
+    }
 
 
 def _read(node: Node) -> PipelinePlan:
@@ -355,14 +389,19 @@ def _read_options(node: Node) -> PlanOptions:
 
 
 def _read_stage(node: Node) -> Stage:
-    node.check_keys(("index", "backbone", "first_layer", "last_layer"), ("num_replicas", "ranks"))
+    keys = ("index", "backbone", "first_layer", "last_layer")
+    node.check_keys(keys, ("num_replicas", "ranks", "pass", "gradient"))
     ranks = tuple(e.integer() for e in node["ranks"].elements()) if "ranks" in node else ()
     replicas = max(len(ranks), 1)
     if "num_replicas" in node:
         replicas = node["num_replicas"].integer(minimum=1)
     first, last = (node[key].integer() for key in ("first_layer", "last_layer"))
     try:
-        return Stage(node["index"].integer(), node["backbone"].text(), first, last, replicas, ranks)
+        return Stage(
+            node["index"].integer(), node["backbone"].text(), first, last, replicas, ranks,
+            node["pass"].integer() if "pass" in node else 0,
+            node["gradient"].flag() if "gradient" in node else True,
+        )  # fmt: skip
     except DiffPipeError as cause:
         raise PlanError(f"{node.source}: {node.where}: {cause}") from cause
 

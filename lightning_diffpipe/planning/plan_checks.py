@@ -31,7 +31,7 @@ def check_options(plan: PipelinePlan) -> None:
     Raises:
         PlanError: Not so; says which, with the numbers.
     """
-    options, replicas = plan.options, tuple(stage.num_replicas for stage in plan.stages)
+    options, replicas = plan.options, _replicas(plan)
     batch, pipelines, microbatches = (
         options.global_batch_size,
         plan.num_pipelines,
@@ -59,6 +59,11 @@ def check_options(plan: PipelinePlan) -> None:
         )
 
 
+def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
+    """Ranks of every stage; those of later passes are the same."""
+    return tuple(stage.num_replicas for stage in plan.stages[: plan.num_stages])
+
+
 def check_costs(plan: PipelinePlan) -> None:
     """Costs are there for every microbatch, stage, frozen part and rank, and are those of these stages.
 
@@ -75,9 +80,9 @@ def check_costs(plan: PipelinePlan) -> None:
         )
     ranks = plan.ranks_per_pipeline
     parts = 1 + max((part.index for part in plan.pieces or plan.frozen_parts), default=-1)
-    rows = [(name, len(getattr(costs, name)), plan.num_stages, "stages") for name in TABLES]
+    rows = [(name, len(getattr(costs, name)), len(plan.stages), "stages") for name in TABLES]
     if costs.split_s:
-        rows.append(("split_s", len(costs.split_s), plan.num_stages, "stages"))
+        rows.append(("split_s", len(costs.split_s), len(plan.stages), "stages"))
     if costs.all_reduce_s:
         rows.append(("all_reduce_s", len(costs.all_reduce_s), ranks, "ranks"))
     if parts:  # with frozen layers that run where they are called, none is named
@@ -159,7 +164,7 @@ def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) ->
 
 def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     """What a plan decides, by option; without what is the same there however it is decided."""
-    options, replicas = plan.options, tuple(stage.num_replicas for stage in plan.stages)
+    options, replicas = plan.options, _replicas(plan)
     decided: dict[str, object] = {
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,

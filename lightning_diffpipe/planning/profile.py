@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.reading import Node
@@ -122,6 +122,7 @@ class LayerProfile:
             and one for each element that anything else writes; 0 if unknown.
         activation_bytes_per_microbatch: Bytes kept for the backward besides, once for each microbatch
             however large it is: under autocast every microbatch has casts of the weights of its own.
+        gradient: Whether a gradient comes back to this call, or passes it.
     """
 
     name: str
@@ -134,6 +135,7 @@ class LayerProfile:
     activation_bytes_per_sample: int = 0
     flops_per_sample: int = 0
     activation_bytes_per_microbatch: int = 0
+    gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,8 @@ class BackboneProfile:
         split_s: What the backward of all layers takes longer when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
+        passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
+            have no parameters of their own. None if every layer is called once.
     """
 
     name: str
@@ -171,6 +175,7 @@ class BackboneProfile:
     repeated_s: Seconds | None = None
     split_s: Seconds | None = None
     skips: tuple[Skip, ...] = ()
+    passes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +325,7 @@ def _write(profile: ModelProfile) -> str:
                 **({} if b.split_s is None else {"split_s": b.split_s.to_json()}),
                 "layers": [_layer_to_json(layer) for layer in b.layers],
                 **({"skips": [asdict(skip) for skip in b.skips]} if b.skips else {}),
+                **({"passes": [list(p) for p in b.passes]} if b.passes else {}),
             }
             for b in profile.backbones
         ],
@@ -352,6 +358,7 @@ def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
         "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
         "activation_bytes_per_sample": layer.activation_bytes_per_sample,
         **({"activation_bytes_per_microbatch": fixed} if fixed else {}),
+        **({} if layer.gradient else {"gradient": False}),
         **_flops_to_json(layer),
     }
 
@@ -402,14 +409,35 @@ def _read(node: Node) -> ModelProfile:
 
 
 def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips"))
+    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips", "passes"))
     repeated_s, split_s = (
         Seconds.from_node(node[key]) if key in node else None for key in ("repeated_s", "split_s")
     )
     layers = tuple(map(_read_layer, node["layers"].elements()))
     given = node["skips"].elements() if "skips" in node else ()
     skips = tuple(_read_skip(skip, len(layers)) for skip in given)
-    return BackboneProfile(node["name"].text(), layers, repeated_s, split_s, skips)
+    return BackboneProfile(
+        node["name"].text(), layers, repeated_s, split_s, skips, _read_passes(node, len(layers))
+    )
+
+
+def _read_passes(node: Node, num_layers: int) -> tuple[tuple[int, int], ...]:
+    if "passes" not in node:
+        return ()
+    given = [[edge.integer() for edge in p.elements()] for p in node["passes"].elements()]
+    edges = [edge for p in given for edge in p]
+    alike = {b - a for a, b in given} if all(len(p) == 2 for p in given) else set()
+    if (
+        len(given) < 2
+        or len(alike) != 1
+        or min(alike) < 1
+        or edges != sorted(edges)
+        or edges[-1] > num_layers
+    ):
+        raise node["passes"].expected(
+            f"two ranges of layers or more, [first, stop], equally long, one behind the other, {num_layers} at most"
+        )
+    return tuple((a, b) for a, b in given)
 
 
 def _read_skip(node: Node, num_layers: int) -> Skip:
@@ -435,7 +463,7 @@ def _read_layer(node: Node) -> LayerProfile:
         "flops_per_sample",
     )
     known = (*sizes, *per_sample, "activation_bytes_per_microbatch")
-    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *known))
+    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *known, "gradient"))
     backward, split = Seconds.from_node(node["backward_s"]), None
     if "weight_gradient_s" in node:
         split = Seconds.from_node(node["weight_gradient_s"])
@@ -444,13 +472,14 @@ def _read_layer(node: Node) -> LayerProfile:
             if seconds > whole_s.get(samples, seconds):
                 what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
                 raise node["weight_gradient_s"][str(samples)].expected(what)
-    return LayerProfile(
+    layer = LayerProfile(
         node["name"].text(),
         Seconds.from_node(node["forward_s"]),
         backward,
         split,
-        *(_count(node, key) for key in known),
+        *(_count(node, key) for key in known),  # type: ignore[arg-type]
     )
+    return replace(layer, gradient=node["gradient"].flag()) if "gradient" in node else layer
 
 
 def _read_encoder(node: Node) -> EncoderProfile:

@@ -99,6 +99,8 @@ def _chained_shapes(
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
         for num_stages in _stage_counts(model, options, num_ranks):
+            if model.is_folded and num_stages != num_ranks:
+                continue  # Stages of several passes have no replicas.
             if num_stages == 1 < num_ranks and free and model.cluster.num_ranks in counts:
                 continue  # The same as one pipeline for each rank, which is proposed as well.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):

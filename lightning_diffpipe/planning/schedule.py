@@ -102,6 +102,7 @@ class Placement:
             len(replicas)`.
         first_stages: The stages at which a backbone begins; `(0,)` unless there are several
             backbones.
+        no_grad: Stages to which no gradient comes back: they forward only.
 
     Raises:
         ScheduleError: A stage has no rank, or a rank no stage, or ranks are not numbered from 0.
@@ -109,6 +110,7 @@ class Placement:
 
     stage_ranks: tuple[tuple[int, ...], ...]
     first_stages: tuple[int, ...] = (0,)
+    no_grad: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for stage, ranks in enumerate(self.stage_ranks):
@@ -241,8 +243,8 @@ class Schedule:
         """What instructions of this type read from another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and before is not None:
-            return Flow(_ONWARD[work], before, stage)
-        if work in _BACK and after is not None:
+            return Flow(self._carried(work, stage), before, stage)
+        if work in _BACK and after is not None and after not in self.placement.no_grad:
             return Flow("gradient", after, stage)
         fed_back = work is Forward if self.feedback_lag == 0 else work is ForwardNoGrad
         return self._feedback(stage) if fed_back and before is None else None
@@ -251,11 +253,15 @@ class Schedule:
         """What instructions of this type make for another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and after is not None:
-            return Flow(_ONWARD[work], stage, after)
-        if work in _BACK and before is not None:
+            return Flow(self._carried(work, stage), stage, after)
+        if work in _BACK and before is not None and before not in self.placement.no_grad:
             return Flow("gradient", stage, before)
         is_last = work is ForwardNoGrad and after is None
         return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None
+
+    def _carried(self, work: type[Instruction], stage: int) -> Kind:
+        """What goes on from a forward: of another kind only where a stage runs both with and without gradients."""
+        return "activation" if self.placement.no_grad else _ONWARD[work]
 
     def _feedback(self, first_stage: int) -> Flow | None:
         """What flows from the last stage of a backbone back to its first, if anything does."""

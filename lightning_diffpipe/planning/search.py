@@ -103,11 +103,17 @@ def find_plan(
         )
     if profile.whole_encoders:
         options = replace(options, frozen_splittable=False)
-    model = CostModel(profile, cluster, options.optimizer_bytes_factor)
+    passes = profile.backbones[0].passes
+    if passes and options.num_stages != "auto" and options.num_stages > passes[0][1] - passes[0][0]:
+        # More stages than a pass has layers: cut the calls of all of them, as if layers were others each time.
+        chain = replace(profile.backbones[0], passes=())
+        profile = replace(profile, backbones=(chain,))
+    calls = CostModel(profile, cluster, options.optimizer_bytes_factor)
     until_s = time.perf_counter() + within_s
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    search = Search(Evaluator(model, options), best_s=loose_s, until_s=until_s)
+    search = Search(Evaluator(calls, options), best_s=loose_s, until_s=until_s)
+    model = search.model
     plans = _fastest(search)
     if options.filling == "auto" and profile.encoders:
         found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
@@ -281,7 +287,7 @@ class Search:
             return None
         if self.evaluator.fits(start):
             return start
-        if start.shape.stages_per_rank == 1:
+        if start.shape.stages_per_rank == 1 and not self.model.is_folded:
             needs = StageNeeds.of(self.model, self.evaluator.frame(start))
             cuts = needs.fastest(bounds, self._most_s(bounds))
             start = Proposal(start.shape, cuts or ())
@@ -484,7 +490,7 @@ def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cu
     edges = (*even_cuts(weights, shape.num_stages), len(weights))
     for replicas in replicas_of(search.options, shape):
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
-        if shape.stages_per_rank == 1:
+        if shape.stages_per_rank == 1 and not search.model.is_folded:
             proposal = Proposal(shape, cuts)
             needs = StageNeeds.of(search.model, search.evaluator.frame(proposal))
             most = min(below, max(search.evaluator.peak_bytes(proposal)) + 1)

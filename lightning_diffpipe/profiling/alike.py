@@ -67,6 +67,7 @@ def _work_of(layer: Layer, graph: LayerGraph, parameters: Mapping[str, nn.Parame
     return (
         layer.cost_flops,
         layer.frozen,
+        layer.carries_gradient,
         passes_gradient,
         tuple(sorted(shapes)),
         tuple(outputs),

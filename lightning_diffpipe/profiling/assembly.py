@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_diffpipe.graph.cut import boundary_bytes, skips
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.graph.passes import passes, without_gradient
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -75,7 +76,7 @@ def assemble(
     boundaries = boundary_bytes(graph)
     path = [graph.layers[index] for index in graph.path]
     claimed: set[str] = set()
-    layers = []
+    layers, free = [], without_gradient(graph)
     for position, layer in enumerate(path, start=1):
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
         own, claimed = read - claimed, claimed | read
@@ -92,10 +93,11 @@ def assemble(
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
                 flops_per_sample=layer.cost_flops // samples,
                 activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
+                gradient=position - 1 not in free,
             )
         )
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))
-    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long)
+    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
     encoders = tuple(
         replace(encoder, results=e.results, cacheable=e.cacheable,
                 stored_bytes_per_sample=e.stored_bytes_per_sample, splittable=e.splittable)

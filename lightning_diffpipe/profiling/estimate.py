@@ -35,11 +35,12 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
     costs = {}
     for layer in graph.layers:
         forward_s = layer.cost_flops / samples / _NOMINAL_FLOPS_PER_S
-        trains = bool(layer.parameters & graph.trained)
+        trains = bool(layer.parameters & graph.trained) and layer.carries_gradient
+        kept = output_bytes(layer, graph) // samples if layer.carries_gradient else 0
         costs[layer.index] = LayerCost(
             forward_s=Seconds.per_sample(forward_s),
-            backward_s=Seconds.per_sample(forward_s * (2 if trains else 1)),
+            backward_s=Seconds.per_sample(forward_s * (1 + trains) * layer.carries_gradient),
             weight_gradient_s=Seconds.per_sample(forward_s if trains else 0.0),
-            activation_bytes_per_sample=output_bytes(layer, graph) // samples,
+            activation_bytes_per_sample=kept,
         )
     return assemble(type(module).__name__, module, graph, costs)

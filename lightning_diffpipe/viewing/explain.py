@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.caching import (
@@ -141,7 +142,10 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     _check_layers(plan, profile)
     own = replace(cluster, num_ranks=plan.num_ranks)
     model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
-    cuts = tuple((stage.first_layer, stage.stop, stage.num_replicas) for stage in plan.stages)
+    stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
+    start, units = (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
+    edges = [0, *(stage.first_layer - start for stage in stages[1:]), units]
+    cuts = tuple((*ab, s.num_replicas) for ab, s in zip(pairwise(edges), stages, strict=True))
     again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
     step_s = again.planned.iteration_s
     if math.isclose(step_s, plan.planned.iteration_s, rel_tol=SAME_STEP):
@@ -209,7 +213,7 @@ def _pace(plan: PipelinePlan, costs: PipelineCosts, stage: int) -> float:
 
 
 def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
-    return max(range(plan.num_stages), key=lambda stage: _pace(plan, costs, stage))
+    return max(range(len(plan.stages)), key=lambda stage: _pace(plan, costs, stage))
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:

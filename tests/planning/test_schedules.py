@@ -8,6 +8,7 @@ from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Forward, ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_alive
+from lightning_diffpipe.planning.passes import schedule_of_passes
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import v as v_placed
 from lightning_diffpipe.planning.schedules import zero_bubble_v
@@ -31,7 +32,19 @@ SIZES = list(product(range(1, 7), range(1, 10)))
 
 THIRDS = TickCosts(forward=1, backward=2, weight_gradient=1)
 
+
+def two_passes(S, M, spec=one_f_one_b, no_grad=None):
+    """Stages of two passes over the same layers; the first one without gradients unless said otherwise."""
+    base = Placement.of_replicas([1] * S)
+    free = range(S) if no_grad is None else no_grad
+    placement = Placement(2 * base.stage_ranks, no_grad=frozenset(free))
+    return schedule_of_passes(spec, base, placement, M)
+
+
 EXAMPLES = {
+    "passes": (two_passes(4, 4), TickCosts(activation=(0, 0, 0, 0, 2, 0, 0, 0))),
+    "passes_both_with_gradients": (two_passes(2, 3, no_grad=()), None),
+    "passes_teacher_last": (two_passes(3, 3, no_grad=(3, 4)), None),
     "gpipe": (gpipe(4, 4), None),
     "1f1b": (one_f_one_b(4, 6), None),
     "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
@@ -60,6 +73,27 @@ def test_the_laws_hold(name):
     lowered = lower(EXAMPLES[name][0])
     lowered.validate()
     simulate(lowered)
+
+
+@pytest.mark.parametrize("feedback", [0, 0.5, 1.7])
+def test_a_pass_without_gradients_takes_a_wave_more(feedback):
+    for S, M in SIZES:
+        into = (*(0 for _ in range(S)), feedback, *(0 for _ in range(S - 1)))
+        step_s = simulate(two_passes(S, M), TickCosts(activation=into)).iteration_s
+        back = feedback if S > 1 else 0  # On one rank nothing has to travel.
+        expected = max(M, S + back) + (M + S - 1) * 3
+        if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
+            assert step_s >= expected - 1e-9
+        else:
+            assert step_s == pytest.approx(expected)
+
+
+def test_passes_compose_with_halves_of_backwards_and_keep_nothing():
+    for S, M in SIZES:
+        for spec in (one_f_one_b, zero_bubble):
+            plain, both = spec(S, M), two_passes(S, M, spec)
+            assert list(map(peak_alive, plain.programs)) == list(map(peak_alive, both.programs))
+            lower(both).validate()
 
 
 @pytest.mark.parametrize("feedback", [0, 0.5, 1.7])

@@ -15,11 +15,12 @@ from lightning_diffpipe.planning.instruction import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    ForwardNoGrad,
     Program,
 )
 from lightning_diffpipe.planning.schedule import Placement
 
-Work = Forward | Backward | BackwardInput | BackwardWeight
+Work = Forward | ForwardNoGrad | Backward | BackwardInput | BackwardWeight
 
 
 def list_schedule(
@@ -59,9 +60,9 @@ class _ListScheduling:
         self.ticks, self.urgency, self.most_in_flight = ticks, urgency, most_in_flight
         self.back: type[Work] = BackwardInput if splits_backward else Backward
         self.last: type[Work] = BackwardWeight if splits_backward else Backward
-        self.kinds = dict.fromkeys((Forward, self.back, self.last))
-        stages = range(placement.num_stages)
-        self.done: dict[type[Work], list[int]] = {k: [0 for _ in stages] for k in self.kinds}
+        self.with_gradient = tuple(dict.fromkeys((Forward, self.back, self.last)))
+        kinds, stages = (*self.with_gradient, ForwardNoGrad), range(placement.num_stages)
+        self.done: dict[type[Work], list[int]] = {k: [0 for _ in stages] for k in kinds}
         self.ended: dict[Work, float] = {}
         self.now = 0.0
 
@@ -87,21 +88,27 @@ class _ListScheduling:
 
     def _ready(self, stage: int) -> list[Work]:
         """The oldest work of each kind that could begin."""
-        oldest = (kind(stage, self.done[kind][stage]) for kind in self.kinds)
+        no_grad = stage in self.placement.no_grad
+        kinds = (ForwardNoGrad,) if no_grad else self.with_gradient
+        oldest = (kind(stage, self.done[kind][stage]) for kind in kinds)
         return [w for w in oldest if w.microbatch < self.num_microbatches and self._is_ready(w)]
 
     def _is_ready(self, work: Work) -> bool:
         stage, microbatch = work.stage, work.microbatch
-        if isinstance(work, Forward):
+        needs: Work | None
+        if isinstance(work, (Forward, ForwardNoGrad)):
             before = self.placement.previous_stage(stage)
             in_flight = self.done[Forward][stage] - self.done[self.last][stage]
             if in_flight >= self.most_in_flight(stage):
                 return False
-            needs: Work | None = None if before is None else Forward(before, microbatch)
+            kind = ForwardNoGrad if before in self.placement.no_grad else Forward
+            needs = None if before is None else kind(before, microbatch)
         elif isinstance(work, BackwardWeight):
             needs = BackwardInput(stage, microbatch)
         else:
-            after = self.placement.next_stage(stage)
+            backbone = self.placement.backbone_of(stage)
+            later = (s for s in backbone if s > stage and s not in self.placement.no_grad)
+            after = next(later, None)
             own = Forward(stage, microbatch)
             needs = own if after is None else self.back(after, microbatch)
         return needs is None or self.ended.get(needs, math.inf) <= self.now

@@ -1,0 +1,199 @@
+"""Passes: a step that calls its denoiser several times, one pass without gradients perhaps (self-conditioning).
+
+A stage is a stretch of layer calls. Layers that are called in every pass are cut once, and stage `s` of every pass
+lies on the rank of stage `s` of the first, where its weights exist once:
+
+    calls     a b c d   a b c d         a b | c d on two ranks: stages  0: a b   1: c d   2: a b   3: c d
+    passes    0         1               on ranks                        0        1        0        1
+
+The search cuts the *folded* chain, whose layers stand for all calls of theirs; what it finds is simulated, and
+written down, call by call. Passes without gradients run first, as a wave of forwards that keep nothing; then the
+schedule runs as if there were no others. With equal stages, free links and a feedback of `T_F` an iteration of
+1F1B takes `max(M f, S f + T_F) + (M + S - 1)(f + b)`. Where several passes carry gradients, the order is found by
+list scheduling.
+
+Source:
+    The extra forward: DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248; the rest is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_diffpipe.planning.cost import LayerRun
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ForwardNoGrad,
+    Program,
+    Staged,
+)
+from lightning_diffpipe.planning.partition import Cut
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    EncoderProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+)
+from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
+
+
+def folded(profile: ModelProfile) -> ModelProfile:
+    """A profile whose layers each stand for all calls of theirs; as it is if there is one pass.
+
+    The forward is that of the first pass, everything else counts as backward: then bounds hold.
+    """
+    backbone = profile.backbones[0]
+    if not backbone.passes:
+        return profile
+    calls = [_calls(backbone, unit, unit + 1) for unit in range(_num_units(backbone))]
+    layers = tuple(_unit(backbone, runs) for runs in calls)
+    unit_of = {
+        i: unit
+        for unit, runs in enumerate(calls)
+        for run in runs
+        for i in range(run.first, run.stop)
+    }
+    encoders = tuple(_read_by_units(encoder, unit_of) for encoder in profile.encoders)
+    chain = replace(backbone, layers=layers, passes=(), skips=())
+    return replace(profile, backbones=(chain, *profile.backbones[1:]), encoders=encoders)
+
+
+def runs_of(backbone: BackboneProfile, cuts: Sequence[Cut]) -> tuple[LayerRun, ...]:
+    """The calls of every stage of every pass, pass by pass, where the folded chain is cut so."""
+    of_stage = [_calls(backbone, first, stop) for first, stop, _ in cuts]
+    return tuple(runs[p] for p in range(len(backbone.passes)) for runs in of_stage)
+
+
+def unrolled(base: Placement, backbone: BackboneProfile, runs: Sequence[LayerRun]) -> Placement:
+    """Where the stages of all passes run, and which of them get no gradient."""
+    no_grad = {
+        stage
+        for stage, run in enumerate(runs[:-1])
+        if not any(layer.gradient for layer in backbone.layers[run.first : run.stop])
+    }
+    return replace(
+        base,
+        stage_ranks=base.stage_ranks * (len(runs) // base.num_stages),
+        no_grad=frozenset(no_grad),
+    )
+
+
+def schedule_of_passes(
+    spec: ScheduleSpec, base: Placement, placement: Placement, num_microbatches: int
+) -> Schedule:
+    """A schedule of all passes.
+
+    Args:
+        spec: The schedule of one pass.
+        base: Where the stages of one pass run.
+        placement: Where those of all passes do; from `unrolled`.
+        num_microbatches: Microbatches of the batch.
+    """
+    one_pass = spec(base, num_microbatches)
+    size, no_grad = base.num_stages, placement.no_grad
+    firsts = range(0, placement.num_stages - size, size)
+    if all(no_grad & {*range(first, first + size)} for first in firsts):
+        programs = tuple(_behind_a_wave(program, placement, size) for program in one_pass.programs)
+    else:
+        programs = _greedy(placement, num_microbatches, spec.splits_backward)
+    return Schedule(placement, num_microbatches, programs)
+
+
+def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program:
+    """The program of a rank for the last pass, behind forwards of all others."""
+    last, no_grad = placement.num_stages - size, placement.no_grad
+    forwards = [i for i in program if isinstance(i, Forward)]
+    wave = [
+        (ForwardNoGrad if first + i.stage in no_grad else Forward)(first + i.stage, i.microbatch)
+        for first in range(0, last, size)
+        for i in forwards
+    ]
+    trained: list[Staged] = []
+    for i in program:
+        assert isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight))
+        trained.append(replace(i, stage=last + i.stage))
+        if not isinstance(i, Forward):  # layers in front of the first pass may get gradients, too
+            others = (first + i.stage for first in reversed(range(0, last, size)))
+            trained += [replace(i, stage=stage) for stage in others if stage not in no_grad]
+    return (*wave, *trained)
+
+
+def _greedy(
+    placement: Placement, num_microbatches: int, splits_backward: bool
+) -> tuple[Program, ...]:
+    order: tuple[type[Work], ...] = (Forward, Backward)
+    if splits_backward:
+        order = (BackwardInput, Forward, BackwardWeight)
+    most = placement.num_stages - 1
+    return list_schedule(
+        placement,
+        num_microbatches,
+        lambda kind, stage: 2 if kind is Backward else 1,
+        lambda work: (
+            order.index(Forward if isinstance(work, ForwardNoGrad) else type(work)),
+            work.microbatch,
+            -work.stage,
+        ),
+        lambda stage: most if stage == 0 else num_microbatches,
+        splits_backward,
+    )
+
+
+def _num_units(backbone: BackboneProfile) -> int:
+    first, stop = backbone.passes[0]
+    return stop - first
+
+
+def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:
+    """By pass: the calls that units stand for; those around passes count for the first and last units."""
+    before, runs = 0, []
+    for number, (start, end) in enumerate(backbone.passes):
+        is_last = number == len(backbone.passes) - 1
+        begin = before if first == 0 else start + first
+        until = start + stop
+        if stop == end - start and is_last:
+            until = len(backbone.layers)
+        runs.append(LayerRun(0, begin, until))
+        before = end
+    return runs
+
+
+def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
+    calls = [backbone.layers[run.first : run.stop] for run in runs]
+    first, later = calls[0], [layer for layers in calls[1:] for layer in layers]
+    every = [*first, *later]
+    total: Callable[[str], int] = lambda name: sum(getattr(layer, name) for layer in every)
+    weight = [layer.weight_gradient_s for layer in every if layer.weight_gradient_s is not None]
+    return replace(
+        calls[0][-1],
+        forward_s=_sum([layer.forward_s for layer in first]),
+        backward_s=_sum([*(x.backward_s for x in every), *(x.forward_s for x in later)]),
+        weight_gradient_s=_sum(weight) if weight else None,
+        parameter_bytes=total("parameter_bytes"),
+        gradient_bytes=total("gradient_bytes"),
+        boundary_bytes_per_sample=min(layers[-1].boundary_bytes_per_sample for layers in calls),
+        activation_bytes_per_sample=total("activation_bytes_per_sample"),
+        activation_bytes_per_microbatch=total("activation_bytes_per_microbatch"),
+        flops_per_sample=total("flops_per_sample"),
+        gradient=True,
+    )
+
+
+def _sum(times: Sequence[Seconds]) -> Seconds:
+    counts = {samples for seconds in times for samples, _ in seconds.points}
+    return Seconds.of({int(n): sum(seconds.at(n) for seconds in times) for n in counts})
+
+
+def _read_by_units(encoder: EncoderProfile, unit_of: dict[int, int]) -> EncoderProfile:
+    results = tuple(
+        replace(result, readers=tuple(sorted({unit_of[reader] for reader in result.readers})))
+        for result in encoder.results
+    )
+    return replace(encoder, results=results)
