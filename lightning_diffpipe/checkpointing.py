@@ -39,6 +39,7 @@ from lightning_diffpipe.checkpoint_files import (
 )
 from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.metric_sync import MetricSync
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.runtime.checkpoint import (
     collect,
@@ -82,6 +83,7 @@ class CheckpointHooks(ParallelStrategy):
     max_diverged_steps: int | None
     last_saved: str | None
     _failed: bool
+    _metric_sync: MetricSync | None
     _found_last: tuple[Any, ...] = ()
 
     @property
@@ -184,7 +186,8 @@ class CheckpointHooks(ParallelStrategy):
         if self.pipeline is not None:
             self.pipeline.watch.finish()
             self.refuse_diverged("no checkpoint is written")
-        state = module.state_dict()
+        with self._metric_sync.whole() if self._metric_sync else contextlib.nullcontext():
+            state = module.state_dict()
         if self.pipeline is None:
             refuse_divided(module)
             return state

@@ -39,7 +39,7 @@ from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raise
 from lightning_diffpipe.example_batch import example_batch, why_empty
 from lightning_diffpipe.loader import aligned, epoch_of, resumed, shared_out, take_over, unaligned
 from lightning_diffpipe.lockstep import LockStep
-from lightning_diffpipe.metric_sync import MetricSync
+from lightning_diffpipe.metric_sync import MetricSync, forget_elsewhere
 from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.plan_source import planned_pipelines
@@ -174,6 +174,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._refusing = contextlib.ExitStack()
         self._example_input: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
+        """Itself: processes and groups are there once, and whoever copies a trainer means its callbacks."""
+        return self
+
     @property
     def plan(self) -> PipelinePlan | None:
         """What each rank does; known once training has been set up."""
@@ -263,6 +267,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if len(self.pipeline.plan.stages) > 1:
             with raised_by_all():
                 refuse_averages(trainer, module)
+        forget_elsewhere(module, self.global_rank)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
         self._gradients = GradientsAside(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
@@ -367,6 +372,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.pipeline is not None
         assert self.lightning_module is not None
         assert self._gradients is not None
+        assert self._metric_sync is not None
         self.pipeline.refuse_unfrozen()
         self._stop_ahead_if_changed()
         trainer = self.lightning_module.trainer
@@ -393,9 +399,14 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.pipeline.read_ahead.note(before_update=not self._accumulating)
         self._gradients.set_aside()
         for logged in result.logged:
-            self.lightning_module.log(
-                logged.name, logged.value, batch_size=result.num_samples, **logged.options
-            )
+            options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}
+            value: Any = logged.value
+            if (attribute := options.get("metric_attribute")) is not None:
+                # Updated on the last stage; Lightning computes and resets every rank's at the end of the epoch.
+                value = self.lightning_module.get_submodule(attribute)
+                value._forward_cache = logged.value if options.pop("has_value") else None
+                self._metric_sync.trained[attribute] = value
+            self.lightning_module.log(logged.name, value, **options)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
 
     def _ends_window(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.attributes import AttributeWrites
 from lightning_diffpipe.graph.calltree import (
@@ -32,6 +33,50 @@ from lightning_diffpipe.graph.own_gradients import gradients_refused, refuse_tra
 from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
 
 LOG_METHODS = ("log", "log_dict")
+
+
+@dataclass(frozen=True)
+class LoggedMetric:
+    """A metric object of torchmetrics among what is logged, as it is at that moment.
+
+    Attributes:
+        attribute: Where the module has it.
+        value: What it gave for the batch; None if it was updated only.
+    """
+
+    attribute: str
+    value: Tensor | None
+
+
+def logged_values(root: nn.Module, logged: Any) -> Any:
+    """Arguments of a logging call, which outlive the step: without graphs, metric objects as `LoggedMetric`.
+
+    Raises:
+        ConfigurationError: A metric object is no attribute of the module, so that other ranks cannot find theirs.
+    """
+
+    def kept(leaf: Any) -> Any:
+        if isinstance(leaf, nn.ModuleDict):  # a collection of them
+            return {name: kept(metric) for name, metric in leaf.items()}
+        if isinstance(leaf, Tensor):
+            return leaf.detach()
+        if not _is_metric(leaf):
+            return leaf
+        attribute = next((name for name, module in root.named_modules() if module is leaf), None)
+        if attribute is None:
+            raise ConfigurationError(
+                f"self.log was given a {type(leaf).__name__} that is no attribute of the module, so that other "
+                "ranks cannot find theirs. Assign it to self in __init__, and log that"
+            )
+        value = leaf._forward_cache
+        return LoggedMetric(attribute, None if value is None else value.detach())
+
+    return pytree.tree_map(kept, logged)
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether it is an object of torchmetrics, which nobody needs to have installed."""
+    return isinstance(value, nn.Module) and hasattr(value, "_forward_cache")
 
 
 @contextlib.contextmanager
@@ -141,6 +186,11 @@ class Tracer:
 
     def _log(self, args: Any, kwargs: Any) -> None:
         self.logged |= self.provenance.of((args, kwargs))
+        for leaf in pytree.tree_leaves(logged_values(self._module, (args, kwargs))):
+            if isinstance(leaf, LoggedMetric):
+                metric = self._module.get_submodule(leaf.attribute)
+                state = [value for name, value in vars(metric).items() if name in metric._defaults]  # type: ignore[operator]
+                self.logged |= self.provenance.of([metric._forward_cache, state])
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         def traced(*args: Any, **kwargs: Any) -> Any:

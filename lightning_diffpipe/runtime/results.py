@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.trace import LoggedMetric
 from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
@@ -198,11 +199,18 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
         first = ("name", "value") if method == "log" else ("dictionary",)
         options = {**dict(zip((*first, *_OPTIONS), args, strict=False)), **kwargs}
         options.pop("batch_size", None)
-        if method == "log":
-            calls.append((str(options.pop("name")), options.pop("value"), options))
-        else:
-            metrics = options.pop("dictionary")
-            calls += [(str(name), value, options) for name, value in metrics.items()]
+        metrics = (
+            options.pop("dictionary")
+            if method == "log_dict"
+            else {options.pop("name"): options.pop("value")}
+        )
+        for name, value in metrics.items():
+            if isinstance(value, LoggedMetric):
+                found = value.value is not None
+                of_metric = {"metric_attribute": value.attribute, "has_value": found}
+                calls.append((str(name), value.value if found else 0.0, options | of_metric))
+            else:
+                calls.append((str(name), value, options))
     return calls
 
 
@@ -227,6 +235,5 @@ def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         return value.detach().to(device, dtype, non_blocking=True).reshape(())
     raise ConfigurationError(
         f"self.log was given a {type(value).__name__}; a pipeline can carry numbers and tensors of one "
-        "element to all ranks. Of a metric object log the value for the batch: "
-        "self.log(name, metric(preds, target)), and over an epoch compute() in on_train_epoch_end"
+        "element to all ranks"
     )

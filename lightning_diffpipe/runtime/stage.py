@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import BoundaryError
@@ -28,6 +27,7 @@ from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import Memo
+from lightning_diffpipe.graph.trace import logged_values
 from lightning_diffpipe.graph.view import StageRun, StageView
 from lightning_diffpipe.runtime.message import MessageLayout
 from lightning_diffpipe.runtime.stash import Stash
@@ -129,11 +129,13 @@ class StageRunner:
 
     def _run(self, stage: int, work: MicrobatchWork) -> StageRun:
         cut = work.partitioned.cut
-        run = work.partitioned.stage_views[stage].forward(
+        view = work.partitioned.stage_views[stage]
+        root = view.root
+        run = view.forward(
             work.call,
             seed=work.seed,
             received={**self._received(stage, work), **work.frozen.get(stage, {})},
-            log=lambda name, args, kwargs: work.logged.append((name, *_detached(args, kwargs))),
+            log=lambda *called: work.logged.append((called[0], *logged_values(root, called[1:]))),
         )
         if cut.stages[stage].is_last:
             assert run.loss is not None
@@ -260,8 +262,3 @@ class StageRunner:
                     "check the learning rate and the precision, or clip gradients. A step that reads more than "
                     "when it was probed, from some epoch on, reads NaN, too"
                 )
-
-
-def _detached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Arguments of a logging call, which outlive the backward: attached, they would keep the graph."""
-    return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))

@@ -1,12 +1,21 @@
 """What a step may do besides computing a loss, and what is refused, on all ranks and before training."""
 
+import copy
+import re
+
+import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Settings, fit
-from tests.distributed.tiny import TinyDiffusion
+from tests.command import ROOT
+from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -88,3 +97,223 @@ def test_logging_over_ranks_is_the_cure():
     assert last[0] == last[1] != last[2]
     for outcome in outcomes:
         assert outcome.metrics["train/synced"] == pytest.approx((last[0] + last[2]) / 2)
+
+
+class Counts(Metric):
+    """A sum over samples, kept in checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum", persistent=True)
+        self.add_state("samples", torch.zeros((), dtype=torch.long), "sum", persistent=True)
+
+    def update(self, errors):
+        self.total, self.samples = self.total + errors.sum(), self.samples + len(errors)
+
+    def compute(self):
+        return self.total / self.samples
+
+
+class All(Metric):
+    """Everything there was: states of it are lists, empty on ranks that see nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", [], "cat")
+
+    def update(self, errors):
+        self.seen.append(errors)
+
+    def compute(self):
+        return dim_zero_cat(self.seen).sort().values[1::3].sum()
+
+
+class Measures(TinyDiffusion):
+    """Logs metric objects in training: by themselves, in a dictionary, and updated only."""
+
+    def __init__(self):
+        super().__init__()
+        self.error, self.all = Counts(), All()
+        self.others = MetricCollection({"train/third": Counts()})
+        self.epochs, self.saved = [], []
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            mean, log_variance = self.encoder(batch["image"]).chunk(2, -1)
+        t = torch.sigmoid(batch["image"].mean((1, 2)))
+        wrong = (self.denoise(mean, t, batch["text"]) - log_variance).pow(2).mean((1, 2))
+        errors = wrong.detach()
+        self.error(errors)
+        self.log("train/error", self.error, on_step=True, on_epoch=True)
+        self.all.update(errors)
+        self.others(3 * errors)
+        self.log_dict({"train/all": self.all}, on_step=False, on_epoch=True)
+        self.log_dict(self.others, on_step=False, on_epoch=True)
+        return wrong.mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        state = self.trainer.strategy.lightning_module_state_dict()
+        self.saved.append({name: float(state[name]) for name in state if name.startswith("error.")})
+
+    def on_train_epoch_start(self):
+        self.epochs.append({n: float(v) for n, v in self.trainer.callback_metrics.items()})
+
+
+def measured(rank, world_size, options, batch_size, path=None):
+    """Metrics of every epoch, what checkpoints would hold behind every batch, and what one holds."""
+    module = build(Settings(module_class=Measures))
+    distributed = {"strategy": quick_strategy(**options)} if options else {}
+    trainer = quiet_trainer(devices=world_size, max_epochs=3, limit_val_batches=0, **distributed)
+    trainer.fit(module, datamodule=Data(size=24, batch_size=batch_size))
+    final = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return [*module.epochs[1:], final], module.saved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_stages": 2, "num_microbatches": 3},
+        {"num_stages": 2, "num_replicas": (1, 2), "num_microbatches": 3},
+        {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2, "data_parallel": 2},
+    ],
+)
+def test_metric_objects_are_logged_as_in_one_process(options):
+    """History: one was refused in the first step, on the last rank; the others waited for it."""
+    pipelines = options.get("data_parallel", 1)
+    world_size = 2 * pipelines if pipelines > 1 else sum(options.get("num_replicas", (1, 1)))
+    alone, saved = measured(0, 1, None, 6)
+    ranks = run_ranks(measured, world_size, world_size, options, 6 // pipelines)
+    for epochs, _ in ranks:
+        for found, expected in zip(epochs, alone, strict=True):
+            names = expected.keys() if pipelines == 1 else expected.keys() - {"train/error_step"}
+            assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names})
+    assert [pytest.approx(state) for state in saved] == ranks[0][1]
+    assert saved[1]["error.samples"] == 12
+    assert saved[5]["error.samples"] == 12, "not reset behind an epoch of four batches"
+
+
+def resumed(rank, world_size, path, options):
+    """Goes on in the middle of an epoch; returns what that epoch gave."""
+    module = build(Settings(module_class=Measures))
+    distributed = {"strategy": quick_strategy(**options)} if options else {}
+    trainer = quiet_trainer(devices=world_size, max_epochs=1, limit_val_batches=0, **distributed)
+    trainer.fit(module, datamodule=Data(size=24, batch_size=6), ckpt_path=path)
+    return float(trainer.callback_metrics["train/error_epoch"])
+
+
+class SavesInside(Measures):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(self.path)
+
+
+def saves(rank, world_size, path, options):
+    module = build(Settings(module_class=SavesInside))
+    module.path = path
+    distributed = {"strategy": quick_strategy(**options)} if options else {}
+    trainer = quiet_trainer(devices=world_size, limit_val_batches=0, **distributed)
+    trainer.fit(module, datamodule=Data(size=24, batch_size=6))
+    return float(trainer.callback_metrics["train/error_epoch"])
+
+
+def test_metrics_go_on_from_checkpoints_and_count_once(tmp_path):
+    options = {"num_stages": 2, "num_microbatches": 3}
+    run_ranks(saves, 2, 2, str(tmp_path / "inside.ckpt"), options)
+    state = torch.load(tmp_path / "inside.ckpt", weights_only=False)["state_dict"]
+    assert state["error.samples"] == 12
+    alone = resumed(0, 1, str(tmp_path / "inside.ckpt"), None)
+    again = run_ranks(resumed, 2, 2, str(tmp_path / "inside.ckpt"), options)
+    assert again == pytest.approx([alone, alone])
+
+
+class LogsForeign(TinyDiffusion):
+    """Keeps a metric where modules are not looked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [Counts()]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.kept[0](loss.detach()[None])
+        self.log("train/foreign", self.kept[0])
+        return loss
+
+
+def refuses_foreign(rank):
+    with pytest.raises(ConfigurationError, match="no attribute of the module"):
+        fit(rank, Settings(module_class=LogsForeign), 2)
+
+
+def test_a_metric_that_nobody_else_has_is_refused_on_all_ranks():
+    run_ranks(refuses_foreign, 2)
+
+
+def fit_alone(module, trainer=None, data=None, **options):
+    """Trains in this process."""
+    trainer = quiet_trainer(
+        **{"devices": 1, "max_steps": 2, "strategy": quick_strategy(**options), **(trainer or {})}
+    )
+    trainer.fit(module.double(), datamodule=Data(**(data or {})))
+    return trainer
+
+
+class CopiesCallbacks(L.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        self.copied = copy.deepcopy(trainer.callbacks)
+
+
+def test_callbacks_are_copied_when_training_starts():
+    """History: a progress bar knows its trainer, and that groups of processes, which cannot be copied."""
+    callback = CopiesCallbacks()
+    trainer = {"callbacks": [callback], "enable_progress_bar": True}
+    trainer = fit_alone(TinyDiffusion(), trainer, num_stages=1)
+    assert [type(c) for c in callback.copied] == [type(c) for c in trainer.callbacks]
+
+
+class NormedFeatures(TinyDiffusion):
+    """Normalizes one value per sample and channel, of which there must be two."""
+
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Sequential(self.time, nn.BatchNorm1d(self.time.out_features))
+
+
+@pytest.mark.parametrize("profile", ["measure", "flops"])
+def test_batch_norms_get_two_samples(profile):
+    """History: layers were timed on one sample, which torch refused: "Expected more than 1 value per channel"."""
+    trainer = fit_alone(NormedFeatures(), profile=profile, data={"batch_size": 4})
+    assert trainer.global_step == 2
+    with pytest.raises(ConfigurationError, match=r"need two\. Use at most 2"):
+        fit_alone(NormedFeatures(), profile=profile, num_microbatches=4, data={"batch_size": 4})
+
+
+class CountsCalls(TinyDiffusion):
+    """Reads its loss, so that the real module is run before training, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.calls += 1
+        self.seen.append(loss.item())
+        return loss
+
+    def on_train_start(self):
+        assert self.calls == len(self.seen) == 0, "runs before training were counted"
+
+
+def test_runs_before_training_do_not_count():
+    module = CountsCalls()
+    fit_alone(module, profile="measure", num_microbatches=1, num_stages=1, verify=True)
+    assert module.calls == len(module.seen) == 2
+
+
+def test_rows_of_the_guide_name_tests_that_exist():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "training.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
+    defined = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 25
+    assert not {name for name in named if f"def {name}(" not in defined}
