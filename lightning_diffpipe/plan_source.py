@@ -102,7 +102,16 @@ def _make_plan(
     wishes = options.wishes(
         num_samples(subject.batch, subject.graph.form) * data_parallel, data_parallel
     )
-    return find_plan(profile, cluster, wishes)
+    plan, samples = find_plan(profile, cluster, wishes), wishes.global_batch_size // data_parallel
+    most = samples // subject.least_samples
+    if plan.num_microbatches <= most:
+        return plan
+    if wishes.num_microbatches != "auto":
+        raise ConfigurationError(
+            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {samples} samples, "
+            f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
+        )
+    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:

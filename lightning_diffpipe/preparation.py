@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_diffpipe.assembly import assemble
 from lightning_diffpipe.errors import ConfigurationError, GraphError, raised_by_all
@@ -93,6 +94,7 @@ def prepare(
     microbatch_size = None
     if isinstance(options.num_microbatches, int):
         microbatch_size = math.ceil(size / options.num_microbatches)
+    least = _least_samples(module, step, take_samples(batch, size, 1, own), size, graph)
     with _phase("timing layers and links, and planning", process) as report:
         subject = Subject(
             module,
@@ -102,6 +104,7 @@ def prepare(
             device=process.device,
             microbatch_size=microbatch_size,
             progress=report,
+            least_samples=least,
         )
         plan, basis = plan_of_rank_0(subject, options, process, world)
     close_group(world)
@@ -149,6 +152,20 @@ def _probed(
     except GraphError as error:
         _log.info("the layers of the given plan or profile are not those of this module: %s", error)
         return graph
+
+
+def _least_samples(module: nn.Module, step: Step, sample: Any, size: int, graph: LayerGraph) -> int:
+    """Samples that each microbatch must have: two, where batch norms would see one value per channel."""
+    norms = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
+    if size == 1 or not norms:
+        return 1
+    try:
+        probe(module, step, sample, mode="fake", layer_names=graph.layer_names, form=graph.form)
+    except ValueError as error:
+        return 2 if "more than 1 value per channel" in str(error) else 1
+    except Exception as error:  # of any code, which needs values, say
+        _log.debug("whether one sample is enough is unknown: %s", error)
+    return 1
 
 
 def _require_trainable(module: nn.Module) -> None:

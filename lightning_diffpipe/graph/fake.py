@@ -163,7 +163,7 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Puts back what a real probe changes: buffers, metrics, training flags, random number generators."""
+    """Puts back what a real run changes: buffers, metrics, counters and lists, training flags, random numbers."""
     buffers = [
         (module, key, buffer, buffer.detach().clone())
         for module in root.modules()
@@ -175,6 +175,13 @@ def untouched(root: nn.Module) -> Iterator[None]:
     for module, _, own in metrics:
         copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
         module.__dict__.update(copies)
+    plain = [(m, {k: v for k, v in vars(m).items() if _is_plain(v)}) for m in root.modules()]
+    containers = [
+        (value, value.copy())
+        for module in root.modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and type(value) in (list, dict, set)
+    ]
     training = [(m, m.training) for m in root.modules()]
     with rng.preserved(host=True):
         try:
@@ -187,5 +194,14 @@ def untouched(root: nn.Module) -> Iterator[None]:
                     module._buffers[key] = buffer  # the step may have put another in its place
             for module, attributes, _ in metrics:
                 module.__dict__.update(attributes)
+            for module, attributes in plain:
+                vars(module).update(attributes)
+            for value, before in containers:
+                value.clear()
+                value.extend(before) if type(value) is list else value.update(before)
             for module, flag in training:
                 module.training = flag
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

@@ -58,6 +58,7 @@ class Subject:
             eight times at least.
         name: Name of the profile; the module's class if not given.
         progress: Is told how far it is.
+        least_samples: Fewer than these the step cannot be run on.
         looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
     """
 
@@ -73,12 +74,14 @@ class Subject:
     name: str | None = None
     progress: Progress | None = None
     looks_at_results: bool = True
+    least_samples: int = 1
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Sample counts to time at."""
         total = count_samples(self.batch, self.graph.form)
-        return tuple(self.sample_counts or default_counts(total, self.microbatch_size))
+        counts = self.sample_counts or default_counts(total, self.microbatch_size)
+        return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
 
     @property
     def title(self) -> str:

@@ -25,7 +25,6 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """Puts everything back on exit; gradients are set aside meanwhile."""
     gradients = [(p, p.grad) for p in module.parameters()]
     bindings = [(m, dict(m._buffers)) for m in module.modules()]
-    plain = [(m, {k: v for k, v in m.__dict__.items() if _is_plain(v)}) for m in module.modules()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -35,14 +34,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         for owner, buffers in bindings:
             owner._buffers.clear()
             owner._buffers.update(buffers)
-        for owner, attributes in plain:
-            owner.__dict__.update(attributes)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def placeable(device: torch.device | str) -> torch.device:

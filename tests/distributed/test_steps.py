@@ -193,7 +193,7 @@ def test_metric_objects_are_logged_as_in_one_process(options):
 
 
 def resumed(rank, world_size, path, options):
-    """Goes on in the middle of an epoch; returns what that epoch gave."""
+    """Goes on in the middle of an epoch, or begins one; returns what that epoch gave."""
     module = build(Settings(module_class=Measures))
     distributed = {"strategy": quick_strategy(**options)} if options else {}
     trainer = quiet_trainer(devices=world_size, max_epochs=1, limit_val_batches=0, **distributed)
@@ -221,7 +221,7 @@ def test_metrics_go_on_from_checkpoints_and_count_once(tmp_path):
     run_ranks(saves, 2, 2, str(tmp_path / "inside.ckpt"), options)
     state = torch.load(tmp_path / "inside.ckpt", weights_only=False)["state_dict"]
     assert state["error.samples"] == 12
-    alone = resumed(0, 1, str(tmp_path / "inside.ckpt"), None)
+    alone = resumed(0, 1, None, None)
     again = run_ranks(resumed, 2, 2, str(tmp_path / "inside.ckpt"), options)
     assert again == pytest.approx([alone, alone])
 
