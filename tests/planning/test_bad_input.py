@@ -81,6 +81,17 @@ LAYER = ("backbones", 0, "layers", 1)
         (("encoders", 0, "needs"), ["clip"], "encoder 'vae' needs 'clip', which is none"),
         (("encoders", 0, "needs"), ["vae"], "encoders need each other in a circle: ['vae']"),
         (("encoders", 0, "name"), "unet", "backbones and encoders need different names"),
+        (("backbones", 0, "passes"), [[0, 1]], "passes: expected two ranges of layers or more"),
+        (
+            ("backbones", 0, "passes"),
+            [[0, 1], [1, 3]],
+            "equally long, one behind the other, 3 at most",
+        ),
+        (
+            ("backbones", 0, "skips"),
+            [{"bytes_per_sample": 1, "made": 2, "readers": [1]}],
+            "readers: expected positions behind layer 2, ascending, 3 at most",
+        ),
         (("self_conditioning", "probability"), 1.5, "probability: expected a number >= 0 and <= 1"),
     ],
 )

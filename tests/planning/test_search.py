@@ -251,6 +251,56 @@ def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
     assert unaware.planned.sent_bytes > 3 * plan.planned.sent_bytes
 
 
+def twice(profile):
+    """A profile whose layers are called twice, the first time without gradients."""
+    layers = profile.backbones[0].layers
+    estimate = [
+        replace(
+            layer, backward_s=Seconds.per_sample(0), activation_bytes_per_sample=0, gradient=False
+        )
+        for layer in layers
+    ]
+    again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in layers]
+    passes = ((0, len(layers)), (len(layers), 2 * len(layers)))
+    backbone = BackboneProfile("unet", (*estimate, *again), passes=passes)
+    return ModelProfile("twice", (backbone,))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("seed", seeds(20, 6))
+def test_passes_are_cut_alike_where_that_is_fastest(seed, schedule):
+    """Against all cuts of the layers, each simulated call by call."""
+    rng = random.Random(seed)
+    once = random_profile(rng, rng.randint(3, 6))
+    profile, cluster = twice(once), random_cluster(rng, 3)
+    options = PlanOptions(6, 3, rng.choice([2, 3, 6]), data_parallel=1, schedule=schedule)
+    plan = find_plan(profile, cluster, options)
+    size = len(once.backbones[0].layers)
+    assert [s.ranks for s in plan.stages] == [(0,), (1,), (2,)] * 2
+    assert [s.first_layer + size for s in plan.stages[:3]] == [
+        s.first_layer for s in plan.stages[3:]
+    ]
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+    evaluator = Evaluator(CostModel(profile, cluster), options)
+    (shape,) = shapes(evaluator.model, options)
+    cuts = all_cuts(evaluator.model, options, shape)
+    best_s = min(evaluator.unfilled_plan(Proposal(shape, cut)).planned.iteration_s for cut in cuts)
+    assert plan.planned.iteration_s == pytest.approx(best_s)
+
+
+def test_plans_whose_passes_lie_apart_are_refused():
+    plan = find_plan(twice(equal_profile(4)), Cluster(2), PlanOptions(4, 2, 2, data_parallel=1))
+    stages = (
+        *plan.stages[:2],
+        replace(plan.stages[2], ranks=(1,)),
+        replace(plan.stages[3], ranks=(0,)),
+    )
+    with pytest.raises(
+        PlanError, match=r"stages\[2\]: pass 1 on ranks \[1\]; .* hold its layers once"
+    ):
+        replace(plan, stages=stages)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_stages", "batch"), [(1, 1, 1024), (2, 2, 600)])
 def test_there_are_more_microbatches_where_fewer_do_not_fit(num_ranks, num_stages, batch):
     """History: 256 were the most, and an error said that nothing fits."""
