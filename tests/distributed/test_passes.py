@@ -9,8 +9,17 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.planning.instruction import Backward, ForwardNoGrad
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.tiny import WIDTH, TinyDiffusion
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+    weights_of,
+)
+from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -122,3 +131,23 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
         strategy={"num_stages": 2},
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     )
+
+
+def train(rank, world_size, epochs, save=None, load=None):
+    settings = Settings(module_class=Twice)
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=epochs)
+    module = build(settings)
+    trainer.fit(module, datamodule=Data(size=12), ckpt_path=load)
+    if save:
+        trainer.save_checkpoint(save)
+    return weights_of(module)
+
+
+def test_self_conditioning_goes_on_from_a_checkpoint(tmp_path):
+    path = tmp_path / "half.ckpt"
+    straight = run_ranks(train, 1, 1, 2)[0]
+    run_ranks(train, 2, 2, 1, path)
+    for weights in run_ranks(train, 2, 2, 2, None, path):
+        for name, value in straight.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
