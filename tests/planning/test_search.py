@@ -38,7 +38,6 @@ from lightning_diffpipe.planning.proposals import (
 )
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.search import Search, find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
@@ -84,17 +83,19 @@ def every_interleaved_way(profile, cluster, options):
         if cluster.num_ranks % pipelines or batch % pipelines or ranks < 2:
             continue
         for M in every_count(options, samples):
-            if M % ranks:
-                continue
-            for S in (v * ranks for v in (2, 3, 4) if v * ranks <= num_layers):
-                for marks in combinations(range(1, num_layers), S - 1):
-                    yield pipelines, split_evenly(samples, M), (0, *marks, num_layers), ranks
+            for name, v in (("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("v", 2)):
+                if not SCHEDULES[name].can_place(v * ranks, ranks, M):
+                    continue
+                for marks in combinations(range(1, num_layers), v * ranks - 1):
+                    edges = (0, *marks, num_layers)
+                    yield pipelines, split_evenly(samples, M), edges, ranks, name
 
 
 def interleaved_step_and_memory(model, options, way):
-    pipelines, sizes, edges, ranks = way
+    pipelines, sizes, edges, ranks, name = way
     runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
-    schedule = interleaved(Placement.round_robin(len(runs), ranks), len(sizes))
+    spec = SCHEDULES[name]
+    schedule = spec(spec.place(len(runs), ranks), len(sizes))
     return simulated(model, options, pipelines, sizes, runs, schedule)
 
 
@@ -201,13 +202,14 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     options, model = PlanOptions(batch, schedule="auto"), CostModel(profile, cluster)
     ways = list(every_interleaved_way(profile, cluster, options))
     steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
-    for pipelines, sizes, edges, ranks in ways[::7]:
+    for way in ways[::7]:
+        pipelines, sizes, edges, ranks, name = way
         bounds = Bounds(
             model, sizes, ranks, pipelines, group_size=group_size(model, sizes, ranks),
-            stages_per_rank=(len(edges) - 1) // ranks,
+            placement=SCHEDULES[name].place(len(edges) - 1, ranks),
         )  # fmt: skip
         cuts = tuple((a, b, 1) for a, b in pairwise(edges))
-        assert bounds.cuts_s(cuts) <= steps[pipelines, sizes, edges, ranks] + 1e-9
+        assert bounds.cuts_s(cuts) <= steps[way] + 1e-9
     plain = [replace(options, schedule=name) for name in ("1f1b", "1f1b_deep", "gpipe")]
     best_s = min([*steps.values(), *(brute_force(profile, cluster, o)[0] for o in plain)])
     found = find_plan(profile, cluster, options)
