@@ -23,7 +23,10 @@ INTERLEAVED = [(R, v, R * k) for R in range(1, 7) for v in (2, 3, 4) for k in (1
 def schedules(name):
     if name == "interleaved":
         return [interleaved(Placement.round_robin(R * v, R), M) for R, v, M in INTERLEAVED]
-    return [SCHEDULES[name](placement_of(size), M) for size, M in ALL]
+    spec = SCHEDULES[name]
+    if spec.place:
+        return [spec(spec.place(2 * R, R), M) for R in range(2, 7) for M in (1, R, 2 * R, 9)]
+    return [spec(placement_of(size), M) for size, M in ALL]
 
 
 def message(i):
@@ -68,7 +71,7 @@ def stuck_at(lowered, due):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved"])
+@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
 def test_any_rank_may_wait_for_its_device_anywhere(name):
     """History: receives began where they are posted, before what they depend on; see the test below."""
     for schedule in schedules(name):
@@ -85,7 +88,7 @@ def test_receives_that_begin_when_they_are_posted_hang():
     assert stuck_at(lowered, at_once) == ["0F0", "1a0?0"]
 
 
-@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved"])
+@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
 def test_every_receive_begins_once_in_the_order_of_the_sends(name):
     for schedule in schedules(name):
         lowered = lower(schedule, num_ahead=num_posted_ahead(schedule.placement))
