@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_diffpipe.callbacks.samples import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 
@@ -129,7 +130,7 @@ class DemoStory(L.Callback):
             print(
                 "F forward, B backward, E frozen encoders, . bubble, -- goes on; one row per rank"
             )
-            (self.folder / "plan.json").write_text(plan.to_json())
+            write_atomically(self.folder / "plan.json", plan.to_json())
         print(f"3. Training for {trainer.max_steps} steps.", flush=True)
 
     def on_train_batch_end(

@@ -12,17 +12,19 @@ may, and are drawn only as long as drawing stays below a given share of the run.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_diffpipe.callbacks.run_folder import run_folder
@@ -331,9 +333,10 @@ class PipelineMonitor(L.Callback):
                 "profile": pipeline.basis.profile.to_json(),
                 "cluster": pipeline.basis.cluster.to_json(),
             }
-        for name, text in kept.items():
-            write_atomically(self._written_to / f"{name}.json", text)
-            _keep(trainer, self._written_to / f"{name}.json", name)
+        with _going_on(self._written_to):
+            for name, text in kept.items():
+                write_atomically(self._written_to / f"{name}.json", text)
+                _keep(trainer, self._written_to / f"{name}.json", name)
 
     def _close(self, trainer: L.Trainer) -> None:
         plan = getattr(trainer.strategy, "plan", None)
@@ -343,9 +346,9 @@ class PipelineMonitor(L.Callback):
             "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
         )
         if self._written_to is not None:
-            self._written_to.mkdir(parents=True, exist_ok=True)
-            (self._written_to / "report.txt").write_text(report + "\n")
-            _keep(trainer, self._written_to / "report.txt", "report")
+            with _going_on(self._written_to):
+                write_atomically(self._written_to / "report.txt", report + "\n", durable=False)
+                _keep(trainer, self._written_to / "report.txt", "report")
             self._draw(trainer, plan)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
@@ -361,16 +364,26 @@ class PipelineMonitor(L.Callback):
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
         """Writes the picture and the trace of a typical step, and gives them to loggers that take them."""
         assert self._written_to is not None
-        self._written_to.mkdir(parents=True, exist_ok=True)
         measured = typical(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         picture, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
-        plot({**planned, "measured": without_posts(measured)}, picture)
-        trace.write_text(chrome_trace({**planned, "measured": measured}))
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_image"):
-                logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
-        _keep(trainer, trace, "trace")
+        with _going_on(self._written_to):
+            self._written_to.mkdir(parents=True, exist_ok=True)
+            plot({**planned, "measured": without_posts(measured)}, picture)
+            write_atomically(trace, chrome_trace({**planned, "measured": measured}), durable=False)
+            for logger in trainer.loggers:
+                if hasattr(logger, "log_image"):
+                    logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
+            _keep(trainer, trace, "trace")
+
+
+@contextlib.contextmanager
+def _going_on(folder: Path) -> Iterator[None]:
+    """Warns where a report cannot be written: a full disk is no reason to end a training."""
+    try:
+        yield
+    except OSError as error:
+        rank_zero_warn(f"no report is written to {folder}, and training goes on: {error}")
 
 
 def _keep(trainer: L.Trainer, path: Path, kind: str) -> None:

@@ -17,6 +17,7 @@ from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
+from lightning_diffpipe.files import write_atomically
 
 _MAX_COLUMNS = 8
 _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
@@ -168,7 +169,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
     text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
-    (folder / _REPORT).write_text(text + "\n")
+    write_atomically(folder / _REPORT, text + "\n")
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:

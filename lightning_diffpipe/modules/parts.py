@@ -31,6 +31,7 @@ import diffusers
 import lightning as L
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lightning_diffpipe.checkpoint_files import require_file
@@ -155,7 +156,10 @@ def _write_part(part: Any, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as name:
         aside = Path(name)
-        part.save_pretrained(aside)
+        try:
+            part.save_pretrained(aside)
+        except SafetensorError as error:  # has no path
+            raise CheckpointError(f"cannot write the weights of {folder}: {error}") from error
         _forget_origin(aside)
         for path in [path for path in aside.rglob("*") if path.is_file()]:
             target = folder / path.relative_to(aside)

@@ -21,7 +21,7 @@ from lightning_diffpipe.pipeline import Basis
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, reference
-from tests.distributed.tiny import Data
+from tests.distributed.tiny import Data, TinyDiffusion
 from tests.planning.profiles import equal_profile
 from tests.ranks import run_ranks
 
@@ -163,6 +163,16 @@ class Runs:
     @property
     def experiment(self):
         self.version = "3f2a"
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of_and_training_goes_on(tmp_path):
+    """History: a disk that was full of checkpoints ended the run in its closing report."""
+    (tmp_path / "taken").write_text("no folder")
+    monitor = PipelineMonitor(folder=tmp_path / "taken")
+    trainer = quiet_trainer(strategy=quick_strategy(), max_steps=3, callbacks=[monitor])
+    with pytest.warns(UserWarning, match="no report is written to .*taken, and training goes on"):
+        trainer.fit(TinyDiffusion(), datamodule=Data())
+    assert trainer.global_step == 3
 
 
 @pytest.mark.parametrize(
