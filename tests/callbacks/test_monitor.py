@@ -21,7 +21,7 @@ from lightning_diffpipe.pipeline import Basis
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, reference
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import Data
 from tests.planning.profiles import equal_profile
 from tests.ranks import run_ranks
 
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_and_training_goes_on(tmp_p
     monitor = PipelineMonitor(folder=tmp_path / "taken")
     trainer = quiet_trainer(strategy=quick_strategy(), max_steps=3, callbacks=[monitor])
     with pytest.warns(UserWarning, match="no report is written to .*taken, and training goes on"):
-        trainer.fit(TinyDiffusion(), datamodule=Data())
+        trainer.fit(build(Settings()), datamodule=Data())
     assert trainer.global_step == 3
 
 
