@@ -11,6 +11,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedules import SCHEDULES
 
 Auto = Literal["auto"]
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
@@ -73,6 +74,21 @@ class PipelineOptions:
         # Averages live as long as the optimizer's state, one for each trained weight.
         all_bytes = options.optimizer_bytes_factor + self.averages_bytes_factor
         return replace(options, optimizer_bytes_factor=all_bytes)
+
+    def refuse_more_stages_than(self, num_ranks: int) -> None:
+        """Refuses more stages than ranks before any process starts, where each needs ranks of its own.
+
+        Raises:
+            ConfigurationError: There are too few ranks.
+        """
+        spec = SCHEDULES.get(self.schedule)
+        if spec is None or spec.place or self.num_stages == "auto" or self.plan is not None:
+            return
+        if self.num_stages > num_ranks:
+            raise ConfigurationError(
+                f"num_stages={self.num_stages} is more than the {num_ranks} ranks; choose between 1 and "
+                f"{num_ranks}, more ranks, or schedule=interleaved, which gives each several stages"
+            )
 
     def pipelines_beside(self, world_size: int) -> int:
         """Pipelines side by side: what is left over when a pipeline's size is given, else one.

@@ -283,7 +283,7 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
             "strategy.timeout_s must be a number > 0 and <= 100000000; got nan",
         ),
         ("strategy.num_microbatches=1e12", "must be a whole number or 'auto'; got 1e12"),
-        ("strategy.num_replicas=[1,x]", "must be a whole number, a list or 'auto'; got [1, 'x']"),
+        ("strategy.num_replicas=[1,x]", "a list of whole numbers or 'auto'; got [1, 'x']"),
         ("strategy.schedule=1f1bb", "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b"),
         ("strategy.plan=nowhere.json", "strategy.plan=nowhere.json: there is no such file"),
         ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
@@ -302,7 +302,7 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
         ("data.batch_size=ten", "data.batch_size must be a whole number; got 'ten'"),
         ("data.num_workers=-1", "data.num_workers must be a whole number >= 0; got -1"),
-        ("data.alphabets=digits", "data.alphabets must be a list; got 'digits'"),
+        ("data.alphabets=digits", "data.alphabets must be a list of texts; got 'digits'"),
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
         ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number or null"),
         ("trainer.max_time=abc", "trainer.max_time='abc': `Timer(duration='abc')` is not a valid"),
@@ -334,6 +334,28 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
             "callbacks.pipeline_monitor.folder=/dev/null/x",
             "cannot write callbacks.pipeline_monitor",
         ),
+        (
+            "strategy.num_stages=3",
+            "strategy.num_stages=3 is more than the 2 ranks; choose between 1 and 2, more ranks, or",
+        ),
+        (
+            "strategy.num_microbatches=1000000000000",
+            "strategy.num_microbatches=1000000000000 is more than the 32 samples of a batch (data.batch",
+        ),
+        ("data.condition=edgez", "data.condition='edgez' is unknown here; known: edges"),
+        (
+            "callbacks.samples.prompts=[1]",
+            "callbacks.samples.prompts must be a list of texts or null; got [1]",
+        ),
+        (
+            "callbacks.progress_bar.refresh_rate=-1",
+            "callbacks.progress_bar.refresh_rate must be a whole number >= 0; got -1",
+        ),
+        (
+            "callbacks.final_checkpoint.path=/dev/null/x",
+            "cannot write callbacks.final_checkpoint.path=/dev/null/x: Not a directory",
+        ),
+        ("ckpt_path=", "ckpt_path is empty; name a file, or last, or leave it out (null) to begin"),
         ("seed=abc", "seed must be a whole number or null; got 'abc'"),
         ("offline=maybe", "offline must be true or false; got 'maybe'"),
         ("model=glyph_unett", "there is no model=glyph_unett; did you mean model=glyph_unet?"),
@@ -348,6 +370,55 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
     assert code == 2
     assert message in told[0]
     assert told == err.splitlines()[-1:], "one line, and nothing behind it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "sample_counts=[0]"], "sample_counts must be a list of whole numbers >= 1"),
+        (["profile", "sample_counts=[]"], "such as [1,4,16], or null; got []"),
+        (
+            ["plan", "cluster=measured", "model=flux", "global_batch_size=64"],
+            "cluster.path is not given (",
+        ),
+        (
+            ["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
+            "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture",
+        ),
+        (["sample", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
+        (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number; got"),
+        (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be at least 0; got -1"),
+        (["sample", "sampler.warmup_steps=abc"], "sampler.warmup_steps='abc'; choose a number, 0"),
+        (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
+        (["sample", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
+        (["sample", "height=1000000"], "height=1000000 is more than 65535 pixels"),
+        (["sample", "height=7.5"], "height must be a whole number or null; got 7.5"),
+        (
+            ["sample", "num_inference_steps=0"],
+            "num_inference_steps must be a whole number, and > 0",
+        ),
+        (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
+        (["sample", "prompts=3"], "prompts must be a list of texts; got 3"),
+        (["demo", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
+        (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
+        (["demo", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
+        (["demo", "strategy.num_stages=3"], "strategy.num_stages=3 is more than the 2 ranks"),
+        (["demo", "trainer.max_steps=abc"], "trainer.max_steps must be a whole number; got 'abc'"),
+    ],
+)
+def test_requests_that_cannot_be_are_told_before_processes_start(
+    arguments, message, capsys, monkeypatch, tmp_path
+):
+    """History: two processes started first, or the demo ended with a traceback; `[]` timed the default counts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    verb, *settings = arguments
+    if verb == "sample":
+        settings = ["sampler=pipefusion", "trainer.devices=2", *settings]
+    code, _, err = call(capsys, monkeypatch, verb, *settings)
+    assert code == 2
+    assert message in err.splitlines()[-1]
+    assert err.count("diffpipe " + verb + ": ") == 1
 
 
 class Own:
@@ -998,6 +1069,37 @@ def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
         assert f"dir: {tmp_path}/a sweep/{number} " in " ".join(
             out.split()
         )  # long paths are wrapped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (
+            ["train", "experiment=glyphs_from_scratch", "trainer.devices=1,2"],
+            "'save_to=examples/glyphs_${hydra:job.num}'",
+        ),
+        (
+            ["profile", "seed=1,2", "cluster_output=${hydra:job.num}.json"],
+            "'output=profile_${hydra:job.num}.json'",
+        ),
+    ],
+)
+def test_jobs_of_a_sweep_do_not_write_over_each_other(
+    arguments, remedy, capsys, monkeypatch, tmp_path
+):
+    """History: with an experiment that writes a model, the one of the first job was lost without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.subprocess, "Popen", Job)
+    monkeypatch.setattr(Job, "started", [])
+    verb, *settings = arguments
+    code, _, err = call(capsys, monkeypatch, verb, "-m", *settings)
+    assert code == 2
+    (told,) = err.splitlines()
+    assert "is the same for all jobs of this sweep over" in told
+    assert told.endswith(f"give each its own: {remedy}")
+    assert not Job.started
+    call(capsys, monkeypatch, verb, "-m", *settings, remedy.strip("'"))
+    assert len(Job.started) == 2, "as the remedy says"
 
 
 @pytest.mark.slow

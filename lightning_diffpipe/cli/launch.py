@@ -18,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
@@ -89,6 +91,28 @@ def _ended_together(job: subprocess.Popen[bytes]) -> Iterator[None]:
         _end([job])
         if listens:
             signal.signal(signal.SIGTERM, before)
+
+
+def refuse_shared_outputs(config: Any) -> None:
+    """Refuses a sweep in which each job would write over what the one before it has written.
+
+    Raises:
+        ConfigurationError: An output is the same for all jobs.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return
+    called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
+    swept = [o.partition("=")[0] for o in hydra.overrides.task if o.lower() not in called]
+    for name in ("save_to", "save_lora", "output", "cluster_output", "output_dir"):
+        path = config.get(name)
+        if not swept or path is None or name in swept or OmegaConf.is_interpolation(config, name):
+            continue
+        own = Path(path).with_stem(f"{Path(path).stem}_${{hydra:job.num}}")
+        raise ConfigurationError(
+            f"{name}={path} is the same for all jobs of this sweep over {', '.join(swept)}, and each would write "
+            f"over the one before; give each its own: '{name}={own}'"
+        )
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:

@@ -33,7 +33,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_diffpipe.cli.launch import is_job_of_sweep, run_job
+from lightning_diffpipe.cli.launch import is_job_of_sweep, refuse_shared_outputs, run_job
 from lightning_diffpipe.cli.registry import POSITIONS, VERBS
 from lightning_diffpipe.cli.session import own_rank, tell_loading
 from lightning_diffpipe.cli.values import in_settings, is_of_library, refuse_values
@@ -162,6 +162,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         nonlocal begun
         sys.argv, begun = whole, True
         try:
+            refuse_shared_outputs(config)
             if is_job_of_sweep(config):
                 return run_job(name)
             if "trainer" in config:
@@ -189,6 +190,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
         told = [_explain(failure, name, arguments) for failure in failures]
+        if len(set(told)) == 1:
+            raise failures[0]
         raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(told))
     if failures:
         raise failures[0]
@@ -267,7 +270,9 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
         return _explain_illegible(error.override)
     if isinstance(error, MissingMandatoryValue):
         summary, _ = VERBS[name]
-        return f"{str(error).splitlines()[0].rpartition(' ')[2]} is not given ({summary})"
+        key = re.search(r"^\s*full_key: (\S+)", str(error), re.MULTILINE)
+        setting = key[1] if key else str(error).splitlines()[0].rpartition(" ")[2]
+        return f"{setting} is not given ({summary})"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         near = difflib.get_close_matches(option, error.options, n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
+from lightning_diffpipe.cli.values import named
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 from lightning_diffpipe.files import write_atomically
 
@@ -30,6 +32,7 @@ def sample(config: DictConfig) -> Any:
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
+    refuse_request(values, num_ranks)
     if str(values["path"]).endswith(".ckpt") or "://" in str(values["path"]):
         from lightning_diffpipe.checkpoint_files import require_file
 
@@ -77,6 +80,30 @@ def _refuse_values(values: dict[str, Any]) -> None:
     timeout_s = values["timeout_s"]
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
+
+
+@raised_by_all()
+def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
+    """Refuses a sampler or request that no model could be sampled with, before processes start.
+
+    Args:
+        values: Of `sample` or `demo`.
+        num_ranks: Processes that will sample.
+
+    Raises:
+        ConfigurationError: One of them; names its setting.
+    """
+    from lightning_diffpipe.sampling.families.source import Settings
+    from lightning_diffpipe.sampling.methods import MethodOptions, fitted
+
+    own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
+    sampler = {name: value for name, value in values["sampler"].items() if name in own}
+    # None leaves out a part of the model; ema chooses weights.
+    rest = {k: v for k, v in values["sampler"].items() if k not in {*own, "ema"} and v is not None}
+    with named({name: f"sampler.{name}" for name in values["sampler"]}):
+        fitted(MethodOptions(**sampler, further=rest), num_ranks)
+    asked = ("num_inference_steps", "guidance_scale", "height", "width")
+    Settings(values["prompts"], **{name: values.get(name) for name in asked})
 
 
 def _share_cores(values: dict[str, Any], num_ranks: int) -> None:

@@ -15,13 +15,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.registry import verb
+from lightning_diffpipe.cli.sampling import refuse_request
 from lightning_diffpipe.cli.session import (
     module_of,
     own_rank,
     plain,
     prepare,
     require_writable_folder,
+    telling,
 )
+from lightning_diffpipe.cli.values import named
 from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
@@ -60,6 +63,25 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     for name, bound in least.items():
         if config.trainer.get(name) is not None:
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    for name, node in (config.get("callbacks") or {}).items():
+        if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
+            require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
+
+
+def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | None = None) -> None:
+    """Trains; what cannot be is refused before processes start, under the name of its setting."""
+    count, size = config.strategy.get("num_microbatches"), config.data.get("batch_size")
+    with raised_by_all():
+        if isinstance(count, int) and isinstance(size, int) and count > size:
+            raise ConfigurationError(
+                f"strategy.num_microbatches={count} is more than the {size} samples of a batch "
+                f"(data.batch_size={size}); take at most {size}, or larger batches"
+            )
+    if hasattr(data, "require_listing") and own_rank() == 0:
+        with named({"folder": "data.folder"}):
+            data.require_listing()
+    with named({name: f"strategy.{name}" for name in ("num_stages", "num_replicas")}):
+        trainer.fit(module, datamodule=data, ckpt_path=path)
 
 
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
@@ -133,6 +155,10 @@ def _require_checkpoint(config: DictConfig) -> None:
     from lightning_diffpipe.checkpoint_files import look_at, newest
 
     path = config.ckpt_path
+    if path == "":
+        raise ConfigurationError(
+            "ckpt_path is empty; name a file, or last, or leave it out (null) to begin anew"
+        )
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
@@ -160,12 +186,18 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 def _require_folders(config: DictConfig) -> None:
     """Finds out before processes start whether callbacks and loggers can write."""
+    from lightning_diffpipe.files import check_writable
+
     require_writable_folder("output_dir", config.output_dir)
     for group in ("callbacks", "logger"):
         for name, node in (config.get(group) or {}).items():
             for key in ("folder", "dirpath", "save_dir"):
                 if OmegaConf.is_dict(node) and isinstance(node.get(key), str):
                     require_writable_folder(f"{group}.{name}.{key}", node[key])
+    final = (config.get("callbacks") or {}).get("final_checkpoint")
+    if OmegaConf.is_dict(final) and final.get("path") is not None and own_rank() == 0:
+        with telling("write", f"callbacks.final_checkpoint.path={final.path}"):
+            check_writable(Path(str(final.path)))
 
 
 def _require_plan_and_profile(config: DictConfig) -> None:
@@ -258,7 +290,7 @@ def train(config: DictConfig) -> Any:
         path = config.ckpt_path
         if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
             path = chosen(trainer, path, fits=True)  # which ours does by itself
-        trainer.fit(module, datamodule=data, ckpt_path=path)
+        _fit(config, trainer, module, data, path)
     _require_batches(trainer)
     if (config.save_to or config.save_lora) is not None and trainer.is_global_zero:
         _export(config, type(module), _last_checkpoint(trainer))
@@ -317,6 +349,9 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
 def demo(config: DictConfig) -> Any:
     """Trains on two processes, and tells what happens."""
     _require_final_checkpoint(config, "the pictures after training are drawn")
+    devices = config.trainer.devices
+    if isinstance(devices, int) and devices > 0:
+        refuse_request(plain(config), devices * config.trainer.num_nodes)
     prepare(config)
     from lightning_diffpipe.demo import DemoStory, refuse_sampler
 
@@ -334,6 +369,6 @@ def demo(config: DictConfig) -> Any:
     with _runs_ended(trainer):
         if trainer.is_global_zero:
             story.begin(module)
-        trainer.fit(module, datamodule=data)
+        _fit(config, trainer, module, data)
     story.end(Path(config.callbacks.final_checkpoint.path))
     return trainer.callback_metrics

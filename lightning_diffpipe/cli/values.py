@@ -91,6 +91,7 @@ _WORDS = {
     dict: "a mapping",
     type(None): "null",
 }
+_PLURAL = {"a whole number": "whole numbers", "a number": "numbers", "a text": "texts"}
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable)
 
 
@@ -109,6 +110,10 @@ def refuse_values(config: DictConfig) -> None:
         if name in _POSITIVE and value is not None and not 0 < value < math.inf:
             words = _words(SETTINGS[name])
             raise ConfigurationError(f"{name} must be {words}, and > 0; got {_written(value)}")
+        if name == "sample_counts" and value is not None and (not value or min(value) < 1):
+            raise ConfigurationError(
+                f"{name} must be a list of whole numbers >= 1, such as [1,4,16], or null; got {value}"
+            )
         if name == "seed" and value is not None:
             require_number(name, value, 0, 2**32 - 1, whole=True)
     for key, node in _built(config, ""):
@@ -302,7 +307,8 @@ def _words_of(hint: Any) -> list[str]:
         return [repr(choice) for choice in typing.get_args(hint)]
     kind = _kind(hint)
     if kind in _LISTS:
-        return ["a list"]
+        inner = {_words(part) for part in typing.get_args(hint) if part is not ...}
+        return [f"a list of {_PLURAL[word]}" for word in inner if word in _PLURAL] or ["a list"]
     if kind is bool:
         return ["true", "false"]
     return [_WORDS[kind]] if kind in _WORDS else []

@@ -62,6 +62,18 @@ def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
     return torch.stack([sample["condition"] for sample in samples])
 
 
+def require_made(condition: str) -> None:
+    """Refuses a condition that cannot be made from pictures.
+
+    Raises:
+        ConfigurationError: Its name is not in `MADE`.
+    """
+    if condition not in MADE:
+        raise ConfigurationError(
+            f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
+        )
+
+
 class Conditioned(Dataset[Sample]):
     """Samples of another data set, with conditions made from their pictures.
 
@@ -74,10 +86,7 @@ class Conditioned(Dataset[Sample]):
     """
 
     def __init__(self, samples: Dataset[Sample], condition: str) -> None:
-        if condition not in MADE:
-            raise ConfigurationError(
-                f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
-            )
+        require_made(condition)
         self.samples = samples
         self.condition = condition
 

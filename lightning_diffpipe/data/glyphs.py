@@ -30,7 +30,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
+from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]
@@ -201,7 +201,7 @@ class GlyphDataModule(CaptionedDataModule):
         condition: What a ControlNet is shown: `"edges"` of the picture, or None.
 
     Raises:
-        ConfigurationError: A value that cannot be; in `setup`: the condition is unknown.
+        ConfigurationError: A value that cannot be, such as an unknown condition.
     """
 
     def __init__(
@@ -220,6 +220,8 @@ class GlyphDataModule(CaptionedDataModule):
         require_number("validation_share", validation_share, 0, 1)
         # What cannot be is refused before processes start; listing takes no time.
         GlyphDataset("train", resolution, alphabets, faces, validation_share, shifts_per_axis)
+        if condition is not None:
+            require_made(condition)
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:

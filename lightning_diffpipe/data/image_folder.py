@@ -131,6 +131,19 @@ class _Entry(NamedTuple):
     line: int
 
 
+def require_listing(folder: Path) -> None:
+    """Refuses a folder without a listing.
+
+    Raises:
+        ConfigurationError: It has no `metadata.jsonl`.
+    """
+    if not (folder / "metadata.jsonl").is_file():
+        raise ConfigurationError(
+            f"folder={folder}: {folder / 'metadata.jsonl'} does not exist; write one line per picture, such as "
+            '{"file_name": "cat.png", "text": "a cat"}'
+        )
+
+
 class _Lines:
     """What a folder's `metadata.jsonl` lists; see `ImageFolderDataModule`."""
 
@@ -148,11 +161,7 @@ class _Lines:
             DataError: There is one.
             ConfigurationError: There is no such file, or nothing in it.
         """
-        if not self._path.is_file():
-            raise ConfigurationError(
-                f"{self._path} does not exist; write one line per picture, such as "
-                '{"file_name": "cat.png", "text": "a cat"}'
-            )
+        require_listing(self._folder)
         found, errors = [], []
         # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
         for number, line in enumerate(self._path.read_bytes().split(b"\n"), start=1):
@@ -290,6 +299,14 @@ class ImageFolderDataModule(CaptionedDataModule):
         require_number("validation_share", validation_share, 0, 1)
         folder = str(folder)  # a checkpoint of plain values can be read without trusting it
         self.save_hyperparameters()
+
+    def require_listing(self) -> None:
+        """Refuses a folder without a listing before processes start; a module that is only read needs none.
+
+        Raises:
+            ConfigurationError: It has no `metadata.jsonl`.
+        """
+        require_listing(Path(self.hparams.folder))
 
     def setup(self, stage: str) -> None:
         """Reads `metadata.jsonl` and splits its lines.
