@@ -265,8 +265,7 @@ def test_edges_lie_between_black_and_white():
 
 
 def test_an_unknown_condition_is_named():
-    data = GlyphDataModule(condition="depth")
     with pytest.raises(
         ConfigurationError, match=r"condition='depth' is unknown here; known: edges"
     ):
-        data.setup("fit")
+        GlyphDataModule(condition="depth")
