@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -163,12 +164,13 @@ class DemoStory(L.Callback):
 
     def _draw_together(self, checkpoint: Path) -> Tensor | None:
         """Draws with all ranks: pictures on rank 0, None elsewhere."""
+        rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
         with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
             pictures = predictor(*settings, seed=0)
         if pictures is None:
             return None
-        print("\n4. Drew the same prompts with the trained checkpoint, all processes together:")
+        print("\nDrew them with the trained checkpoint, all processes together:")
         print(predictor.report, flush=True)
         return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 

@@ -310,6 +310,8 @@ class _Launcher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
+            if self.num_processes > 1:
+                _log.info("starting %d processes", self.num_processes)
             self._call_children_scripts()
             _set_num_threads_if_needed(num_processes=self.num_processes)
         if max(self.num_processes * self.num_nodes, environment.world_size()) == 1:

@@ -961,8 +961,9 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
     # History: nothing was told between the start of the processes and the plan, which took half a minute.
     for phase in ("probing the layers of a step", "timing layers and links, and planning"):
         assert len(re.findall(rf"^{phase} took [\d.]+ s$", told, re.MULTILINE)) == 1
-    for noise in ("Tip:", "is deprecated", "Sparse CSR", "weights_only"):
+    for noise in ("Tip:", "is deprecated", "Sparse CSR", "weights_only", "GLOBAL_RANK"):
         assert noise not in told
+    assert told.count("starting 2 processes") == 1
     assert (tmp_path / "model" / "unet" / "config.json").exists()
     assert list((tmp_path / "out").rglob("step_000002.png"))
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "final.ckpt", weights_only=True)
@@ -985,6 +986,7 @@ def test_the_demo_tells_its_story(tmp_path):
         assert (folder / name).exists()
         assert name in told.stdout
     assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in told.stdout
+    assert "4. Drawing the same prompts on all processes together." in told.stdout
     assert "To try next:" in told.stdout
     assert "rank 1 |" in told.stdout + told.stderr
     assert "Filling the bubbles" in told.stdout + told.stderr, (
@@ -1007,6 +1009,7 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
         "0",
         "1",
     ]
+    assert "anonymous" not in swept.stderr, "W&B warns of a setting that nobody has given"
     for job in ("0", "1"):
         runs = list((tmp_path / "sweep" / job / "wandb").glob("offline-run-*/*.wandb"))
         assert len(runs) == 1, "a run of its own"

@@ -158,6 +158,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
             f"a sweep (-m) cannot start {num_ranks} processes for each job; leave out -m, or start the "
             "jobs with torchrun"
         )
+    print(f"starting {num_ranks} processes", file=sys.stderr, flush=True)
     meeting_place = open_meeting_place()
     children = _start_others(num_ranks, meeting_place.port)
     try:

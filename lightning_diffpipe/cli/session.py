@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -49,7 +50,8 @@ def _be_quiet() -> None:
 def _is_of_use(record: logging.LogRecord) -> bool:
     """Leaves out what Lightning tells of other products, devices and defaults."""
     starts = ("💡 Tip", "TPU available", "`Trainer(limit_", "`weights_only` was not set")
-    return not record.getMessage().startswith(starts)
+    each_rank = "Initializing distributed: GLOBAL_RANK"  # of whose start we tell once
+    return not record.getMessage().startswith((*starts, each_rank))
 
 
 def _show_log() -> None:
@@ -61,8 +63,9 @@ def _show_log() -> None:
         logger.propagate = False
 
 
+@functools.cache
 def tell_loading() -> None:
-    """Says that imports will take seconds, unless they are done."""
+    """Says once that imports will take seconds, unless they are done."""
     if "torch" not in sys.modules and own_rank() == 0:
         print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
 

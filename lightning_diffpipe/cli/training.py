@@ -100,6 +100,12 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
     loggers = [
         hydra.utils.instantiate(node, **_run_to_go_on_with(config, node)) for node in logger_nodes
     ]
+    for logger in loggers:
+        given = getattr(logger, "_wandb_init", {})
+        if (
+            given.get("anonymous", True) is None
+        ):  # of which W&B warns, though nobody has asked for it
+            del given["anonymous"]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
 
 
