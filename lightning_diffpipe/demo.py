@@ -6,6 +6,7 @@ and its timeline, draws the same prompts again with both processes together, and
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,15 +68,22 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
     return page
 
 
-def refuse_sampler(method: str, module: LatentDiffusion) -> None:
+def refuse_sampler(method: str, module: LatentDiffusion, num_patches: int | None = None) -> None:
     """Refuses a sampler that the model could not use, before minutes go into training it.
 
     Raises:
-        ConfigurationError: Tokens are to be divided, and the model is a U-Net.
+        ConfigurationError: Tokens are to be divided, and the model is a U-Net; or there are more patches than rows.
     """
     if method in ("pipefusion", "sequence") and hasattr(module, "unet"):
         raise ConfigurationError(
             f"sampler={method} needs a transformer, and this model is a U-Net; add sampler=distrifusion"
+        )
+    config = module.denoiser.config
+    size = config.sample_size
+    rows = size // config.get("patch_size", 1) if isinstance(size, int) else math.inf
+    if num_patches is not None and num_patches > rows:
+        raise ConfigurationError(
+            f"sampler.num_patches={num_patches} is more than the {rows} rows of tokens of this model"
         )
 
 

@@ -77,7 +77,7 @@ def open_source(
         require_file(path)
         _refuse_variant(variant, path, without)
         return _checkpoint(Path(path), leads, device, dtype, ema)
-    folder = _folder(str(path))
+    folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
@@ -156,7 +156,12 @@ def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
     return LatentDiffusionSource(name, module.denoiser, None, module)
 
 
-def _folder(path: str) -> Path:
+def model_folder(path: str) -> Path:
+    """Finds the folder of a path or a hub id.
+
+    Raises:
+        ConfigurationError: There is no such model on this machine.
+    """
     if (Path(path) / "model_index.json").is_file():
         return Path(path)
     if not Path(path).is_dir():

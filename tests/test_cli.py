@@ -398,6 +398,8 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
             "num_inference_steps must be a whole number, and > 0",
         ),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
+        (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
+        (["demo", "sampler.num_patches=99"], "sampler.num_patches=99 is more than the 8 rows"),
         (["sample", "prompts=3"], "prompts must be a list of texts; got 3"),
         (["demo", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
         (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),

@@ -32,16 +32,20 @@ def sample(config: DictConfig) -> Any:
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
+    prepare(config)  # before anything is imported that may look for a network
     refuse_request(values, num_ranks)
     if str(values["path"]).endswith(".ckpt") or "://" in str(values["path"]):
         from lightning_diffpipe.checkpoint_files import require_file
 
         require_file(values["path"])
+    elif not _is_launched():
+        from lightning_diffpipe.model_sources import model_folder
+
+        model_folder(str(values["path"]))
     require_writable_folder("output", values["output"])
     _refuse_files_of_others(Path(values["output"]))
     _refuse_missing_gpus(values, num_ranks)
     _share_cores(values, num_ranks)
-    prepare(config)
     return on_ranks(num_ranks, lambda: _sample(values))
 
 

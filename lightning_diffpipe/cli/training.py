@@ -355,14 +355,14 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
 def demo(config: DictConfig) -> Any:
     """Trains on two processes, and tells what happens."""
     _require_final_checkpoint(config, "the pictures after training are drawn")
+    prepare(config)
     devices = config.trainer.devices
     if isinstance(devices, int) and devices > 0:
         refuse_request(plain(config), devices * config.trainer.num_nodes)
-    prepare(config)
     from lightning_diffpipe.demo import DemoStory, refuse_sampler
 
     module = hydra.utils.instantiate(config.model)
-    refuse_sampler(config.sampler.method, module)
+    refuse_sampler(config.sampler.method, module, config.sampler.get("num_patches"))
     data = hydra.utils.instantiate(config.data)
     story = DemoStory(
         config.output_dir,
