@@ -19,6 +19,7 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
             TF32, which they may unless torch is told otherwise, that counts; of products it always does.
 
     Example:
+        >>> import torch
         >>> dtypes = (torch.float64, torch.float32, torch.bfloat16)
         >>> [f"{tolerance_of(nn.Module(), torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
         ['1e-06', '1e-03', '1e-01']

@@ -17,15 +17,8 @@ from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_condition, to_square
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.loader import aligned
+from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
-
-
-def write_folder(folder, count=40):
-    lines = []
-    for i in range(count):
-        Image.new("RGB", (20 + i, 30), (i, 0, 255)).save(folder / f"{i}.png")
-        lines.append(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}))
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
 def test_a_folder_gives_squares_with_captions(tmp_path):

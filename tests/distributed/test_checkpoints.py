@@ -22,8 +22,8 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
 from lightning_diffpipe.runtime.mesh import Layout, Mesh
+from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
-from tests.data.test_folders import write_folder
 from tests.distributed.scenarios import (
     Settings,
     assert_close,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.distributed.scenarios import (
     Recorder,
@@ -24,7 +24,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     weights_of,
 )
-from tests.distributed.tiny import Data, Samples, TinyDiffusion
+from tests.distributed.tiny import Data, Pairs, TinyDiffusion, subject_first
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -99,25 +99,6 @@ class SplitPriorPreservation(PriorPreservation):
             {name: torch.cat([first[i], second[i]]) for name, (first, second) in parts.items()}
             for i in range(len(sizes))
         ]
-
-
-class Pairs(Dataset):
-    """A picture of the subject and one of its class."""
-
-    def __init__(self, size):
-        self.samples = Samples(2 * size)
-
-    def __len__(self):
-        return len(self.samples) // 2
-
-    def __getitem__(self, index):
-        return self.samples[index], self.samples[len(self) + index]
-
-
-def subject_first(pairs):
-    return torch.utils.data.default_collate(
-        [one for half in zip(*pairs, strict=True) for one in half]
-    )
 
 
 class PairData(Data):

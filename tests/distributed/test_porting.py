@@ -8,8 +8,7 @@ from torch.utils.data import Dataset
 
 from examples import porting
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.test_losses import Pairs, subject_first
-from tests.distributed.tiny import Data
+from tests.distributed.tiny import Data, Pairs, subject_first
 from tests.modules.tiny_parts import tiny_unet, tiny_vae
 from tests.ranks import run_ranks
 from tests.zoo.case import perturb

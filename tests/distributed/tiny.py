@@ -153,3 +153,22 @@ class Data(L.LightningDataModule):
         return self.loader(8)
 
     test_dataloader = val_dataloader
+
+
+class Pairs(Dataset):
+    """A picture of the subject and one of its class."""
+
+    def __init__(self, size):
+        self.samples = Samples(2 * size)
+
+    def __len__(self):
+        return len(self.samples) // 2
+
+    def __getitem__(self, index):
+        return self.samples[index], self.samples[len(self) + index]
+
+
+def subject_first(pairs):
+    return torch.utils.data.default_collate(
+        [one for half in zip(*pairs, strict=True) for one in half]
+    )
