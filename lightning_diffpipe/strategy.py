@@ -206,7 +206,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Finds the checkpoint to go on from, before any process is started, and what a failed run has left."""
         self.refuse_alone()
         refuse_divided(arguments.get("model"))
-        self._options.refuse_more_stages_than(self.world_size)
+        with raised_by_all():
+            self._options.refuse_more_stages_than(self.world_size)
         self.choose_checkpoint(trainer, arguments)
 
     def setup_environment(self) -> None:

@@ -302,7 +302,7 @@ class PipelineMonitor(L.Callback):
         self._grad_norm = None
         memory, planned = _memory_of(pipeline), pipeline.plan.planned.peak_memory_bytes
         for rank, (rank_sent, rank_memory) in enumerate(
-            pipeline.mesh.gathered([per_step, memory[1]])
+            pipeline.mesh.gathered([per_step, memory[1]], patient=True)
         ):
             numbers[f"bytes_sent/rank_{rank}"] = rank_sent
             numbers[f"{memory[0]}/rank_{rank}"] = rank_memory

@@ -286,7 +286,9 @@ def test_what_is_logged_keeps_no_activations(monkeypatch):
     seen = []
     start = ResultSharing.start
     monkeypatch.setattr(
-        ResultSharing, "start", lambda self, works: seen.extend(works) or start(self, works)
+        ResultSharing,
+        "start",
+        lambda self, works, *more: seen.extend(works) or start(self, works, *more),
     )
     module = build(Settings(module={"log_extra": True}))
     trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy(num_stages=1))

@@ -512,4 +512,4 @@ def test_a_failure_ends_all_ranks():
     )
     first, second = run_ranks(failing, 2, settings, 2)
     assert "out of luck" in first
-    assert "PipelineTimeoutError" in second
+    assert "LostRankError" in second
