@@ -234,6 +234,10 @@ class ProcessHooks(ParallelStrategy):
 
     def _tell_of_signals(self) -> None:
         """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+        # Ranks may agree to stop before the word of whom the signal reached has come.
+        deadline_s = time.monotonic() + _GRACE_S
+        while self.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
+            time.sleep(0.02)
         signals = liveness.signals or {self.global_rank: "training"}
         if self.global_rank != (0 if self.pipeline is not None else min(signals)):
             return
