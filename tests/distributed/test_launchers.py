@@ -213,6 +213,6 @@ def test_the_example_of_a_module_of_ones_own_learns():
     """The loss falls from 2 to 0.6 in sixty steps; a pipeline that trained nothing would stay above 1.5."""
     command = [sys.executable, str(ROOT / "examples" / "train_own_module.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert float(re.search(r"^loss (\d+\.\d+)$", ended.stdout, re.MULTILINE)[1]) < 0.8
