@@ -39,6 +39,7 @@ def fit_until_harmed(rank, phase, victim, harm, folder):
     def tell_and_do_harm():
         tell()
         if rank == victim and liveness.phase == phase:
+            time.sleep(0.3)  # a process that is killed may take what it has just sent with it
             harm()
 
     liveness._tell = tell_and_do_harm
