@@ -15,7 +15,7 @@ export WANDB_MODE ?= offline
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-distributed test-random check wheel timeline golden models bench clean
+.PHONY: help setup demo test test-tables test-fast test-distributed test-random check wheel timeline golden models bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,9 +34,12 @@ demo: setup  ## train on two processes as a pipeline, sample with both, show pic
 	$(BIN)/diffpipe demo $(ARGS)
 
 # Tests that start several processes wait for each other most of the time: two at once, but not beside those of one.
-test: setup  ## all tests
-	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed" $(ARGS)
+test: setup  ## all tests but the rows of tables
+	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
 	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m distributed $(ARGS)
+
+test-tables: setup  ## every row of docs/models.md: each denoiser and pipeline of diffusers
+	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m table $(ARGS)
 
 test-fast: setup  ## the tests that take about a minute together
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)

@@ -1,4 +1,4 @@
-"""Three training loops that people know from the scripts of diffusers, as LightningModules for strategy="diffpipe".
+"""Four training loops that people know from the scripts of diffusers, as LightningModules for strategy="diffpipe".
 
 docs/porting.md says what became of which part of a script. tests/distributed/test_porting.py trains all of them
 with tiny models, on two ranks and in one process, and compares weights and gradients.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Denoising(L.LightningModule):
-    """What the three have in common: frozen parts, noise, target and optimizer.
+    """What the four have in common: frozen parts, noise, target and optimizer.
 
     Args:
         vae: A diffusers `AutoencoderKL`.
@@ -77,6 +77,34 @@ class TextToImage(Denoising):
         states = self.text_encoder(batch["input_ids"])[0]
         predicted = self.unet(noisy, timesteps, states, return_dict=False)[0]
         loss = self.loss_of(predicted, target, timesteps)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+class TextToImageXL(Denoising):
+    """SDXL: two text encoders, and a U-Net that is told how each picture was cut.
+
+    Batches: `image` `(B, 3, H, W)` in [-1, 1], `input_ids` and `input_ids_2` `(B, L)`, `original_size` and `crop`
+    `(B, 2)`, in pixels.
+    """
+
+    def __init__(self, text_encoder: Any, text_encoder_2: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.text_encoder = text_encoder.requires_grad_(False).eval()
+        self.text_encoder_2 = text_encoder_2.requires_grad_(False).eval()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """One batch."""
+        noisy, timesteps, target = self.noised(batch["image"])
+        first = self.text_encoder(batch["input_ids"], output_hidden_states=True)
+        second = self.text_encoder_2(batch["input_ids_2"], output_hidden_states=True)
+        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        size = torch.full_like(batch["crop"], batch["image"].shape[-1])
+        size[:, 0] = batch["image"].shape[-2]
+        sizes = torch.cat([batch["original_size"], batch["crop"], size], dim=-1)
+        added = {"text_embeds": second[0], "time_ids": sizes.to(states.dtype)}
+        predicted = self.unet(noisy, timesteps, states, added_cond_kwargs=added, return_dict=False)
+        loss = self.loss_of(predicted[0], target, timesteps)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 

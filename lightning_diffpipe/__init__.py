@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_diffpipe.planning.simulator import simulate
     from lightning_diffpipe.predictor import Predictor
     from lightning_diffpipe.profiling import profile
-    from lightning_diffpipe.strategy import DiffPipeStrategy
+    from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
 __all__ = [
     "EMA",
@@ -63,7 +63,7 @@ _HOMES = {
     "simulate": "planning.simulator",
     "Predictor": "predictor",
     "profile": "profiling",
-    "DiffPipeStrategy": "strategy",
+    "DiffPipeStrategy": "training.strategy",
 }
 _STRATEGIES = "lightning.pytorch.strategies"
 
@@ -79,7 +79,7 @@ def __dir__() -> list[str]:
 
 
 def _make_strategy(**arguments: Any) -> DiffPipeStrategy:
-    from lightning_diffpipe.strategy import DiffPipeStrategy
+    from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
     return DiffPipeStrategy(**arguments)
 

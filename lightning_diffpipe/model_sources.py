@@ -3,14 +3,14 @@
     open_source(path)         looks what is there
     source_of_module(module)  takes what is in memory
 
-`sampling/families/source.py` has the protocol and the folders of diffusers.
+`sampling/source.py` has the protocol and the folders of diffusers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,20 @@ from lightning_diffpipe.modules.parts import (
     checkpoint_parts,
     read_checkpoint,
 )
-from lightning_diffpipe.sampling.families.family import Family, family_named, family_of
-from lightning_diffpipe.sampling.families.interception import Sample, intercepted
-from lightning_diffpipe.sampling.families.skeleton import (
+from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
     Weights,
     check_weights,
     skeleton,
 )
-from lightning_diffpipe.sampling.families.source import (
+from lightning_diffpipe.sampling.source import (
     DiffusersFolder,
+    Sample,
     Settings,
     Source,
+    drawn_by,
     refuse_prompts,
 )
 
@@ -56,7 +57,9 @@ def open_source(
     dtype: torch.dtype,
     ema: bool = True,
     variant: str | None = None,
-    without: Collection[str] = (),
+    parts: Mapping[str, Any] | None = None,
+    vae: Collection[str] = (),
+    loras: Mapping[str | Path, float] | None = None,
 ) -> Source:
     """Opens the model at a path.
 
@@ -67,7 +70,9 @@ def open_source(
         dtype: Of all weights.
         ema: Take averaged weights of a checkpoint.
         variant: Of the files in a diffusers folder, such as `"fp16"`.
-        without: Parts of a diffusers folder to be left out.
+        parts: To take in place of those in a diffusers folder; None leaves one out.
+        vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
+        loras: Scale of each LoRA file, for a diffusers folder.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
@@ -75,7 +80,8 @@ def open_source(
     """
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_variant(variant, path, without)
+        _refuse_loras(loras, path)
+        _refuse_variant(variant, path, parts or {}, vae)
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = model_folder(str(path))
     try:
@@ -83,19 +89,10 @@ def open_source(
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") == "LatentDiffusion":
-        _refuse_variant(variant, path, without)
+        _refuse_loras(loras, path)
+        _refuse_variant(variant, path, parts or {}, vae)
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
-    _require_known(index, folder)
-    return DiffusersFolder(folder, leads, device, dtype, variant, without)
-
-
-def _require_known(index: dict[str, Any], folder: Path) -> None:
-    """Refuses pipelines of no known family, with another remedy where a ControlNet is the reason."""
-    try:
-        family_of(index.get("_class_name", ""))
-    except ConfigurationError:
-        _refuse_controlnet(_present(index), str(folder))
-        raise
+    return DiffusersFolder(folder, leads, device, dtype, variant, parts or {}, vae, loras)
 
 
 def _present(index: dict[str, Any]) -> list[str]:
@@ -103,10 +100,22 @@ def _present(index: dict[str, Any]) -> list[str]:
     return [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
 
 
-def _refuse_variant(variant: str | None, path: str | Path, without: Collection[str]) -> None:
-    for name in without:
+def _refuse_loras(loras: Mapping[str | Path, float] | None, path: str | Path) -> None:
+    if loras:
         raise ConfigurationError(
-            f"{name}=None is of diffusers folders; {path} was written by this project, and all its parts are needed"
+            f"loras={list(map(str, loras))} are for diffusers folders; {path} was written by this project, and "
+            "draws with the adapters it was trained with"
+        )
+
+
+def _refuse_variant(
+    variant: str | None, path: str | Path, parts: Mapping[str, Any], vae: Collection[str]
+) -> None:
+    for name in [*parts, *(f"vae_{each}" for each in vae)]:
+        value = "None" if parts.get(name, name) is None else "..."
+        raise ConfigurationError(
+            f"{name}={value} is of diffusers folders; {path} was written by this project, and all its parts are "
+            "needed"
         )
     if variant is not None:
         raise ConfigurationError(
@@ -123,6 +132,12 @@ def refuse_module(module: Any) -> None:
             "folder and open that: Predictor.from_pretrained(path)"
         )
     _refuse_controlnet(module.parts, f"this {type(module).__name__}")
+    if module.hparams.get("self_conditioning") is not None:
+        raise ConfigurationError(
+            "the denoiser of this module also takes its own estimate (self_conditioning), which no pipeline "
+            "of diffusers gives it, and so no Predictor. Draw in one process: module.sample(prompts), or "
+            "trainer.predict"
+        )
 
 
 def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
@@ -210,11 +225,10 @@ class LatentDiffusionSource:
         weights: Weights | None,
         module: LatentDiffusion | None,
     ) -> None:
-        self.family: Family = family_named(f"latent_diffusion_{name}")
-        self.denoiser, self.weights = denoiser, weights
+        self.name, self.denoiser, self.weights = name, denoiser, weights
         self._module = module
 
-    def draw(self, settings: Settings, sample: Sample) -> list[Any]:
+    def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls `LatentDiffusion.sample` around `sample`."""
         module = self._module
         assert module is not None, "only the rank that leads has text encoders"
@@ -225,12 +239,19 @@ class LatentDiffusionSource:
             )
         refuse_prompts(settings.prompts)
         arguments = _DEFAULTS | settings.given()
-        guidance = {"scale": float(arguments["guidance_scale"])}
-        with intercepted(self.family, module.denoiser, module.scheduler, guidance, sample):
-            images = module.sample(
-                list(settings.prompts), generator=settings.generator(), **arguments
-            )
-        return pictures(images)
+        arguments |= {"prompts": list(settings.prompts or ()), "generator": settings.generator()}
+        parts = {**module.parts, "scheduler": module.scheduler}
+        call = PipelineCall(module, "sample", arguments, parts, tuple(parts), module.device)
+        was_training = module.training
+        module.eval()
+        try:
+            return pictures(drawn_by(call, sample, type(module).__name__))
+        finally:
+            module.train(was_training)
+
+    def part(self, name: str) -> nn.Module:
+        """All parts but the denoiser are called in front of the loop and behind it."""
+        raise AssertionError(name)
 
 
 def _latent_diffusion_folder(
@@ -253,6 +274,11 @@ def _checkpoint(
     path: Path, leads: bool, device: torch.device, dtype: torch.dtype, ema: bool
 ) -> LatentDiffusionSource:
     checkpoint = read_checkpoint(path, "LatentDiffusion")
+    if "call" in checkpoint.get("hyper_parameters", {}):  # an argument of PipelineDiffusion alone
+        raise ConfigurationError(
+            f"{path} is a training checkpoint of a diffusers pipeline. Write the pipeline to a folder, and open "
+            "that: PipelineDiffusion.from_checkpoint(path).save_pretrained(FOLDER), or train with save_to=FOLDER"
+        )
     name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
     cls, config = checkpoint_part(checkpoint, name)
     weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))

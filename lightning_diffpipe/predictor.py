@@ -5,8 +5,8 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/families/interception.py
-    all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/families/call.py, mesh.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/loop.py, record.py
+    all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion.py, distrifusion/
     rank 0     latents -> autoencoder -> pictures, report               sampling/report.py
 
@@ -33,6 +33,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.streams import ask_for_queues
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -42,20 +43,19 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
-from lightning_diffpipe.processes import take_place_in_slurm
-from lightning_diffpipe.runtime.streams import ask_for_queues
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import (
     Identity,
     refuse_other_models,
     refuse_other_request,
 )
-from lightning_diffpipe.sampling.families.call import Call
-from lightning_diffpipe.sampling.families.source import Settings, Source
 from lightning_diffpipe.sampling.memory import forget_variables, release_memory
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
+from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.world import World, join_world
+from lightning_diffpipe.training.processes import take_place_in_slurm
 
 OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
@@ -100,6 +100,7 @@ class Predictor:
         self._worker: Worker | None = None
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
+        self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._announced = False
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
@@ -122,6 +123,9 @@ class Predictor:
         timeout_s: float = 120.0,
         ema: bool = True,
         alone: bool = False,
+        loras: Mapping[str | Path, float] | None = None,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -148,15 +152,20 @@ class Predictor:
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
-            further: Options of the method, such as `group_norm` of DistriFusion; or a part of the pipeline to be
-                left out, such as `text_encoder_3=None` of Stable Diffusion 3.
+            loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8, "face.safetensors": 1.0}`;
+                added to the weights as they are read.
+            vae_tiling: Let the autoencoder work tile by tile, in less memory; pictures differ a little.
+            vae_slicing: Let it work picture by picture.
+            further: Options of the method, such as `group_norm` of DistriFusion; or a part of the pipeline, the
+                same on all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of
+                Stable Diffusion 3.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
-        without = [n for n, v in further.items() if v is None and _OPTIONAL_PART.fullmatch(n)]
-        further = {name: value for name, value in further.items() if name not in without}
+        parts = {n: v for n, v in further.items() if _is_part(n, v)}
+        further = {name: value for name, value in further.items() if name not in parts}
         with raised_by_all():
             options = MethodOptions(
                 method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
@@ -170,14 +179,15 @@ class Predictor:
         if not alone:
             take_place_in_slurm()
         where = _device(device)
+        vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         world = World.alone(where) if alone else join_world(where, timeout_s)
 
         def open_it() -> Source:
             fitted(options, world.num_ranks)
-            return open_source(path, world.rank == 0, where, dtype, ema, variant, without)
+            return open_source(path, world.rank == 0, where, dtype, ema, variant, parts, vae, loras)
 
         source = world.agree("opening the model", open_it)
-        common = {"dtype": dtype, "ema": ema, "variant": variant, "without": without}
+        common = {"dtype": dtype, "ema": ema, "variant": variant, "parts": list(parts), "vae": vae}
         _refuse_other_models(world, source, options, common)
         return cls(source, options, world, where, timeout_s)
 
@@ -259,6 +269,7 @@ class Predictor:
             )
 
         self._on_step = on_step
+        self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
         if self._world.rank == 0:
             self._world.enter("encoding prompts")
@@ -347,13 +358,17 @@ class Predictor:
             try:
                 give_up = worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
-                load = partial(worker.load, call)
+                load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
                 # Ranks without a prompt of their own learn here that the others refuse the request.
                 sample = partial(worker.sample, call, self._step_of(call), prepared)
                 mine = self._world.agree("drawing", sample, give_up)
-                return worker, worker.gather(call, mine)
+                latents = worker.gather(call, mine)
+                if self._world.rank > 0:
+                    call.close()
+                return worker, latents
             except (ConfigurationError, GraphError) as error:
+                call.close()
                 if error.leaves_messages:
                     raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
@@ -365,6 +380,14 @@ class Predictor:
                 forget_variables(error)
                 release_memory()
                 self._chooser.refuse(worker.options, error)
+
+    def _load(self, worker: Worker, call: Call) -> dict[str, Any]:
+        """Reads what this rank needs: parts that the loop calls whole, and its share of the denoiser."""
+        if self._world.rank > 0:
+            parts = {name: self.source.part(name) for name in call.pipeline.needed}
+            parts[self.source.name] = self.source.denoiser
+            call.pipeline = call.pipeline.here(parts, self.device, self._functions)
+        return worker.load(call)
 
     def _break_off(self, error: BaseException) -> None:
         """Ends the messages of a request, of which each rank has sent and received others by now."""
@@ -390,7 +413,7 @@ class Predictor:
         self._broken_by = None
 
     def _step_of(self, call: Call) -> Callable[[int], None]:
-        num_steps, heartbeat = len(call.scheduler.timesteps), self._world.heartbeat
+        num_steps, heartbeat = len(call.timesteps), self._world.heartbeat
 
         def on_step(index: int) -> None:
             if heartbeat is not None:
@@ -435,6 +458,13 @@ def _refuse_other_models(
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(common)
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
+
+
+def _is_part(name: str, value: Any) -> bool:
+    """Whether an argument is a part of a pipeline, or leaves one out."""
+    if value is None:
+        return _OPTIONAL_PART.fullmatch(name) is not None
+    return callable(getattr(value, "save_pretrained", None))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.float32 import rounding_of
+from lightning_diffpipe.graph.forms import Exemplar
 from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorSpec
-from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
-from lightning_diffpipe.runtime.partitioned import Step
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.seeding import microbatch_seed
 
 _log = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ def run_whole(
     num_microbatches: int,
     seed: int,
     pipeline: int = 0,
+    exemplar: Exemplar | None = None,
 ) -> WholeRun:
     """Runs all layers of a batch on this rank; the module must still be whole.
 
@@ -72,19 +72,25 @@ def run_whole(
         num_microbatches: As planned.
         seed: Seed of the run.
         pipeline: Index of this rank's pipeline, which draws its own random numbers.
+        exemplar: Makes the step take the graph's form, if it takes several.
     """
+    steps = PartitionedStepCache(
+        module, step, graph, (), Placement(((0,),)), 0, interception, next(module.parameters()).device,
+        exemplar=exemplar,
+    )  # fmt: skip
     sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
     loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
     with untouched(module):
         parts = split(batch, sizes, graph.form)
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
-            known = reprobe(module, step, part, graph)
+            number = microbatch_seed(seed, pipeline, 0, index)
+            partitioned = steps.of(part, number)
+            known = partitioned.graph
             outputs = (leaf for layer in known.layers for leaf in layer.outputs)
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
-            view = StageView(module, known, uncut(known), interception)
-            run = view.forward(
+            run = partitioned.stage_views[0].forward(
                 StepCall(step, module, part, written=known.batch_writes),
-                seed=microbatch_seed(seed, pipeline, 0, index),
+                seed=number,
                 log=lambda *arguments: None,
             )
             assert run.loss is not None

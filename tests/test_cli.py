@@ -607,7 +607,7 @@ def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
     assert err.startswith(
         "diffpipe train: there is no model=unet; did you mean model=glyph_unet? Choose"
     )
-    assert "Choose one of controlnet, flux, glyph_dit, " in err
+    assert "Choose one of controlnet, flux, glyph_cascade, " in err
     assert len(err.splitlines()) == 1
 
 

@@ -16,8 +16,25 @@ from tests.zoo.measure import idle_blocks, measure, plain_gradients
 from tests.zoo.write_table import PATH, facts, row
 
 FAST = ("UNet2DModel",)
+COMMON = (
+    "UNet2DConditionModel",
+    "UNet2DConditionModel SDXL",
+    "ControlNetModel with locked U-Net",
+    "DiTTransformer2DModel",
+    "PixArtTransformer2DModel",
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanDiT2DModel",
+    "WanTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+)
 BUILT = [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+    pytest.param(
+        name,
+        marks=()
+        if name in FAST
+        else [pytest.mark.slow, *[pytest.mark.table] * (name not in COMMON)],
+    )
     for name, case in CASES.items()
     if case.reason is None
 ]

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.comm.streams import SideStreams
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.streams import SideStreams
 from lightning_diffpipe.sampling.partial_attention import attention_part, merged
 from tests.distributed.scenarios import (
     Settings,

@@ -22,15 +22,13 @@ ALLOWED = {
     "viewing": {"planning", "errors"},
     "graph": {"planning", "errors"},
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
-    "runtime": {"clock", "files", "graph", "planning", "errors"},
-    "sampling": {"runtime", "graph", "planning", "clock", "errors"},
+    "comm": {"graph", "planning", "errors"},
+    "runtime": {"clock", "files", "comm", "graph", "planning", "errors"},
+    "sampling": {"comm", "graph", "planning", "clock", "errors"},
     "pipelines": {"errors"},
 }
-TOP = {"strategy", "callbacks", "predictor", "modules", "data", "preparation", "plan_source", "pipeline_options",
-       "assembly", "pipeline", "loader", "refusals", "example_batch", "early_answers", "verification", "step_watch",
-       "demo", "transfer", "checkpointing", "checkpoint_files", "processes",
-       "model_sources", "lockstep", "metric_sync",
-       "mean_check", "__init__"}  # fmt: skip
+TOP = {"training", "callbacks", "predictor", "modules", "data", "verification", "demo", "checkpoint_files",
+       "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
@@ -41,6 +39,7 @@ THIRD_PARTY = {
     "viewing": {"matplotlib"},
     "graph": {"torch", "numpy"},
     "profiling": {"torch", "numpy", "diffusers", "transformers", "rich"},
+    "comm": {"torch"},
     "runtime": {"torch", "numpy"},
     "sampling": {"torch", "numpy", "diffusers", "safetensors"},
     "pipelines": {"torch", "transformers"},
@@ -49,21 +48,9 @@ REASONS = {
     "planning": "planning is pure, so that it can be tested without a GPU; move the measurement to profiling/",
     "viewing": "viewing is pure, so that plans can be read anywhere; only viewing/plot.py may draw with matplotlib",
     "runtime": "the runtime obeys plans and knows no Lightning; translate hooks in strategy.py",
-    "graph": "the graph knows one process only; communication belongs to runtime/",
+    "graph": "the graph knows one process only; communication belongs to comm/",
 }
-DISTRIBUTED = {
-    "mesh",
-    "transport",
-    "checkpoint",
-    "reduction",
-    "results",
-    "relay",
-    "links",
-    "gathering",
-    "agreement",
-    "common_start",
-    "liveness",
-}
+DISTRIBUTED = {"checkpoint", "reduction", "results", "relay", "common_start"}
 
 
 @functools.cache

@@ -24,8 +24,35 @@ def probe_once() -> None:
     fold(module, step, batch, graph, [len(graph.path) // 2])
 
 
+def import_what_samples() -> None:
+    """Imports what is found in diffusers and transformers at first use: more than a second of a processor."""
+    import diffusers
+    import transformers
+
+    from tests.predictor import scenarios, tiny_pipelines  # noqa: F401
+
+    for cls in (
+        "StableDiffusion",
+        "StableDiffusionXL",
+        "StableDiffusion3",
+        "Flux",
+        "PixArtAlpha",
+        "DiT",
+        "Wan",
+    ):
+        getattr(diffusers, f"{cls}Pipeline")
+    for cls in (
+        "CLIPTextModelWithProjection",
+        "CLIPTokenizer",
+        "T5EncoderModel",
+        "UMT5EncoderModel",
+    ):
+        getattr(transformers, cls)
+
+
 # An error here would end the server without a word; the tests themselves will report it.
 with contextlib.suppress(Exception):
     probe_once()
+    import_what_samples()
 gc.collect()
 gc.freeze()  # what is shared by all forks need not be searched by any

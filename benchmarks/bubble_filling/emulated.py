@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from benchmarks.harness import on_ranks, table
 from benchmarks.sleeping import Sleeper
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import Pipeline, Process
-from lightning_diffpipe.pipeline_options import PipelineOptions
-from lightning_diffpipe.plan_source import pool_times
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline
-from lightning_diffpipe.preparation import prepare
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.runtime.ahead import Filling
+from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import pool_times
+from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.viewing.measured import measured_timeline
 
 SAMPLES = 15  # of a microbatch; in groups of one sample there are about 15 for each rank

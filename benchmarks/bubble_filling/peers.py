@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
-from lightning_diffpipe.pipeline import Pipeline, Process
-from lightning_diffpipe.pipeline_options import PipelineOptions
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
-from lightning_diffpipe.preparation import prepare
 from lightning_diffpipe.runtime.ahead import Filling
+from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.preparation import prepare
 
 Step = Callable[[], Any]
 READING_LR = 1024.0  # gradients are read from the change of weights: far above its rounding

@@ -29,21 +29,21 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from benchmarks.planned_vs_measured.models import CASES, Case
 from benchmarks.planned_vs_measured.sleepers import SLEEPING
+from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.pipeline import Pipeline, Process
-from lightning_diffpipe.pipeline_options import PipelineOptions
-from lightning_diffpipe.plan_source import pool_times
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.preparation import prepare
 from lightning_diffpipe.profiling.cache import CACHE_VARIABLE, cache_folder
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
-from lightning_diffpipe.runtime.links import measure_cluster
+from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import pool_times
+from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.viewing.gap import explain_gap
 from lightning_diffpipe.viewing.measured import measured_timeline
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
-from lightning_diffpipe.runtime.liveness import liveness
+from lightning_diffpipe.comm.liveness import liveness
 
 FOLDER, HARM, RANK, PHASE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 IN_STEP = "training"

@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, table
+from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_candidates import DenoiserProfile, SamplingChoice
-from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.planning.sampling_wish import SamplingWish
+from lightning_diffpipe.planning.sampling.candidates import DenoiserProfile, SamplingChoice
+from lightning_diffpipe.planning.sampling.choice import choose_sampling
+from lightning_diffpipe.planning.sampling.wish import SamplingWish
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
-from lightning_diffpipe.sampling.links import Links
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel

@@ -27,11 +27,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.loader import AlignedLoader
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
 from lightning_diffpipe.runtime.ahead import Filling
 from lightning_diffpipe.runtime.filling import FillingMode
-from lightning_diffpipe.strategy import DiffPipeStrategy
+from lightning_diffpipe.training.loader import AlignedLoader
+from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
 
 class BubbleFilling(L.Callback):

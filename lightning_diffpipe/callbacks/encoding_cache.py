@@ -21,10 +21,10 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import LayerMemo, repeatable, why_not_remembered
-from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.runtime.encoding_store import EncodingStore
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.stage import PartitionedStep
+from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.units import percent, size
 
 _USELESS_SHARE = 0.1
@@ -100,7 +100,7 @@ class EncodingCache(L.Callback):
         steps = pipeline.engine.layout.steps
         sizes = microbatch_sizes(num_samples(batch, steps.form), pipeline.plan.num_microbatches)
         microbatch = split(batch, sizes, steps.form)[0]
-        partitioned = steps.of(microbatch)
+        partitioned = steps.of(microbatch, pipeline.seed)
         graph = partitioned.graph
         reasons = {
             layer.name: why_not_remembered(layer, graph, self.min_flops_per_byte)

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
+from lightning_diffpipe.comm.gathering import gather_spans
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.loader import AlignedLoader
-from lightning_diffpipe.pipeline import Pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
-from lightning_diffpipe.runtime.gathering import gather_spans
+from lightning_diffpipe.training.loader import AlignedLoader
+from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
 from lightning_diffpipe.viewing.closing import Sample, closing_report, typical
 from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
@@ -164,8 +164,11 @@ class PipelineMonitor(L.Callback):
     ) -> None:
         """Takes the norm of the gradients, not clipped yet, if a look comes before the next optimizer step."""
         until_next = range(1, trainer.accumulate_grad_batches + 1)
-        if _pipeline(trainer) is not None and any(
-            self._is_due(self._num_steps + batches) for batches in until_next
+        pipeline = _pipeline(trainer)
+        if (
+            pipeline is not None
+            and not pipeline.plan.runs_free
+            and any(self._is_due(self._num_steps + batches) for batches in until_next)
         ):
             strategy: Any = trainer.strategy
             self._grad_norm = strategy.gradient_norm()
@@ -264,6 +267,9 @@ class PipelineMonitor(L.Callback):
         if gathered is None or not result.recording.spans:
             return None
         noted, offsets_s = gathered
+        if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
+            offsets_s = [min(span.start_s for span in spans) for spans in noted]
+            ended_s -= offsets_s[0]
         timeline = measured_timeline(noted, offsets_s, pipeline.plan.placement)
         began_s = min(
             span.start_s - ahead_s

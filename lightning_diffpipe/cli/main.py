@@ -272,6 +272,11 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
         summary, _ = VERBS[name]
         key = re.search(r"^\s*full_key: (\S+)", str(error), re.MULTILINE)
         setting = key[1] if key else str(error).splitlines()[0].rpartition(" ")[2]
+        if setting == "data.folder":
+            summary = (
+                "it holds pictures or videos and metadata.jsonl, with a line for each, such as "
+                '{"file_name": "cat.png", "text": "a cat"}'
+            )
         return f"{setting} is not given ({summary})"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,9 +39,9 @@ def profile(config: DictConfig) -> Any:
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
-    from lightning_diffpipe.example_batch import why_empty
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
+    from lightning_diffpipe.training.example_batch import why_empty
 
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)
@@ -64,7 +65,8 @@ def profile(config: DictConfig) -> Any:
         progress=config.progress,
     )
     _write(config.output, result.to_json())
-    layers, encoders = result.backbones[0].layers, result.encoders
+    layers = [layer for backbone in result.backbones for layer in backbone.layers]
+    encoders = result.encoders
     frozen = sum(len(encoder.layers) for encoder in encoders)
     for samples, _ in layers[0].forward_s.points:
         path_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
@@ -79,7 +81,7 @@ def _measure_links(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_diffpipe.runtime.links import measure_cluster
+    from lightning_diffpipe.comm.bandwidth import measure_cluster
     from lightning_diffpipe.viewing.units import seconds, size
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -111,6 +113,7 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.viewing.cache_advice import cache_advice
     from lightning_diffpipe.viewing.explain import explain
     from lightning_diffpipe.viewing.report import report
+    from lightning_diffpipe.viewing.units import seconds
 
     values = plain(config)
     if values["output"] is not None:
@@ -121,13 +124,18 @@ def plan(config: DictConfig) -> Any:
     cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
     wishes = {key: values[key] for key in own} | values["strategy"]
+    start_s = time.perf_counter()
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
         options = PlanOptions.from_dict(wishes)
         found = find_plan(profile, cluster, options)
+    found_s = time.perf_counter()
     if values["explain"]:
         rate = values["disk_bytes_per_s"]
         why = explain(found, profile, cluster, values["explain_s"], rate)
         found = replace(found, changes=why.changes)
+    took = f"found in {seconds(found_s - start_s)}"
+    if values["explain"]:
+        took += f"; what else could be changed was searched for {seconds(time.perf_counter() - found_s)}"
     if values["output"] is not None:  # before anything is printed: whoever reads may have gone
         _write(values["output"], found.to_json())
     print(report(found))
@@ -135,10 +143,7 @@ def plan(config: DictConfig) -> Any:
         print("\nNone of the changes that were tried would make the step shorter.")
     if values["explain"] and profile.encoders:
         print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **data))}")
-    if found.options.filling == "diffusionpipe":
-        print(
-            "\nThis filling can be planned, but not run: a plan to train with has filling=shares."
-        )
+    print(f"\n{took}")
     if config.profile is not None and (unknown := _unknown_splits(found, profile)):
         print(f"\n{unknown}")
     if values["output"] is not None:

@@ -97,8 +97,8 @@ def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     Raises:
         ConfigurationError: One of them; names its setting.
     """
-    from lightning_diffpipe.sampling.families.source import Settings
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
+    from lightning_diffpipe.sampling.source import Settings
 
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
@@ -206,7 +206,7 @@ def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
 
-    from lightning_diffpipe.runtime.streams import ask_for_queues
+    from lightning_diffpipe.comm.streams import ask_for_queues
 
     device = "cpu"
     if values["trainer"]["accelerator"] != "cpu":
@@ -221,6 +221,7 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
         "device": device,
         "dtype": getattr(torch, str(values["dtype"])),
         "variant": values["variant"],
+        "loras": values["loras"],
         "timeout_s": float(values["timeout_s"]),
     }
 

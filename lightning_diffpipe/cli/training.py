@@ -269,7 +269,7 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
     from lightning_diffpipe.checkpoint_files import chosen
-    from lightning_diffpipe.strategy import DiffPipeStrategy
+    from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
     for name in ("save_to", "save_lora"):
         if config[name] is not None:
@@ -309,7 +309,7 @@ def _require_batches(trainer: Any) -> None:
     Raises:
         ConfigurationError: The training data loader gave no batch.
     """
-    from lightning_diffpipe.example_batch import why_empty
+    from lightning_diffpipe.training.example_batch import why_empty
 
     # Without a loader none was asked for: limit_train_batches=0.
     if trainer.num_training_batches == 0 and trainer.train_dataloader is not None:

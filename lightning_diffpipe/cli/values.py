@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "report": bool,
     "dtype": str,
     "variant": str | None,
+    "loras": dict | None,
     "timeout_s": float,
     # profile
     "cluster_output": str,

@@ -21,34 +21,41 @@ from lightning_diffpipe.errors import ConfigurationError, DataError, require_num
 
 
 class Sample(TypedDict):
-    """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1]."""
+    """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
-    image: Tensor
+    Or a video, `(3, F, H, W)`, in place of the image.
+    """
+
+    image: NotRequired[Tensor]
+    video: NotRequired[Tensor]
     caption: str
     condition: NotRequired[Tensor]
 
 
 class Batch(TypedDict):
-    """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1]."""
+    """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
-    image: Tensor
+    Or videos, `(B, 3, F, H, W)`, in their place.
+    """
+
+    image: NotRequired[Tensor]
+    video: NotRequired[Tensor]
     caption: list[str]
     condition: NotRequired[Tensor]
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Stacks images and lists captions.
+    """Stacks images, or videos, and lists captions.
 
     Args:
-        samples: `B` samples whose images have one size; all of them with conditions, or none.
+        samples: `B` samples whose images or videos have one size; all of them with conditions, or none.
 
     Returns:
         The batch.
     """
-    batch: Batch = {
-        "image": torch.stack([sample["image"] for sample in samples]),
-        "caption": [sample["caption"] for sample in samples],
-    }
+    batch: Batch = {"caption": [sample["caption"] for sample in samples]}
+    kind = "video" if "video" in samples[0] else "image"
+    batch[kind] = torch.stack([sample[kind] for sample in samples])
     conditions = stacked_conditions(samples)
     if conditions is not None:
         batch["condition"] = conditions

@@ -8,13 +8,19 @@ held back follows from a hash of their file name. For a ControlNet a line may na
 shape (`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
+
+Where `num_frames` are asked for, files are videos, or folders of frames:
+
+    {"file_name": "cat.mp4", "text": "a cat jumps from a sofa"}
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -103,23 +109,31 @@ def read_sample(
     Raises:
         DataError: A file cannot be read, or the two have other shapes; names what they are called.
     """
-    name = names[0]
+    with _reading(names[0]), Image.open(picture) as image:
+        sample: Sample = {"image": to_square(image, resolution), "caption": caption}
+        if condition is not None:
+            with _reading(names[1]), Image.open(condition) as other:
+                require_same_shape(image, names[0], other, names[1])
+                sample["condition"] = to_condition(other, resolution)
+    return sample
+
+
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Names a file that cannot be read.
+
+    Raises:
+        DataError: For whatever a decoder meets in a broken file.
+    """
     try:
-        with Image.open(picture) as image:
-            sample: Sample = {"image": to_square(image, resolution), "caption": caption}
-            if condition is not None:
-                name = names[1]
-                with Image.open(condition) as other:
-                    require_same_shape(image, names[0], other, name)
-                    sample["condition"] = to_condition(other, resolution)
+        yield
     except DataError:
         raise
-    except Exception as error:  # whatever a decoder meets in a broken file
+    except Exception as error:
         raise DataError(
             f"{name} cannot be used: {error}. Mend or remove it, or leave such samples out with on_error='skip' "
             "(data.on_error=skip)"
         ) from error
-    return sample
 
 
 class _Entry(NamedTuple):
@@ -140,14 +154,18 @@ def require_listing(folder: Path) -> None:
     if not (folder / "metadata.jsonl").is_file():
         raise ConfigurationError(
             f"folder={folder}: {folder / 'metadata.jsonl'} does not exist; write one line per picture, such as "
-            '{"file_name": "cat.png", "text": "a cat"}'
+            '{"file_name": "cat.png", "text": "a cat"}, or per video ("cat.mp4", or a folder of frames) with '
+            "num_frames"
         )
 
 
 class _Lines:
     """What a folder's `metadata.jsonl` lists; see `ImageFolderDataModule`."""
 
-    def __init__(self, folder: Path, caption_key: str, condition_key: str | None) -> None:
+    def __init__(
+        self, folder: Path, caption_key: str, condition_key: str | None, may_be_folders: bool
+    ) -> None:
+        self._may_be_folders = may_be_folders
         self._folder, self._path = folder, folder / "metadata.jsonl"
         self._keys = ["file_name", caption_key, *([condition_key] if condition_key else [])]
 
@@ -208,7 +226,8 @@ class _Lines:
         name, caption, *condition = values
         paths = [self._folder / each for each in (name, *condition)]
         for path in paths:
-            _require_file(path, where)
+            if not (self._may_be_folders and path.is_dir()):
+                _require_file(path, where)
         return _Entry(paths[0], caption, paths[1] if condition else None, number)
 
 
@@ -225,9 +244,10 @@ def _require_file(path: Path, where: str) -> None:
 
 
 class _Pictures(Dataset[Sample]):
-    def __init__(self, entries: list[_Entry], resolution: int) -> None:
+    def __init__(self, entries: list[_Entry], resolution: int, num_frames: int | None) -> None:
         self.entries = entries
         self.resolution = resolution
+        self.num_frames = num_frames
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -236,6 +256,14 @@ class _Pictures(Dataset[Sample]):
         path, caption, condition, line = self.entries[index]
         where = f" (metadata.jsonl, line {line})"
         names = f"{path}{where}", f"{condition}{where}"
+        if self.num_frames is not None:
+            from lightning_diffpipe.data.videos import read_video
+
+            with _reading(names[0]):
+                return {
+                    "video": read_video(path, self.num_frames, self.resolution),
+                    "caption": caption,
+                }
         return read_sample(path, caption, condition, self.resolution, names)
 
 
@@ -281,6 +309,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         on_error: What becomes of lines and pictures that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and tells their number. Broken pictures are found when
             they are loaded; the next one takes the place of each.
+        num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
+            pictures.
     """
 
     def __init__(
@@ -293,8 +323,15 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: int = 4,
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
+        num_frames: int | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
+        if num_frames is not None:
+            require_number("num_frames", num_frames, 1, whole=True)
+            if condition is not None:
+                raise ConfigurationError(
+                    f"condition={condition!r} is for pictures; leave it or num_frames={num_frames} out"
+                )
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         folder = str(folder)  # a checkpoint of plain values can be read without trusting it
@@ -317,7 +354,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         """
         h = self.hparams
         split: dict[bool, list[_Entry]] = {False: [], True: []}
-        lines = _Lines(Path(h.folder), h.caption_key, None if h.condition in MADE else h.condition)
+        condition = None if h.condition in MADE else h.condition
+        lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
         for entry in lines.read(h.on_error == "skip"):
             digest = hashlib.sha256(entry.path.name.encode()).digest()
             share = int.from_bytes(digest[:8], "big") / 2**64
@@ -327,5 +365,7 @@ class ImageFolderDataModule(CaptionedDataModule):
                 f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "
                 f"pictures, or lower validation_share={h.validation_share} (data.validation_share)"
             )
-        train_set, validation_set = (_Pictures(split[held], h.resolution) for held in (False, True))
+        train_set, validation_set = (
+            _Pictures(split[held], h.resolution, h.num_frames) for held in (False, True)
+        )
         self._use(train_set, validation_set, h.condition if h.condition in MADE else None)

@@ -9,6 +9,7 @@ stage is left before the end of the step, those that the step would have put bac
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -50,7 +51,9 @@ class AttributeWrites(TorchFunctionMode):
             before = module.__dict__.get(name, _MISSING)
             original(module, name, value)
             owner = self._modules.get(id(module))
-            if owner is not None and name in module.__dict__ and before is not value:
+            # What is set to what it was may be set to something else by another microbatch: a coin, say.
+            again = before is value and name != "training"
+            if owner is not None and name in module.__dict__ and (again or before is not value):
                 self._note((owner, name), module, before)
 
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
@@ -85,8 +88,19 @@ class AttributeWrites(TorchFunctionMode):
         return frozenset(filter(self._is_as_before, self._moved))
 
     def left(self) -> frozenset[Attribute]:
-        """When the step has ended: what differs since then, and was set between layers."""
-        return frozenset((self._moved & self._of_glue) - self.toggled())
+        """When the step has ended: what was set between layers, and not put back.
+
+        Without notes that something was done once and for all: a model of transformers notes that it has hooks, and
+        would get them again in every run if its note were taken back. Such names are private; that of a coin which
+        a step keeps is not.
+        """
+        left = self._of_glue - self.toggled()
+        return frozenset(itertools.filterfalse(self._is_done_once, left))
+
+    def _is_done_once(self, attribute: Attribute) -> bool:
+        owner, before = self._before[attribute]
+        is_private = attribute[1].startswith("_")
+        return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
 
     def _is_as_before(self, attribute: Attribute) -> bool:
         owner, before = self._before[attribute]

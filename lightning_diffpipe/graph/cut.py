@@ -45,6 +45,8 @@ class StageCut:
         parameters: Parameters that must be resident, trained or not.
         written_buffers: Buffers that change here and nowhere else.
         is_last: Whether the loss is computed here.
+        sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,
+            and what the others give is missing; `sent` is what whoever puts the parts together reads of it.
     """
 
     index: int
@@ -60,6 +62,7 @@ class StageCut:
     parameters: frozenset[str]
     written_buffers: frozenset[str]
     is_last: bool
+    sees_all: bool = True
 
     @property
     def message_gradients(self) -> tuple[TensorKey, ...]:
@@ -102,6 +105,8 @@ def cut(
     graph: LayerGraph,
     positions: Sequence[int],
     homes: Sequence[tuple[int, ...]] | None = None,
+    first_stages: Sequence[int] = (0,),
+    may_be_empty: bool = False,
 ) -> Cut:
     """Cuts the trained path in front of the given positions.
 
@@ -109,6 +114,8 @@ def cut(
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
         homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
+        first_stages: Where chains begin that know nothing of each other; see `chains.py`.
+        may_be_empty: Stages may have no layers: those of passes that this form of the step leaves out.
 
     Returns:
         The stages with everything that crosses between them.
@@ -118,7 +125,7 @@ def cut(
     """
     path = graph.path
     bounds = [0, *positions, len(path)]
-    if positions and any(a >= b for a, b in pairwise(bounds)):
+    if positions and not may_be_empty and any(a >= b for a, b in pairwise(bounds)):
         raise PartitionError(
             f"cannot cut a path of {len(path)} layers at {list(positions)}: every stage needs at least one "
             f"layer; choose increasing positions between 1 and {len(path) - 1}, or fewer stages, or "
@@ -126,15 +133,20 @@ def cut(
         )
     own = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
     last = len(own) - 1
-    reads = [_reads(graph, layers, s == last) for s, layers in enumerate(own)]
-    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
     frozen = frozenset(graph.frozen)
+    ends = {stop - 1: range(first, stop) for first, stop in pairwise((*first_stages, last + 1))}
+    read_at_end = {
+        s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(own[i] for i in chain)))
+        for s, chain in ends.items()
+    }
+    reads = [_reads(graph, layers, read_at_end.get(s)) for s, layers in enumerate(own)]
+    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
 
     shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
     carrying = frozenset(
         s
         for s, i in enumerate(own)
-        if s == last or any(graph.layers[k].carries_gradient for k in i)
+        if s in ends or any(graph.layers[k].carries_gradient for k in i)
     )
     ways: dict[TensorKey, _Way] = {}
     for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
@@ -146,8 +158,14 @@ def cut(
             route(stage_of[key[0]], readers, shared_homes, None, returned), returned.readers
         )
     stages = tuple(
-        _stage_cut(graph, s, layers, reads[s], ways, s == last) for s, layers in enumerate(own)
+        _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
     )
+    if len(ends) > 1:
+        parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
+        stages = tuple(
+            replace(stage, sent=parts[stage.index], sees_all=False) if stage.is_last else stage
+            for stage in stages
+        )
     results = tuple(sorted(k for k in set().union(*reads) if k[0] in frozen))
     frozen_cut = replace(_stage_cut(graph, -1, frozen, frozenset(), {}, False), sent=results)
     holders = {
@@ -167,10 +185,11 @@ def tail(graph: LayerGraph) -> StageCut:
     return _stage_cut(graph, 0, frozenset(), graph.tail_reads, {}, True)
 
 
-def _reads(graph: LayerGraph, layers: Iterable[int], is_last: bool) -> frozenset[TensorKey]:
+def _reads(
+    graph: LayerGraph, layers: Iterable[int], at_end: frozenset[TensorKey] | None
+) -> frozenset[TensorKey]:
     own = frozenset(layers)
-    keys = frozenset().union(*(graph.layers[i].reads for i in own))
-    keys |= graph.tail_reads if is_last else frozenset()
+    keys = frozenset().union(*(graph.layers[i].reads for i in own)) | (at_end or frozenset())
     return frozenset(key for key in keys if key[0] not in own)
 
 

@@ -228,8 +228,7 @@ class StepProbe:
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
-        if self._fake_mode is None:
-            rng.seed_all(self._seed, host=True)
+        rng.seed_all(self._seed, host=True)  # also of fake runs: coins fall alike on all ranks
         with torch.enable_grad(), self._fake_mode or contextlib.nullcontext():
             return around(lambda: self._step(self._module, batch))
 

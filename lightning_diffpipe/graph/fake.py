@@ -13,7 +13,7 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.placement import own_tensors, true_stride
@@ -81,6 +82,8 @@ class TrackedFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:  # asked by autograd for every tensor it sees: half of all calls
             return args[0].device
+        if is_single_draw(func, args) and (value := _drawn(func, args, kwargs or {})) is not None:
+            return value
         out = self.dispatch(func, types, args, kwargs or {})
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, FakeTensor):
@@ -91,6 +94,25 @@ class TrackedFakeMode(FakeTensorMode):
         """Whether a tensor made under this mode survived the step."""
         self._made = [made for made in self._made if not made.expired()]
         return bool(self._made)
+
+
+def is_single_draw(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator draws a random number by itself, of which steps make coins: `torch.rand(()) < p`."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or any(
+        isinstance(a, Tensor) for a in args
+    ):
+        return False
+    sizes = [a for a in args if isinstance(a, list | tuple)]
+    return sizes in ([()], [[]], [(1,)], [[1]])
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """A single number from the generator of the host, as a constant that fake tensors know the value of."""
+    if kwargs.get("generator") is not None:
+        return None
+    with _disable_current_modes():
+        value = func(*args, **{**kwargs, "device": "cpu"})
+    return torch.tensor(value.tolist(), dtype=value.dtype)
 
 
 @contextlib.contextmanager

@@ -1,23 +1,13 @@
 """A frozen run that waits in the middle of a model's code, and goes on when it is told to.
 
-It waits in a thread of its own. The hand-off is strict: one of the two threads always waits, and what
-threads share is swapped with it: the states of the random number generators, the default dtype, which
-`precision="bf16-true"` changes inside a step, and attributes of modules that the step sets. So the result
-does not depend on who runs in between. The thread is kept for the next run: in a new one all memory is
-first touched again, which costs up to half of the time of an encoder.
-
-Source:
-    Coroutines by threads; greenlets would be cheaper to switch (0.3 instead of 20 microseconds), but
-    share grad mode and autocast with the trainer.
+It is a coroutine (`coroutine.py`), and what threads share is swapped with it: the states of the random
+number generators, the default dtype, which `precision="bf16-true"` changes inside a step, and attributes
+of modules that the step sets.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +16,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.attributes import Attributes
+from lightning_diffpipe.graph.coroutine import Coroutine
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import TensorKey
 
@@ -33,41 +24,10 @@ if TYPE_CHECKING:
     from lightning_diffpipe.graph.frozen import FrozenRun
 
 
-class _Cancelled(BaseException):
-    """Unwinds a paused run (no Exception, so that a model does not swallow it)."""
-
-
-class _Worker:
-    """A thread that is kept for later runs."""
-
-    _idle: list[_Worker] = []  # noqa: RUF012
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="diffpipe-frozen", daemon=True).start()
-
-    @classmethod
-    def submit(cls, work: Callable[[], None]) -> None:
-        """Runs something in an idle thread, or in a new one if none is idle."""
-        with cls._lock:
-            worker = cls._idle.pop() if cls._idle else None
-        (worker or cls())._work.put(work)
-
-    def _loop(self) -> None:
-        while True:
-            work = self._work.get()
-            work()
-            del work  # it holds a batch
-            with self._lock:
-                self._idle.append(self)
-
-
 class PausedRun:
     """A frozen run that goes on in pieces. Its methods belong to one thread, the owner's.
 
     Attributes:
-        done: Nothing is left to run.
         num_layers_done: Layers of the fine graph that were started.
     """
 
@@ -80,7 +40,7 @@ class PausedRun:
         host_random: bool,
         attributes: Attributes,
     ) -> None:
-        self.done, self.num_layers_done = False, 0
+        self.num_layers_done = 0
         self._run, self._interception, self._call = run, interception, call
         self._run.pause = self._pause
         self._host = host_random
@@ -91,13 +51,12 @@ class PausedRun:
         self._attributes = attributes
         self._set: Any = None  # what they are inside; before the run begins, whatever they are
         self._goes_on: Callable[[str], bool] = _never
-        self._cancelled = self._started = False
-        self._error: BaseException | None = None
-        self._settings = _ThreadSettings()
-        self._context = contextvars.copy_context()
-        self._go, self._back = threading.Lock(), threading.Lock()  # held: wait for your turn
-        self._go.acquire()
-        self._back.acquire()
+        self._coroutine = Coroutine(self._work)
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to run."""
+        return self._coroutine.done
 
     @property
     def next_layer(self) -> str:
@@ -111,8 +70,10 @@ class PausedRun:
         Raises:
             GraphError: The run is not done.
         """
-        if not self.done or self._cancelled:
-            state = "was cancelled" if self._cancelled else "is not done; call finish()"
+        if not self.done or self._coroutine.is_cancelled:
+            state = (
+                "was cancelled" if self._coroutine.is_cancelled else "is not done; call finish()"
+            )
             raise GraphError(f"the frozen run {state}")
         return self._run.results()
 
@@ -143,7 +104,7 @@ class PausedRun:
         """
         if not self.done:
             self._goes_on = goes_on
-            self._switch()
+            self._switch(self._coroutine.resume)
         return self.done
 
     def finish(self) -> dict[TensorKey, Tensor]:
@@ -153,106 +114,44 @@ class PausedRun:
 
     def cancel(self) -> None:
         """Unwinds the step where it is paused and frees what it holds."""
-        if self.done:
-            return
-        self._cancelled = True
-        if self._started:
-            self._switch()
-        self.done = True
+        if not self.done:
+            self._switch(self._coroutine.cancel)
 
-    def _switch(self) -> None:
-        """Hands control to the worker until it hands it back."""
+    def _switch(self, act: Callable[[], None]) -> None:
+        """Hands control to the coroutine until it hands it back."""
         outside, dtype = rng.capture(self._host), torch.get_default_dtype()
         attributes = self._attributes.capture()
         rng.restore(self._state)
         torch.set_default_dtype(self._dtype)
         if self._set is not None:
             self._attributes.restore(self._set)
-        if not self._started:
-            self._started = True
-            _Worker.submit(lambda: self._context.run(self._work))
-        self._settings.stream = _current_stream()
-        self._go.release()
         try:
-            self._back.acquire()
-        except BaseException:  # interrupted: the worker must not run on beside us
-            self._cancelled = True
-            self._back.acquire()
-            raise
+            act()
         finally:
             self._state, self._dtype = rng.capture(self._host), torch.get_default_dtype()
             self._set = self._attributes.capture()
             rng.restore(outside)
             torch.set_default_dtype(dtype)
             self._attributes.restore(attributes)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
     def _work(self) -> None:
-        """What the worker does: the whole step, pausing inside."""
-        self._go.acquire()
+        """The whole step, pausing inside."""
         try:
-            with self._settings.entered(), self._interception.running(self._run):
+            with self._interception.running(self._run):
                 self._run.walk(self._call)
-        except _Cancelled:
-            pass
-        except BaseException as error:
+        except Exception as error:
             if self._run.at:
                 error.add_note(f"in a frozen run, at layer {self._run.at}")
-            self._error, self._cancelled = error, True
-        del self._call
-        self.done = True
-        self._back.release()
+            raise
+        finally:
+            del self._call
 
     def _pause(self) -> None:
-        """Called by the worker before every layer of the fine graph."""
-        while not self._cancelled and not self._goes_on(self._run.at):
-            self._back.release()
-            self._go.acquire()
-            self._settings.follow_stream()
-        if self._cancelled:
-            raise _Cancelled
+        """Called by the coroutine before every layer of the fine graph."""
+        while self._coroutine.is_cancelled or not self._goes_on(self._run.at):
+            self._coroutine.pause()
         self.num_layers_done += 1
 
 
 def _never(_name: str) -> bool:
     return False
-
-
-class _ThreadSettings:
-    """What a thread does not inherit: autocast, CUDA device and stream, number of threads."""
-
-    def __init__(self) -> None:
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-        self._threads = torch.get_num_threads()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self.stream: Any = None
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        torch.set_num_threads(self._threads)
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        self.follow_stream()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for kind, dtype, enabled in self._autocast:
-                if enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled, cache_enabled=self._cache)
-                    )
-            yield
-
-    def follow_stream(self) -> None:
-        """Work goes to the stream the owner is using now, so that order needs no events."""
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
-
-def _current_stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -93,9 +93,23 @@ def probe(
 
 
 def reprobe(
-    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, seed: int = 0
+    root: nn.Module,
+    step: Step,
+    batch: Any,
+    graph: LayerGraph,
+    *,
+    seed: int = 0,
+    any_form: bool = False,
 ) -> LayerGraph:
-    """Probes a batch of another signature with the layers, folded or not, of a known graph.
+    """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
+
+    Args:
+        root: The probed module.
+        step: The probed step.
+        batch: A microbatch.
+        graph: What is known.
+        seed: Seeds the step where it must be run on values.
+        any_form: It may call the layers in another order, more or less often, and train fewer parameters then.
 
     Raises:
         GraphError: The step calls other layers for this batch, or trains other parameters.
@@ -105,10 +119,13 @@ def reprobe(
         new = trace_layers(root, step, batch, graph, graph.layer_names, containers, seed=seed)
     except LayerLeakError as error:
         raise GraphError(f"this batch takes another way through the step: {error}") from error
-    if (new.layer_names, new.fine_names) != (graph.layer_names, graph.fine_names):
+    alike = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
+    if not alike and not any_form:
         raise _other_sequence(graph.layer_names, new.layer_names)
-    if new.trained != graph.trained or new.frozen != graph.frozen:
-        odd = sorted(new.trained ^ graph.trained) or ["the frozen layers"]
+    same = new.trained == graph.trained and new.frozen == graph.frozen
+    if not (same if alike else new.trained <= graph.trained):
+        odd = sorted(new.trained - graph.trained) or sorted(graph.trained - new.trained)
+        odd = odd or ["the frozen layers"]
         raise GraphError(
             f"a batch {new.signature} trains other parameters than {graph.signature}, e.g. {odd[0]}; "
             "every batch must train the same ones"

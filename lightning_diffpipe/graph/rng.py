@@ -73,10 +73,15 @@ def seed_all(seed: int, host: bool) -> None:
     if cuda is not None:
         cuda.manual_seed(seed)
     if host:
-        random.seed(seed)
-        numpy_random = _numpy_random()
-        if numpy_random is not None:
-            numpy_random.seed(seed % 2**32)
+        seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds `random` and `numpy.random`."""
+    random.seed(seed)
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        numpy_random.seed(seed % 2**32)
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ class StageRun(LayerRun):
         self._later: WeightGradients | None = None
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Only the last stage sees real values."""
-        if not self._plan.cut.is_last:
+        """Only who sees all that the loss reads has real values."""
+        if not self._plan.cut.is_last or not self._plan.cut.sees_all:
             return None
         if self._log is None:
             return original(*args, **kwargs)

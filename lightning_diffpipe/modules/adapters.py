@@ -25,6 +25,9 @@ from lightning_diffpipe.files import write_atomically
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
 
+TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
+"""How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
+
 _REMEDY = "save the trained module with save_pretrained(folder), which merges adapters"
 
 
@@ -48,7 +51,7 @@ class Lora:
 
     rank: int = 16
     alpha: float | None = None
-    targets: str | Sequence[str] = ("to_q", "to_k", "to_v", "to_out.0")
+    targets: str | Sequence[str] = ("to_q", "to_k", "to_v", "to_out.0", *TEXT_TARGETS)
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

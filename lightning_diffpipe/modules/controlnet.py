@@ -89,7 +89,8 @@ class ControlNetDiffusion(LatentDiffusion):
             caption_dropout=caption_dropout,
             optimization=optimization,
         )
-        self.hparams.pop("train_text_encoder")  # no argument of this class
+        for name in ("train_text_encoder", "self_conditioning"):  # no arguments of this class
+            self.hparams.pop(name)
         levels = len(vae.config.block_out_channels)
         if controlnet is None:
             channels = (*_EMBEDDING, *_EMBEDDING[-1:] * levels)[:levels]

@@ -8,22 +8,27 @@ Caption dropout, which makes classifier-free guidance possible, replaces token i
 empty caption before the text encoder runs: no second encoder call, and the frozen text encoder
 stays free of anything random.
 
+With self-conditioning the denoiser also gets an estimate of the clean latents, in input channels of its own:
+zeros, or, if a coin says so, what a first pass without gradients makes of the same noisy latents. Sampling
+gives it the estimate of the step before.
+
 Sources:
     Latent Diffusion, Rombach et al. (2022), https://arxiv.org/abs/2112.10752
     Classifier-free guidance, Ho & Salimans (2022), https://arxiv.org/abs/2207.12598
+    Self-conditioning: Analog Bits, Chen et al. (2022), https://arxiv.org/abs/2208.04202
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import diffusers
 import torch
-import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
     PixArtTransformer2DModel,
@@ -38,11 +43,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.adapters import Lora
-from lightning_diffpipe.modules.noise import NoiseSchedule, noise_schedule_of
+from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import Outline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
-from lightning_diffpipe.modules.text import Tokens, attention_bias, tokenize
+from lightning_diffpipe.modules.text import Tokens, drop_captions, text_states, tokenize, uses_mask
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
 # Old PixArt folders name the class that all transformers once had; reading one gives the right one.
@@ -67,9 +72,13 @@ class LatentDiffusion(PartsModule):
         train_text_encoder: Train the text encoder along.
         optimization: Optimizer and learning rate.
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
+        noise: Which times are trained how often, and how much they count.
+        self_conditioning: Share of the microbatches whose denoiser is given an estimate of its own, 0.5 for
+            example; it then has twice as many input channels as latents have. None: it is given noisy latents only.
 
     Raises:
-        ConfigurationError: Not exactly one denoiser, or one that needs further conditions.
+        ConfigurationError: Not exactly one denoiser, one that needs further conditions, or one whose input channels
+            do not fit.
     """
 
     part_names: ClassVar[tuple[str, ...]] = (
@@ -93,13 +102,20 @@ class LatentDiffusion(PartsModule):
         train_text_encoder: bool = False,
         optimization: Optimization | None = None,
         lora: Lora | None = None,
+        noise: Noise | None = None,
+        self_conditioning: float | None = None,
     ) -> None:
         super().__init__()
         require_number("caption_dropout", caption_dropout, 0, 1)
-        self.save_hyperparameters("caption_dropout", "train_text_encoder")
+        if self_conditioning is not None:
+            require_number("self_conditioning", self_conditioning, 0, 1)
+        self.save_hyperparameters("caption_dropout", "train_text_encoder", "self_conditioning")
+        self.self_conditioning = self_conditioning
         _check_denoiser(unet, transformer)
         denoiser = unet if unet is not None else transformer
-        _check_conditions(getattr(denoiser, "config", {}), vae.config)
+        config = getattr(denoiser, "config", {})
+        _check_conditions(config)
+        _check_channels(config, vae.config, self_conditioning)
         self.vae = vae
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
@@ -110,7 +126,7 @@ class LatentDiffusion(PartsModule):
         else:
             self.transformer = transformer
         self.optimization = optimization or Optimization()
-        self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler)
+        self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler, noise)
         # Arguments of `sample` for `trainer.predict`, and a seed.
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
@@ -154,7 +170,8 @@ class LatentDiffusion(PartsModule):
             if (outline := outlines.get(name)) is not None:
                 if not issubclass(outline.cls, known):
                     raise ConfigurationError(_other_denoiser(name, outline.cls))
-                _check_conditions(outline.config, outlines["vae"].config)
+                _check_conditions(outline.config)
+                _check_channels(outline.config, outlines["vae"].config)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         name = self.pipeline_index.get("_class_name", "LatentDiffusion")
@@ -191,13 +208,16 @@ class LatentDiffusion(PartsModule):
 
     def encode_text(self, tokens: Tokens) -> Tensor:
         """Returns the text states, `(B, L, D)`."""
-        bias = None
-        if self._uses_text_mask:
-            bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
-        return self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
+        return text_states(self.text_encoder, tokens)
 
     def denoise(
-        self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Any
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        states: Tensor,
+        mask: Tensor,
+        estimate: Tensor | None = None,
+        **conditions: Any,
     ) -> Tensor:
         """Predicts the target of the noise schedule.
 
@@ -206,6 +226,7 @@ class LatentDiffusion(PartsModule):
             timesteps: `(B,)`.
             states: Text states, `(B, L, D)`.
             mask: 1 where there is a token, `(B, L)`.
+            estimate: Clean latents as they were estimated before, with self-conditioning; zeros if not given.
             conditions: What else the denoiser takes.
 
         Returns:
@@ -214,8 +235,11 @@ class LatentDiffusion(PartsModule):
         kwargs = {"encoder_attention_mask": mask if self._uses_text_mask else None, **conditions}
         if not hasattr(self, "unet"):
             kwargs["added_cond_kwargs"] = self._size_conditions(noisy)
+        given = noisy
+        if self.self_conditioning is not None:
+            given = torch.cat([noisy, torch.zeros_like(noisy) if estimate is None else estimate], 1)
         prediction = self.denoiser(
-            noisy.to(self.denoiser.dtype),
+            given.to(self.denoiser.dtype),
             timestep=timesteps,
             encoder_hidden_states=states.to(self.denoiser.dtype),
             **kwargs,
@@ -225,8 +249,7 @@ class LatentDiffusion(PartsModule):
 
     @property
     def _uses_text_mask(self) -> bool:
-        # CLIP pads with ordinary tokens, and every model conditioned on it was trained to see them.
-        return not self.text_encoder.config.model_type.startswith("clip")
+        return uses_mask(self.text_encoder)
 
     def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
         # The config says None where the class decides, by the size of the pictures.
@@ -274,20 +297,31 @@ class LatentDiffusion(PartsModule):
     ) -> Tensor:
         corrupted = self.noise_schedule.corrupt(latents, generator)
         states = self.encode_text(tokens)
+        inputs = corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask
         prediction = self.denoise(
-            corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask, **conditions
+            *inputs, **self._estimated(inputs, generator, **conditions), **conditions
         )
-        return F.mse_loss(prediction, corrupted.target)
+        return corrupted.loss(prediction)
+
+    def _estimated(
+        self, inputs: tuple[Tensor, ...], generator: torch.Generator | None, **conditions: Tensor
+    ) -> dict[str, Tensor]:
+        """What a first pass without gradients estimates, in training if a coin says so; empty without."""
+        share = self.self_conditioning
+        # Validation estimates whenever training does. The coin is Python's: nobody waits for a GPU to throw it.
+        if not share or (generator is None and random.random() >= share):
+            return {}
+        # Weights that autocast keeps from a pass without gradients would carry none in the next.
+        kind = inputs[0].device.type
+        cast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
+        )
+        with torch.no_grad(), cast:
+            prediction = self.denoise(*inputs, **conditions)
+            return {"estimate": self.noise_schedule.clean(inputs[0], prediction, inputs[1])}
 
     def _drop_captions(self, tokens: Tokens) -> Tokens:
-        empty = tokenize(self.tokenizer, [""], self.device)
-        drop = (
-            torch.rand(len(tokens.input_ids), 1, device=self.device) < self.hparams.caption_dropout
-        )
-        return Tokens(
-            torch.where(drop, empty.input_ids, tokens.input_ids),
-            torch.where(drop, empty.attention_mask, tokens.attention_mask),
-        )
+        return drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with the schedule of `optimization`."""
@@ -356,23 +390,24 @@ class LatentDiffusion(PartsModule):
         conditions = {n: torch.cat([c, c]) if guided else c for n, c in conditions.items()}
         tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
         states = self.encode_text(tokens)
-        scheduler = copy.deepcopy(self.scheduler)  # schedulers count their steps
-        scheduler.set_timesteps(num_inference_steps, device=self.device)
-        latents = self._start_noise(len(prompts), generator, size)
-        latents = latents * getattr(scheduler, "init_noise_sigma", 1.0)
-        extra = _step_arguments(scheduler, generator)
-        for timestep in scheduler.timesteps:
-            noisy = latents
-            if hasattr(scheduler, "scale_model_input"):
-                noisy = scheduler.scale_model_input(noisy, timestep)
-            noisy = torch.cat([noisy, noisy]) if guided else noisy
+        estimate: dict[str, Tensor] = {}
+
+        def predict(noisy: Tensor, timesteps: Tensor) -> Tensor:
             prediction = self.denoise(
-                noisy, timestep.expand(len(noisy)), states, tokens.attention_mask, **conditions
+                noisy, timesteps, states, tokens.attention_mask, **estimate, **conditions
             )
-            if guided:
-                free, conditional = prediction.chunk(2)
-                prediction = free + guidance_scale * (conditional - free)
-            latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
+            if self.self_conditioning:
+                estimate["estimate"] = self.noise_schedule.clean(noisy, prediction, timesteps)
+            return prediction
+
+        latents = denoised(
+            self.scheduler,
+            self._start_noise(len(prompts), generator, size),
+            predict,
+            num_inference_steps,
+            guidance_scale,
+            generator,
+        )
         return self.decode_latents(latents)
 
     def _latent_size(self, height: int | None, width: int | None) -> tuple[int, int]:
@@ -424,6 +459,42 @@ class LatentDiffusion(PartsModule):
         return pictures(self.sample(list(prompts), generator=generator, **settings))
 
 
+def denoised(
+    scheduler: SchedulerMixin,
+    noise: Tensor,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    num_inference_steps: int,
+    guidance_scale: float,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Takes the noise out, step by step.
+
+    Args:
+        scheduler: Stays as it is.
+        noise: Standard normal, `(N, ...)`.
+        predict: Denoises, given noisy samples and their time steps; with guidance twice as many, the first half
+            of which is told nothing.
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of classifier-free guidance; 1 for none.
+        generator: Of a stochastic scheduler.
+    """
+    scheduler = copy.deepcopy(scheduler)  # schedulers count their steps
+    scheduler.set_timesteps(num_inference_steps, device=noise.device)
+    samples = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+    extra, guided = _step_arguments(scheduler, generator), guidance_scale != 1
+    for timestep in scheduler.timesteps:
+        noisy = samples
+        if hasattr(scheduler, "scale_model_input"):
+            noisy = scheduler.scale_model_input(noisy, timestep)
+        noisy = torch.cat([noisy, noisy]) if guided else noisy
+        prediction = predict(noisy, timestep.expand(len(noisy)))
+        if guided:
+            free, conditional = prediction.chunk(2)
+            prediction = free + guidance_scale * (conditional - free)
+        samples = scheduler.step(prediction, timestep, samples, **extra).prev_sample
+    return samples
+
+
 def pictures(images: Tensor) -> list[Image.Image]:
     """Turns `(N, 3, H, W)` in [0, 1] into N pictures of 8 bits."""
     pixels = (images.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
@@ -468,8 +539,8 @@ def _other_denoiser(name: str, cls: type) -> str:
     )
 
 
-def _check_conditions(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> None:
-    """Refuses a denoiser that needs more than latents and text, by its config and that of the autoencoder."""
+def _check_conditions(denoiser: Mapping[str, Any]) -> None:
+    """Refuses a denoiser that needs more than latents and text, by its config."""
     addition = denoiser.get("addition_embed_type")
     if addition is not None:
         raise ConfigurationError(
@@ -477,10 +548,33 @@ def _check_conditions(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> No
             "one text encoder and none of them. Write a LightningModule whose training_step gives "
             "added_cond_kwargs; the strategy runs it unchanged"
         )
+
+
+def _check_channels(
+    denoiser: Mapping[str, Any], vae: Mapping[str, Any], *self_conditioning: float | None
+) -> None:
+    """Refuses a denoiser whose input channels are not those of latents, or twice as many with self-conditioning.
+
+    Args:
+        denoiser: Its config.
+        vae: That of the autoencoder.
+        self_conditioning: What was asked for; leave it out if that is not known yet.
+    """
     takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
-    if takes != there:
+    wanted = [there if share is None else 2 * there for share in self_conditioning]
+    if takes in (wanted or [there, 2 * there]):
+        return
+    if takes == there:
         raise ConfigurationError(
-            f"this denoiser takes {takes} channels, and latents of the autoencoder have {there}: models for "
-            "inpainting, depth or upscaling are given pictures besides, and LatentDiffusion has none. Write a "
-            "LightningModule whose training_step gives them; the strategy runs it unchanged"
+            f"self_conditioning={self_conditioning[0]} needs {2 * there} input channels, {there} for noisy latents "
+            f"and {there} for an estimate of clean ones, and this denoiser has {takes}. Build it with in_channels="
+            f"{2 * there} and train it from nothing, or leave self_conditioning out"
         )
+    also = (
+        ", or give self_conditioning if it has been trained with that" if takes == 2 * there else ""
+    )
+    raise ConfigurationError(
+        f"this denoiser takes {takes} channels, and latents of the autoencoder have {there}: models for "
+        "inpainting, depth or upscaling are given pictures besides, and LatentDiffusion has none. Write a "
+        f"LightningModule whose training_step gives them; the strategy runs it unchanged{also}"
+    )

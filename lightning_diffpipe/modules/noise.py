@@ -14,21 +14,57 @@ mantissa, neighbouring time steps would have the same alpha.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from diffusers import DDPMScheduler, SchedulerMixin
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which times are trained how often, and how much they count.
+
+    Attributes:
+        min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.
+        logit_mean: Times of flow matching are `sigmoid(logit_mean + logit_std * normal)`.
+        logit_std: See `logit_mean`.
+
+    Raises:
+        ConfigurationError: A number is negative.
+
+    Source:
+        Min-SNR: Hang et al. (2023), https://arxiv.org/abs/2303.09556
+        Times: Stable Diffusion 3, Esser et al. (2024), https://arxiv.org/abs/2403.03206
+    """
+
+    min_snr_gamma: float | None = None
+    logit_mean: float = 0.3
+    logit_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("logit_std", self.logit_std, 0)
+        if self.min_snr_gamma is not None:
+            require_number("min_snr_gamma", self.min_snr_gamma, 0)
 
 
 class Corrupted(NamedTuple):
-    """Noisy latents `(B, C, h, w)`, their time steps `(B,)` as the denoiser reads them, targets."""
+    """Noisy latents `(B, C, h, w)`, their time steps `(B,)` as the denoiser reads them, targets, weights `(B,)`."""
 
     noisy: Tensor
     timesteps: Tensor
     target: Tensor
+    weights: Tensor | None = None
+
+    def loss(self, prediction: Tensor) -> Tensor:
+        """The mean squared error, that of each sample by its weight."""
+        errors = (prediction - self.target).square()
+        if self.weights is not None:
+            errors = errors * _per_sample(self.weights, errors)
+        return errors.mean()
 
 
 class NoiseSchedule(Protocol):
@@ -41,6 +77,9 @@ class NoiseSchedule(Protocol):
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
             generator: Drawn from, on the device of `clean`; `None` for the global one.
         """
+
+    def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
+        """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -60,9 +99,6 @@ class FlowMatching:
         num_timesteps: What the denoiser is told at `t = 1`.
         mean: Mean of the logit of the time.
         std: Standard deviation of the logit of the time.
-
-    Source:
-        Times: Stable Diffusion 3, Esser et al. (2024), https://arxiv.org/abs/2403.03206
     """
 
     def __init__(self, num_timesteps: int = 1000, mean: float = 0.3, std: float = 1.0) -> None:
@@ -78,6 +114,10 @@ class FlowMatching:
         t = _per_sample(times, clean)
         return Corrupted((1 - t) * clean + t * noise, self.num_timesteps * times, noise - clean)
 
+    def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
+        """See `NoiseSchedule.clean`."""
+        return noisy - _per_sample(timesteps / self.num_timesteps, noisy) * prediction
+
 
 class Diffusion:
     """The discrete noise schedule of DDPM, with epsilon or v as the target.
@@ -85,11 +125,15 @@ class Diffusion:
     Args:
         alphas_cumprod: Cumulated alphas, falling, `(num time steps,)`.
         predicts_v: Whether the target is v rather than epsilon.
+        min_snr_gamma: See `Noise`.
     """
 
-    def __init__(self, alphas_cumprod: Tensor, predicts_v: bool) -> None:
+    def __init__(
+        self, alphas_cumprod: Tensor, predicts_v: bool, min_snr_gamma: float | None = None
+    ) -> None:
         self.alphas_cumprod = alphas_cumprod.float()
         self.predicts_v = predicts_v
+        self.min_snr_gamma = min_snr_gamma
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """See `NoiseSchedule.corrupt`."""
@@ -101,26 +145,54 @@ class Diffusion:
         alpha = _per_sample(table[timesteps], clean)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         target = signal * noise - spread * clean if self.predicts_v else noise
-        return Corrupted(signal * clean + spread * noise, timesteps, target)
+        return Corrupted(
+            signal * clean + spread * noise, timesteps, target, self._weights(table[timesteps])
+        )
+
+    def _weights(self, alpha: Tensor) -> Tensor | None:
+        if self.min_snr_gamma is None:
+            return None
+        # min(snr, gamma) / snr, or / (snr + 1) for v, where snr = alpha / (1 - alpha) may be 0 for epsilon's last.
+        limited = torch.minimum(alpha, self.min_snr_gamma * (1 - alpha))
+        return limited if self.predicts_v else limited / alpha.clamp_min(1e-12)
+
+    def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
+        """See `NoiseSchedule.clean`; from epsilon at most four deviations, as noise tells little."""
+        table = self.alphas_cumprod.to(noisy.device, non_blocking=True)
+        alpha = _per_sample(table[timesteps.long()], noisy)
+        signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
+        if self.predicts_v:
+            return signal * noisy - spread * prediction
+        return ((noisy - spread * prediction) / signal).clamp(-4, 4)
 
 
-def noise_schedule_of(scheduler: SchedulerMixin) -> NoiseSchedule:
+def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> NoiseSchedule:
     """Chooses the noise schedule a diffusers scheduler samples.
 
     Args:
         scheduler: One of flow matching, by its name or by its `prediction_type`, or one with DDPM's betas.
+        noise: Which times count how much.
 
     Raises:
-        ConfigurationError: The scheduler predicts something else.
+        ConfigurationError: The scheduler predicts something else, or `min_snr_gamma` is given for flow matching.
     """
+    noise = noise or Noise()
     config = scheduler.config
     prediction = config.get("prediction_type", "epsilon")
     if type(scheduler).__name__.startswith("FlowMatch") or prediction == "flow_prediction":
-        return FlowMatching(config.num_train_timesteps)
+        if noise.min_snr_gamma is not None:
+            raise ConfigurationError(
+                f"min_snr_gamma={noise.min_snr_gamma} weighs losses of epsilon and v, but this is flow matching "
+                f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
+            )
+        return FlowMatching(config.num_train_timesteps, noise.logit_mean, noise.logit_std)
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
             f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "
             "of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction"
         )
-    table = DDPMScheduler.from_config(config).alphas_cumprod
-    return Diffusion(table, predicts_v=prediction == "v_prediction")
+    # The scheduler's own where it has some: those of video models are shifted towards noise.
+    table = getattr(scheduler, "alphas_cumprod", None)
+    if table is None:
+        table = DDPMScheduler.from_config(config).alphas_cumprod
+    return Diffusion(table, prediction == "v_prediction", noise.min_snr_gamma)

@@ -73,7 +73,7 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
         A module, tokenizer or scheduler.
 
     Raises:
-        CheckpointError: The weights are those of a part with adapters.
+        CheckpointError: The weights are those of a part with adapters, or some are missing.
     """
     cls = _class_of(library, class_name)
     if not issubclass(cls, nn.Module):
@@ -84,6 +84,11 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
     )
     # Both libraries would only warn, and go on with random weights.
     refuse_adapted(found["unexpected_keys"], f"{path}/{name}")
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(
+            f"{path}/{name} lacks {len(missing)} tensors of a {class_name}, such as {missing[0]}; they would be "
+            "random. Is the download whole, and its config.json that of its weights?"
+        )
     return part
 
 

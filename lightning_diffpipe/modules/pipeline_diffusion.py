@@ -17,16 +17,19 @@ from typing import Any, Self
 
 import diffusers
 import torch
-import torch.nn.functional as F
+import transformers
 from diffusers import DiffusionPipeline
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.modules.adapters import Lora
-from lightning_diffpipe.modules.noise import noise_schedule_of
+from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule, read_index
+from lightning_diffpipe.modules.parts import PartsModule, load_part, read_index
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+
+_LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 
 
 class PipelineDiffusion(PartsModule):
@@ -47,6 +50,7 @@ class PipelineDiffusion(PartsModule):
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
             for models that are told it.
+        noise: Which times are trained how often, and how much they count.
 
     Attributes:
         step: The call of the pipeline that training runs.
@@ -68,6 +72,7 @@ class PipelineDiffusion(PartsModule):
         optimization: Optimization | None = None,
         lora: Lora | None = None,
         call: Mapping[str, Any] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         super().__init__()
         call = dict(call or {})
@@ -79,10 +84,11 @@ class PipelineDiffusion(PartsModule):
         for name, part in components.items():
             setattr(self, name, part)
         self.pipeline_index = _index_of(pipeline)
-        self.noise_schedule = noise_schedule_of(pipeline.scheduler)
+        self.noise_schedule = noise_schedule_of(pipeline.scheduler, noise)
         self.optimization = optimization or Optimization()
         self.sampling: dict[str, Any] = {}
         self._tail: Tail | None = None
+        self._trained_size: dict[str, int] = {}  # what is drawn unless asked otherwise
         trained = [n for n in components if train_text_encoder and n.startswith("text_encoder")]
         self.frozen_parts = tuple(
             name
@@ -106,11 +112,29 @@ class PipelineDiffusion(PartsModule):
             kwargs: Further arguments of `__init__`.
 
         Raises:
-            ConfigurationError: There is no such folder, or its pipeline cannot be trained by its own call.
+            ConfigurationError: There is no such folder, it cannot be opened, or its pipeline cannot be trained by
+                its own call.
+            CheckpointError: Weights are missing.
         """
         index = read_index(str(path))
         condition_of(_pipeline_class(index, str(path)))
-        pipeline = DiffusionPipeline.from_pretrained(str(path), dtype=torch.float32)
+        entries = {
+            n: v for n, v in index.items() if isinstance(v, list | tuple) and v[0] in _LIBRARIES
+        }
+        try:
+            networks = {
+                name: load_part(str(path), name, *entry)
+                for name, entry in entries.items()
+                if issubclass(getattr(_LIBRARIES[entry[0]], entry[1]), nn.Module)
+            }
+            pipeline = DiffusionPipeline.from_pretrained(str(path), **networks)
+        except DiffPipeError:
+            raise
+        except (OSError, ValueError, ImportError, AttributeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(
+                f"diffusers and transformers cannot open {path}: {type(error).__name__}: {reason}"
+            ) from error
         return cls(pipeline, **kwargs)
 
     @classmethod
@@ -150,13 +174,22 @@ class PipelineDiffusion(PartsModule):
         if self.step.decoder is None:
             return pixels.float()
         tail, vae = self.tail, getattr(self, self.step.decoder)
+        num_samples = len(pixels)
         if len(tail.axes) == pixels.ndim + 1:
             pixels = pixels.unsqueeze(2)  # a picture is a video of one frame
+        if tail.frames_apart:
+            pixels = pixels.transpose(1, 2).flatten(0, 1)
         encoded = vae.encode(pixels.to(vae.dtype))
         posterior = getattr(encoded, "latent_dist", None)
         if posterior is not None:
-            return tail.undone(posterior.sample() if sample else posterior.mode())
-        return tail.undone(encoded.latents if hasattr(encoded, "latents") else encoded[0])
+            drawn = posterior.sample() if sample else posterior.mode()
+        else:
+            drawn = encoded.latents if hasattr(encoded, "latents") else encoded[0]
+        return tail.undone(drawn, num_samples)
+
+    def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Notes what is drawn while training: a pipeline's own size may be many times that of the pictures."""
+        self._trained_size = _size_of(batch["video"] if "video" in batch else batch["image"])
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch."""
@@ -177,14 +210,12 @@ class PipelineDiffusion(PartsModule):
 
     def _read(self, batch: Mapping[str, Any]) -> tuple[Tensor, Sequence[Any]]:
         pixels = batch["video"] if "video" in batch else batch["image"]
-        wanted = {"prompt": "caption", "class_labels": "class_labels", None: None}[
-            self.step.condition
-        ]
-        if wanted is None:
+        if self.step.condition is None:
             return pixels, []
+        wanted = "caption" if self.step.condition == "prompt" else self.step.condition
         if wanted not in batch:
             raise ConfigurationError(
-                f"{self.step.name} learns from {wanted}s; the batch has {', '.join(map(str, batch))}"
+                f"{self.step.name} learns from batches with {wanted!r}; this one has {', '.join(map(str, batch))}"
             )
         return pixels, batch[wanted]
 
@@ -196,13 +227,11 @@ class PipelineDiffusion(PartsModule):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         corrupted = self.noise_schedule.corrupt(latents, generator)
-        size = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
-        if pixels.ndim == 5:
-            size["num_frames"] = pixels.shape[2]
+        size = _size_of(pixels)
         prediction = self.step.predict(
             corrupted.noisy, corrupted.timesteps, conditions, size, self.tail, self.parts
         )
-        return F.mse_loss(prediction, corrupted.target)
+        return corrupted.loss(prediction)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with the schedule of `optimization`."""
@@ -224,13 +253,16 @@ class PipelineDiffusion(PartsModule):
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of guidance; the pipeline's own if not given.
             generator: Of the start noise.
-            options: Further arguments of the pipeline's call.
+            options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
+                batch trained on if not given, or else the pipeline's own.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
         guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
+        taken = inspect.signature(self.pipeline.__call__).parameters
         arguments = {
+            **{name: pixels for name, pixels in self._trained_size.items() if name in taken},
             **guidance,
             **self.hparams.call,
             **options,
@@ -248,6 +280,11 @@ class PipelineDiffusion(PartsModule):
             self.pipeline.set_progress_bar_config(**progress)
             self.train(was_training)
         return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
+
+
+def _size_of(pixels: Tensor) -> dict[str, int]:
+    num_frames = pixels.shape[2] if pixels.ndim == 5 else 1
+    return {"height": pixels.shape[-2], "width": pixels.shape[-1], "num_frames": num_frames}
 
 
 def _index_of(pipeline: DiffusionPipeline) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import ConfigurationError
 
@@ -69,3 +69,28 @@ def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     length = attention_mask.shape[1]
     bias = (1 - attention_mask.to(dtype)) * torch.finfo(torch.float16).min
     return bias[:, None, None, :].expand(-1, 1, length, -1)
+
+
+def uses_mask(text_encoder: PreTrainedModel) -> bool:
+    """Whether padding is hidden from a text encoder, and from the denoiser that reads its states."""
+    # CLIP pads with ordinary tokens, and every model conditioned on it was trained to see them.
+    return not text_encoder.config.model_type.startswith("clip")
+
+
+def text_states(text_encoder: PreTrainedModel, tokens: Tokens) -> Tensor:
+    """The states of captions, `(B, L, D)`."""
+    bias = None
+    if uses_mask(text_encoder):
+        bias = attention_bias(tokens.attention_mask, text_encoder.dtype)
+    return text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
+
+
+def drop_captions(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, share: float) -> Tokens:
+    """Puts the empty caption in place of a random share of the captions."""
+    device = tokens.input_ids.device
+    empty = tokenize(tokenizer, [""], device)
+    drop = torch.rand(len(tokens.input_ids), 1, device=device) < share
+    return Tokens(
+        torch.where(drop, empty.input_ids, tokens.input_ids),
+        torch.where(drop, empty.attention_mask, tokens.attention_mask),
+    )

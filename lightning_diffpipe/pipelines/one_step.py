@@ -10,7 +10,8 @@ guidance and time, and how its prediction is unpacked. All of that is in `__call
 For training it is run with three things replaced, in a shallow copy of the pipeline:
 
     noise       the methods that draw it are given our noisy latents instead
-    scheduler   has one step, with a timestep of ours for each sample
+    scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
+                and the denoiser is told those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
@@ -26,41 +27,49 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
+    Clock,
     NoDecoder,
     NoDenoiser,
     OneTimestep,
     PaddingTokenizer,
     ReplayedEncoder,
+    TimedDenoiser,
+    TorchOfCall,
 )
 
 DENOISERS = ("transformer", "unet", "prior")
 """Names under which pipelines register what is trained."""
 
-_FIXED = {"guidance_scale": 1.0, "use_resolution_binning": False}
-"""Arguments that mean one row for each sample, and the size that is asked for."""
+_FIXED: dict[str, Any] = {
+    "guidance_scale": 1.0,
+    "pag_scale": 0.0,
+    "sag_scale": 0.0,
+    "use_resolution_binning": False,
+    "decode_chunk_size": 2**16,
+}
+"""Arguments that mean one row for each sample, the size that is asked for, and decoding at once."""
+
+_FRAMES = ("num_frames", "frames", "video_length")
+"""Names under which pipelines take the number of frames."""
 
 _PICTURES = ("image", "images", "video", "control_image", "mask_image")
-"""Arguments of pipelines that go on from a picture, also where none is their default."""
+"""Arguments of pipelines that go on from a picture, also by default none, unless annotated as optional."""
 
 _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 """By the argument with a row for each sample: a value that any model takes."""
-
-# Class numbers are given as a tensor, since a list of them would be read from the device.
-warnings.filterwarnings(
-    "ignore", "To copy construct from a tensor", module="diffusers|lightning_diffpipe"
-)
 
 Draw = Callable[[Sequence[int]], Tensor]
 
@@ -74,16 +83,31 @@ class Tail:
         shift: See `scale`.
         axes: For every axis of what is decoded, that of the latents; None where one was inserted.
         num_axes: Axes of the latents, that of the samples included.
+        patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
+            channels; scale and shift are those of the latents' channels.
+        frames_apart: The decoder takes each frame of a video as a picture. Axes are counted with frames as axis 1.
     """
 
     scale: Tensor
     shift: Tensor
     axes: tuple[int | None, ...]
     num_axes: int
+    patch: int = 1
+    frames_apart: bool = False
 
-    def undone(self, decoded: Tensor) -> Tensor:
+    def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
         """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
-        values = (decoded.float() - self.shift.to(decoded.device)) / self.scale.to(decoded.device)
+        decoded = _patched(decoded.float(), self.patch)
+        if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
+            raise ConfigurationError(
+                f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
+            )
+        shift, scale = (
+            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
+        )
+        values = (decoded - shift) / scale
+        if self.frames_apart:
+            values = values.unflatten(0, (num_samples, -1))
         there = [axis for axis in self.axes if axis is not None]
         values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
         values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
@@ -114,7 +138,8 @@ class OneStep:
     def __init__(self, pipeline: Any, arguments: Mapping[str, Any] | None = None) -> None:
         self._pipeline = pipeline
         self._call = inspect.unwrap(type(pipeline).__call__)
-        self._parameters = inspect.signature(self._call).parameters
+        # Names alone: a module that is probed is copied, and a signature cannot be.
+        self._parameters = tuple(inspect.signature(self._call).parameters)[1:]
         self.name = type(pipeline).__name__
         components = pipeline.components
         self.denoiser = self._only_denoiser(components)
@@ -126,10 +151,16 @@ class OneStep:
         given = dict(arguments or {})
         if unknown := [name for name in given if name not in self._parameters]:
             raise ConfigurationError(
-                f"{self.name} takes no {unknown[0]!r}; it takes {', '.join(list(self._parameters)[1:])}"
+                f"{self.name} takes no {unknown[0]!r}; it takes {', '.join(self._parameters)}"
             )
         fixed = {name: value for name, value in _FIXED.items() if name in self._parameters}
-        self._arguments = fixed | given | {"num_inference_steps": 1}
+        # Two steps, of which the scheduler knows one: some pipelines divide by half of their number.
+        self._arguments = fixed | given | {"num_inference_steps": 2}
+        # Guidance adds a part of the difference, which is none at 1 for most pipelines, for others at 0.
+        self._unguided: list[dict[str, Any]] = [{}]
+        if "guidance_scale" in fixed and "guidance_scale" not in given:
+            self._unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
+        self._clock: Clock | None = None
         self._drawing = _methods_that_draw(type(pipeline))
 
     def predict(
@@ -161,7 +192,8 @@ class OneStep:
 
         def draw(shape: Sequence[int]) -> Tensor:
             if tuple(shape) != tuple(noisy.shape):
-                size = ", ".join(f"{name}={number}" for name, number in pixels.items())
+                told = {n: v for n, v in pixels.items() if n != "num_frames" or v > 1}
+                size = ", ".join(f"{name}={number}" for name, number in told.items())
                 raise ConfigurationError(
                     f"for {size} {self.name} draws latents {tuple(shape)}, but encodings of the batch are "
                     f"{tuple(noisy.shape)}; give pictures of a size that the model can draw"
@@ -176,7 +208,7 @@ class OneStep:
             return prediction
 
         def decode(latents: Tensor) -> None:
-            predicted.append(tail.undone(latents))
+            predicted.append(tail.undone(latents, len(noisy)))
 
         self._run(draw, timesteps, conditions, pixels, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
@@ -198,18 +230,29 @@ class OneStep:
                 step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
                 undone, or the pipeline expects something else of its scheduler.
         """
-        try:
-            with torch.no_grad():
-                trial = _Trial(self, parts)
-                trial.check_samples_apart()
-                return trial.tail()
-        except (ConfigurationError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"{self.name} cannot be trained by its own call: with one step at a timestep for each sample it "
-                f"ended in {type(error).__name__}: {error}"
-            ) from error
+        refusals = []
+        for one_time, arguments in itertools.product((False, True), self._unguided):
+            self._arguments |= arguments
+            self._clock = None
+            try:
+                with torch.no_grad():
+                    trial = _Trial(self, parts)
+                    if one_time:
+                        self._clock = trial.clock()
+                    trial.check_samples_apart()
+                    return trial.tail()
+            except ConfigurationError as refusal:
+                refusals.append(refusal)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                refusal = ConfigurationError(
+                    f"{self.name} cannot be trained by its own call: with one step at a timestep for each sample "
+                    f"it ended in {type(error).__name__}: {error}"
+                )
+                refusal.__cause__ = error
+                refusals.append(refusal)
+        raise refusals[0]
 
     def _only_denoiser(self, components: Mapping[str, Any]) -> str:
         there = [
@@ -242,17 +285,27 @@ class OneStep:
         pipeline = copy.copy(self._pipeline)
         own = vars(pipeline)
         own.update(parts)
-        own["scheduler"] = OneTimestep(parts["scheduler"], timesteps, on_step)
+        told = timesteps
+        if self._clock is not None:
+            told = torch.tensor(self._clock.told, dtype=timesteps.dtype)
+            own[self.denoiser] = TimedDenoiser(parts[self.denoiser], self._clock, timesteps)
+        own["scheduler"] = OneTimestep(parts["scheduler"], told, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part)
+            elif hasattr(part, "num_conditions"):  # guidance as a part of its own
+                own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:
             own[self.decoder] = NoDecoder(parts[self.decoder], on_decode)
         methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}
-        call = methods.pop("__call__", self._call)
-        own.update((name, types.MethodType(method, pipeline)) for name, method in methods.items())
-        arguments = self._arguments | {n: v for n, v in pixels.items() if n in self._parameters}
+        call = methods.pop("__call__")
+        for name, method in methods.items():
+            is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
+            own[name] = method if is_static else types.MethodType(method, pipeline)
+        sizes = {**pixels, **dict.fromkeys(_FRAMES, pixels.get("num_frames"))}
+        taken = {n: v for n, v in sizes.items() if v is not None and n in self._parameters}
+        arguments = self._arguments | taken
         if self.condition is not None:
             arguments[self.condition] = conditions
         elif "batch_size" in self._parameters:
@@ -272,7 +325,7 @@ def condition_of(cls: type) -> str | None:
     required = [
         p.name
         for p in parameters
-        if p.name in _PICTURES
+        if (p.name in _PICTURES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
     if others := [name for name in required if name != condition]:
@@ -341,6 +394,35 @@ class _Trial:
             )
         return found[0].float()
 
+    def clock(self) -> Clock:
+        """Finds how the denoiser is told the time, from runs with one time for all samples.
+
+        Raises:
+            ConfigurationError: In no argument of its own, or not by a factor and an offset.
+        """
+        told, calls = (200.0, 500.0, 800.0), []
+        for time in told:
+            self._step._clock = Clock(time)
+            self._decoded(torch.zeros, (time,) * 3)
+            args, options = self._denoiser.calls[0]
+            calls.append({**dict(enumerate(args)), **options})
+        changed = [
+            name for name, value in calls[0].items() if not _is_row(value, calls[2][name], 0, 0)
+        ]
+        values = [calls[i][changed[0]] for i in range(3)] if len(changed) == 1 else []
+        if all(isinstance(v, Tensor) and v.shape in ((), (1,), (3,)) for v in values) and values:
+            low, middle, high = (value.float() for value in values)
+            factor = (high - low) / (told[2] - told[0])
+            if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
+                offset = low - told[0] * factor
+                return Clock(
+                    told[1], changed[0], factor.flatten()[0].item(), offset.flatten()[0].item()
+                )
+        raise ConfigurationError(
+            f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
+            f"of its arguments {', '.join(map(str, changed)) or 'none'} change with the time"
+        )
+
     def check_samples_apart(self) -> None:
         """Compares what the denoiser is called with for three samples together and for each alone.
 
@@ -378,17 +460,20 @@ class _Trial:
         """
         if self._step.decoder is None:
             return Tail(torch.ones(()), torch.zeros(()), (0, 1, 2, 3), 4)
-        shift = self._decoded(torch.zeros)
-        scale = self._decoded(torch.ones) - shift
+        unpatched = self._decoded(torch.zeros)
         drawn = self._drawn[0]
+        patch = unpatched.shape[-1] // drawn[-1] if unpatched.ndim == len(drawn) == 4 else 1
+        decoded = lambda draw: _patched(self._decoded(draw), patch)
+        shift = _patched(unpatched, patch)
+        scale = decoded(torch.ones) - shift
         refusal = ConfigurationError(
             f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
             "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
         )
-        axes: list[int | None] = [0, *[None] * (shift.ndim - 1)]
+        axes: list[int | None] = [None] * shift.ndim
         for axis in range(1, len(drawn)):
             if drawn[axis] > 1:
-                values = (self._decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
+                values = (decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
                 along = _axis_of(values)
                 if along is None or axes[along] is not None or shift.shape[along] != drawn[axis]:
                     raise refusal
@@ -396,40 +481,60 @@ class _Trial:
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             raise refusal
+        frames_apart = axes[0] is not None
+        if frames_apart and not self._is_sample_major(shift, scale):
+            raise refusal
         channels = (slice(1), slice(None), *(slice(1),) * (shift.ndim - 2))
         return Tail(
-            scale[channels].clone().cpu(), shift[channels].clone().cpu(), tuple(axes), len(drawn)
+            scale[channels].clone().cpu(),
+            shift[channels].clone().cpu(),
+            (0, *axes) if frames_apart else (0, *axes[1:]),
+            len(drawn),
+            patch,
+            frames_apart,
         )
+
+    def _is_sample_major(self, shift: Tensor, scale: Tensor) -> bool:
+        """Whether frames that are decoded apart come sample by sample, here 0 and 1."""
+        both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
+        return torch.allclose(both, torch.cat([shift, shift + scale]), rtol=1e-3, atol=1e-5)
 
 
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
-    """The methods of a pipeline that draw noise, without decorators such as `torch.no_grad`."""
+    """`__call__` and the methods of a pipeline that draw noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
             if isinstance(function, types.FunctionType):
                 methods[name] = function
-    return {name: method for name, method in methods.items() if _draws(method.__code__)}
+    drawing = {name: method for name, method in methods.items() if _draws(method.__code__)}
+    return drawing | {"__call__": methods["__call__"]}
 
 
 def _draws(code: types.CodeType) -> bool:
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return "randn_tensor" in code.co_names or any(map(_draws, nested))
+    return any(name in code.co_names for name in ("randn_tensor", "randn")) or any(
+        map(_draws, nested)
+    )
 
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
-    """The same method, whose `randn_tensor` is another; nobody else sees that."""
-
-    def randn_tensor(shape: Sequence[int], *_: Any, dtype: Any = None, **__: Any) -> Tensor:
-        return draw(shape).to(dtype=dtype)
-
-    names = {**method.__globals__, "randn_tensor": randn_tensor}
+    """The same method, whose `torch` and `randn_tensor` are others; nobody else sees that."""
+    own = TorchOfCall(draw)
+    names = {**method.__globals__, "randn_tensor": own.randn_tensor}
+    if names.get("torch") is torch:
+        names["torch"] = own
     twin = types.FunctionType(
         method.__code__, names, method.__name__, method.__defaults__, method.__closure__
     )
     twin.__kwdefaults__ = method.__kwdefaults__
     return twin
+
+
+def _patched(decoded: Tensor, patch: int) -> Tensor:
+    """Takes height and width of what is decoded to those of the latents."""
+    return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:
@@ -459,9 +564,12 @@ def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
     if isinstance(together, Tensor):
         if not isinstance(alone, Tensor):
             return False
+        if together.ndim != alone.ndim:
+            return False
         rows = [together]
-        if together.ndim and len(together) == count:
-            rows.append(together[index : index + 1])
+        for axis, (length, rest) in enumerate(zip(together.shape, alone.shape, strict=True)):
+            if length == count * rest:
+                rows.append(together.narrow(axis, index * rest, rest))
         return any(row.shape == alone.shape and torch.allclose(row, alone) for row in rows)
     if isinstance(together, Mapping):
         return together.keys() == alone.keys() and all(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,39 @@ class StandIn:
         if name.startswith("_"):  # not yet made, as in a deep copy
             raise AttributeError(name)
         return getattr(self._real, name)
+
+
+class TorchOfCall(StandIn):
+    """The module `torch` as the methods of a pipeline see it: noise is ours, and so are times of samples.
+
+    Args:
+        draw: Gives the noise of a shape.
+    """
+
+    def __init__(self, draw: Callable[[Sequence[int]], Tensor]) -> None:
+        super().__init__(torch)
+        self._draw = draw
+
+    def randn(self, *size: Any, dtype: Any = None, **_: Any) -> Tensor:
+        """Returns our noise."""
+        return self.randn_tensor(
+            size[0] if isinstance(size[0], tuple | list) else size, dtype=dtype
+        )
+
+    def randn_tensor(self, shape: Sequence[int], *_: Any, dtype: Any = None, **__: Any) -> Tensor:
+        """Returns our noise, in the place of the function of diffusers."""
+        return self._draw(shape).to(dtype=dtype)
+
+    def tensor(self, data: Any, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+        """Makes a tensor; of `[t]` and `[t] * n` the times of the samples, where `t` is them all."""
+        times = data[0] if isinstance(data, list) and data else None
+        if isinstance(times, Tensor) and times.ndim and all(value is times for value in data):
+            return times.to(device=device, dtype=dtype)
+        if isinstance(
+            data, Tensor
+        ):  # class numbers, for one, which a list would read from the device
+            return data.detach().clone().to(device=device, dtype=dtype)
+        return torch.tensor(data, dtype=dtype, device=device, **options)
 
 
 class OneTimestep(StandIn):
@@ -122,6 +156,46 @@ class NoDecoder(StandIn):
         """Ends the call."""
         self._give(latents)
         raise Captured
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a pipeline that knows one time tells it to its denoiser.
+
+    Attributes:
+        told: The one time, in the scheduler's terms.
+        argument: Name or position of the denoiser's argument; None while it is not known.
+        factor: The argument is `factor * time + offset`.
+        offset: See `factor`.
+    """
+
+    told: float
+    argument: str | int | None = None
+    factor: float = 1.0
+    offset: float = 0.0
+
+
+class TimedDenoiser(StandIn):
+    """A denoiser that is told a time for each sample, whatever the pipeline tells it.
+
+    Args:
+        real: Computes.
+        clock: Where the time is told, and how.
+        timesteps: One for each sample, `(B,)`.
+    """
+
+    def __init__(self, real: Any, clock: Clock, timesteps: Tensor) -> None:
+        super().__init__(real)
+        self._clock = clock
+        self._timesteps = timesteps
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls the denoiser."""
+        name, given = self._clock.argument, {**dict(enumerate(args)), **options}
+        if name is not None:
+            times = self._clock.factor * self._timesteps + self._clock.offset
+            given[name] = times.to(given[name])
+        return self._real(*(given[i] for i in range(len(args))), **{n: given[n] for n in options})
 
 
 class _Prediction(tuple):

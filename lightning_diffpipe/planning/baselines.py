@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_diffpipe.planning.chains import chain_cuts
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut, minimax_cuts, partition_fronts
@@ -35,7 +36,10 @@ def baseline_cuts(
         weights = [float(layer.parameter_bytes) for layer in layers]
     else:
         weights = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in layers]
-    firsts = minimax_cuts(weights, shape.num_stages)
+    if shape.spec.opposite:
+        firsts = chain_cuts(weights, model.starts, shape.num_ranks)
+    else:
+        firsts = minimax_cuts(weights, shape.num_stages)
     for replicas in replicas_of(options, shape):
         yield tuple(zip(firsts, (*firsts[1:], len(layers)), replicas, strict=True))
 

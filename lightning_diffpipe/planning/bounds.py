@@ -126,6 +126,11 @@ class Bounds:
         """The bound of a whole cut; counts the way over every link to a stage and back as well."""
         bound_s, link_s = self.all_work_s, 0.0
         work = self._work_s(1)
+        if len(self.model.starts) > 1:
+            assert self.placement is not None, "chains that run apart have a stage on every rank"
+            ranks = [self.placement.stages_of(rank) for rank in range(self.num_ranks)]
+            busiest = max(sum(work[cuts[s][1]] - work[cuts[s][0]] for s in its) for its in ranks)
+            return max(bound_s, self.frozen_s + busiest)
         for stage, (first, stop, replicas) in enumerate(cuts):
             more_s = 0.0
             if self.placement:

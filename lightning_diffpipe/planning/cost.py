@@ -85,6 +85,11 @@ class CostModel:
         """Layers of a backbone."""
         return len(self.profile.backbones[backbone].layers)
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where chains begin whose stages run apart, in opposite directions; `(0,)` if there is one."""
+        return tuple([first for _, first in self.profile.backbones[0].chains]) or (0,)
+
     def sums(self, backbone: int, samples: float) -> _Sums:
         """Running sums of the times of all layers, for that many samples."""
         key = (backbone, samples)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
-from lightning_diffpipe.planning.filling_diffusionpipe import fill_like_diffusionpipe
 from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares, fill_by_shares
 from lightning_diffpipe.planning.frozen_parts import (
     SHARES_PERIOD,
@@ -24,6 +24,7 @@ from lightning_diffpipe.planning.makespan import (
     exchanged_s,
     makespan,
     outline_of,
+    period_s,
     timeline_of,
 )
 from lightning_diffpipe.planning.memory import (
@@ -39,15 +40,14 @@ from lightning_diffpipe.planning.partition import Cut, Stage, even_cuts
 from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
-from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.pipedream import loop_program
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec, Ticks
 from lightning_diffpipe.planning.timeline import Timeline
 
-FILLINGS_RUN = ("shares",)
-"""What `filling="auto"` chooses from, beside no filling: plans that can be run. The policy of
-DiffusionPipe, which moves samples between ranks in the middle of an encoder, is planned when asked for."""
+TICKS = 24
+"""The average stage takes so many where the order of work depends on times."""
 
 UNFILLED_SHARE = 0.1
 """How much the unfilled step counts when filled plans are compared: more only where theirs are equal."""
@@ -80,7 +80,7 @@ class Proposal:
 class Pipeline:
     """What proposals share that differ only in where they cut, and in when their frozen work is done."""
 
-    schedule_name: str
+    spec: ScheduleSpec
     base: Placement
     placement: Placement
     sizes: tuple[int, ...]
@@ -89,22 +89,36 @@ class Pipeline:
 
     def schedule(self) -> Schedule:
         """Without frozen work; made anew, as many large ones would slow down everything else."""
-        spec, count = SCHEDULES[self.schedule_name], len(self.sizes)
+        count = len(self.sizes)
         if self.placement is self.base:
-            return spec(self.base, count)
-        return schedule_of_passes(spec, self.base, self.placement, count)
+            return self.spec(self.base, count)
+        return schedule_of_passes(self.spec, self.base, self.placement, count)
 
     def peak(self, rank: int) -> dict[int, Waiting]:
         """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
-            stages = self.placement.stages_of(rank)
-            if self.placement is self.base:
-                spec = SCHEDULES[self.schedule_name]
-                program = spec.program(self.base, len(self.sizes), rank)
+            stages, sizes = self.placement.stages_of(rank), self.sizes
+            if self.runs_free:
+                in_a_row = range(self.base.num_stages)
+                program = loop_program(self.base, rank, len(sizes), in_a_row, drains=True)
+                sizes *= len(in_a_row)
+            elif self.placement is self.base:
+                program = self.spec.program(self.base, len(sizes), rank)
             else:
                 program = self.schedule().programs[rank]
-            self._peaks[rank] = peak_samples_of(program, stages, self.sizes)
+            self._peaks[rank] = peak_samples_of(program, stages, sizes)
         return self._peaks[rank]
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether batches follow each other without a flush."""
+        return not self.spec.flushes and self.base.num_ranks > 1
+
+    def weight_versions(self, rank: int) -> int:
+        """Versions of its weights that a rank stores."""
+        if not self.runs_free:
+            return 1
+        return max(self.spec.weight_versions(self.base, s) for s in self.base.stages_of(rank))
 
     @property
     def peaks(self) -> tuple[dict[int, Waiting], ...]:
@@ -127,7 +141,7 @@ class Frame:
     need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
 
 
-_Key = tuple[Shape, tuple[tuple[int, ...], ...], frozenset[int]]
+_Key = tuple[Shape, tuple[tuple[int, ...], ...], frozenset[int], Ticks]
 
 
 @dataclass
@@ -205,15 +219,24 @@ class Evaluator:
         if self.calls is not self.model and shape.num_ranks > 1:
             backbone = self.calls.profile.backbones[0]
             placement = unrolled(base, backbone, self.runs(proposal))
-        key = (shape, placement.stage_ranks, placement.no_grad)
+        ticks = self._ticks(proposal) if shape.spec.timed else ()
+        key = (shape, placement.stage_ranks, placement.no_grad, ticks)
         if key not in self._frames:
             if key not in self._pipelines:
                 links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
-                self._pipelines[key] = Pipeline(shape.schedule, base, placement, shape.sizes, links)
+                spec = shape.spec.in_time(ticks)
+                self._pipelines[key] = Pipeline(spec, base, placement, shape.sizes, links)
             pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
             loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
         return self._frames[key]
+
+    def _ticks(self, proposal: Proposal) -> Ticks:
+        """What the stages take, in parts of the average one: cuts that differ little have one order of work."""
+        model, size = self.model, proposal.shape.sizes[0]
+        times = [(model.forward_s(r, size), model.backward_s(r, size)) for r in proposal.runs]
+        unit = sum(map(sum, times)) / (TICKS * len(times)) or 1.0
+        return tuple((round(f / unit, 0), round(b / unit, 0)) for f, b in times)
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
         """What the simulator needs."""
@@ -232,7 +255,10 @@ class Evaluator:
         if proposal not in self._steps:
             costs, frame = self.costs(proposal), self.frame(proposal)
             start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
-            step_s = makespan(frame.pipeline.outline, costs, start_s)
+            if frame.pipeline.runs_free:
+                step_s = period_s(prefix_frozen(frame.pipeline.schedule(), frame.parts), costs)
+            else:
+                step_s = makespan(frame.pipeline.outline, costs, start_s)
             if self.model.profile.backbones[0].skips:
                 step_s += LINK_SHARE * costs.link_s() / proposal.shape.num_ranks
             if self.fills:
@@ -254,8 +280,15 @@ class Evaluator:
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
-        frame = self.frame(proposal)
-        return peak_memory_bytes(self.calls, frame.pipeline.peaks, self.runs(proposal), frame.loads)
+        frame, runs = self.frame(proposal), self.runs(proposal)
+        peaks = peak_memory_bytes(self.calls, frame.pipeline.peaks, runs, frame.loads)
+        return tuple(b + self._version_bytes(proposal, rank) for rank, b in enumerate(peaks))
+
+    def _version_bytes(self, proposal: Proposal, rank: int) -> int:
+        """Bytes of the weights of before that a rank stores; only what is trained has versions."""
+        pipeline, runs = self.frame(proposal).pipeline, self.runs(proposal)
+        held = sum(self.calls.gradient_bytes(runs[s]) for s in pipeline.placement.stages_of(rank))
+        return round((pipeline.weight_versions(rank) - 1) * held)
 
     def fits(self, proposal: Proposal) -> bool:
         """Whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
@@ -274,6 +307,7 @@ class Evaluator:
             if need is None:
                 load = frame.loads[rank] if frame.loads else None
                 need = rank_bytes(self.calls, peak, runs, load)
+                need += self._version_bytes(proposal, rank)
                 frame.need_bytes[key] = need
             if need > limit:
                 yield rank
@@ -283,9 +317,7 @@ class Evaluator:
         unfilled = self.unfilled().unfilled_plan(proposal)
         plans = [unfilled]
         if self.fills:
-            wanted = self.options.filling
-            for policy in FILLINGS_RUN if wanted == "auto" else (wanted,):
-                plans.append(self.filled_plan(proposal, policy, unfilled))
+            plans.append(self.filled_plan(proposal, unfilled))
         if self.options.filling not in ("none", "auto"):
             plans = plans[-1:]
         return min(plans, key=preference)
@@ -296,6 +328,10 @@ class Evaluator:
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = timeline_of(schedule, costs)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
+        limit_s = _no_bubble_limit_s(timeline)
+        if frame.pipeline.runs_free:
+            iteration_s = period_s(schedule, costs)
+            bubble_ratio = max(1 - limit_s / iteration_s, 0.0) if iteration_s else 0.0
         planned = Planned(
             iteration_s=iteration_s,
             bubble_ratio=bubble_ratio,
@@ -303,7 +339,7 @@ class Evaluator:
             unfilled_bubble_ratio=bubble_ratio,
             frozen_s=math.fsum(costs.encode_s),
             leftover_s=0.0,
-            no_bubble_limit_s=_no_bubble_limit_s(timeline),
+            no_bubble_limit_s=limit_s,
             peak_memory_bytes=self.peak_bytes(proposal),
             samples_per_s=self._rate(iteration_s),
             **self._sent_bytes(proposal),
@@ -330,7 +366,7 @@ class Evaluator:
             b for b, here, there in zip(crossing, homes, homes[1:], strict=False) if here != there
         )
         sent = {"sent_bytes": samples * sum(apart)}
-        if shape.spec.place:
+        if shape.spec.place and not shape.spec.opposite:
             work = model.work_s(0, shape.sizes)
             firsts = even_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
             runs = [LayerRun(0, 0, first) for first in firsts[1:]]
@@ -339,18 +375,13 @@ class Evaluator:
             )
         return sent
 
-    def filled_plan(self, proposal: Proposal, policy: str, unfilled: PipelinePlan) -> PipelinePlan:
+    def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""
         schedule, costs = self.frame(proposal).pipeline.schedule(), self.costs(proposal)
         timeline = timeline_of(schedule, costs)
-        filled = fill(
-            policy,
-            schedule,
-            timeline,
-            self.model.profile.encoders,
-            self.share_steps(proposal.shape),
-            self.group_size(proposal.shape),
-        )
+        layers = frozen_layers(self.model.profile.encoders, self.group_size(proposal.shape))
+        placed = fill_by_shares(timeline, layers, self.share_steps(proposal.shape))
+        filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)
         timeline = timeline_of(filled.schedule, costs)
         planned = replace(
@@ -364,7 +395,7 @@ class Evaluator:
             samples_per_s=self._rate(timeline.iteration_s),
         )
         return PipelinePlan(
-            self._resolved(proposal, policy),
+            self._resolved(proposal, "shares"),
             self._stages(proposal),
             filled.schedule.programs,
             planned,
@@ -410,22 +441,24 @@ class Evaluator:
         return tuple(layer.name for layer in self.calls.profile.backbones[0].layers)
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
-        backbone = self.model.profile.backbones[0].name
         placement, size = self.frame(proposal).pipeline.placement, proposal.shape.num_stages
-        named = self._named(proposal)
-        return tuple(
-            Stage(
-                index,
-                backbone,
-                run.first,
-                run.stop - 1,
-                proposal.replicas[index % size],
-                named[index],
-                index // size,
-                index not in placement.no_grad,
+        backbone, named = self.model.profile.backbones[0], self._named(proposal)
+        chains, stages = backbone.chains or ((backbone.name, 0),), list[Stage]()
+        for index, run in enumerate(self.runs(proposal)):
+            name, start = chains[bisect_right(self.model.starts, run.first) - 1]
+            stages.append(
+                Stage(
+                    index,
+                    name,
+                    run.first - start,
+                    run.stop - 1 - start,
+                    proposal.replicas[index % size],
+                    named[index],
+                    index // size,
+                    index not in placement.no_grad,
+                )
             )
-            for index, run in enumerate(self.runs(proposal))
-        )
+        return tuple(stages)
 
     def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
         """The ranks of every stage, where they are not those after the ranks of the stage before."""
@@ -454,19 +487,3 @@ def _no_bubble_limit_s(timeline: Timeline) -> float:
     """All work divided by all ranks."""
     computed = (span for span in timeline.spans if isinstance(span.instruction, Compute))
     return sum(span.duration_s for span in computed) / timeline.num_ranks
-
-
-def fill(
-    policy: str,
-    schedule: Schedule,
-    timeline: Timeline,
-    encoders: Sequence[EncoderProfile],
-    share_steps: Sequence[int],
-    group_size: int | None = None,
-) -> Filled:
-    """Fills the bubbles of a pipeline by the policy of that name."""
-    if policy == "diffusionpipe":
-        placed = fill_like_diffusionpipe(timeline, encoders, sum(share_steps))
-    else:
-        placed = fill_by_shares(timeline, frozen_layers(encoders, group_size), share_steps)
-    return weave(schedule, timeline, placed)

@@ -7,9 +7,9 @@ left over and runs behind the pipeline, on all ranks; then all ranks exchange th
     rank 0 | F0 F1  . E0 B0 -- E2 B1 -- E3        E0: the first layers of the text encoder, say,
     rank 1 | E1 F0 B0 -- F1 B1 --  .  .           for some samples of the next batch
 
-Two policies decide what goes where (`filling_diffusionpipe.py` and `filling_shares.py`); both
-give `FrozenPiece`s with times at which they start, and this file weaves them into the programs. A
-piece never delays the pipeline: the pieces of a gap take no longer than the gap.
+`filling_shares.py` decides what goes where: it gives `FrozenPiece`s with times at which they start, and this file
+weaves them into the programs. A piece never delays the pipeline: the pieces of a gap take no longer than the gap.
+DiffusionPipe's own policy is in `benchmarks/filling_policies/`.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def _check_places(schedule: Schedule) -> None:
                 f"rank {rank} runs {instruction}, but there are {schedule.num_stages} stages "
                 f"and {schedule.num_microbatches} microbatches"
             )
+        if not schedule.runs(stage, microbatch):
+            raise ScheduleError(f"rank {rank} runs {instruction}, which its microbatch leaves out")
         if (owner := schedule.placement.rank_of(stage, microbatch)) != rank:
             raise ScheduleError(f"rank {rank} runs {instruction}, which belongs to rank {owner}")
 
@@ -77,9 +79,12 @@ def _check_work(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
         no_grad = stage in schedule.placement.no_grad
         for microbatch in range(schedule.num_microbatches):
+            if not schedule.runs(stage, microbatch):
+                continue
             kinds = done[stage, microbatch]
             work = Counter(kinds)
             _check_complete(stage, microbatch, work)
+            del work[UpdateWeights]  # follows the last microbatch of a batch only
             # A schedule splits all of its backwards in two parts or none; the one is as good as
             # the other.
             if BackwardInput in work:

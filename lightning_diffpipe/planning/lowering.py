@@ -25,6 +25,7 @@ from lightning_diffpipe.planning.instruction import (
     BackwardInput,
     Encode,
     ExchangeFrozen,
+    Forward,
     Instruction,
     Program,
     ReduceGradients,
@@ -56,6 +57,40 @@ def lower(
         incoming = {edge[0]: messages for edge, messages in edges.items() if edge[1] == rank}
         programs.append(tuple(_lower_program(schedule, program, incoming, num_ahead)))
     return replace(schedule, programs=tuple(programs))
+
+
+def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
+    """A part of a loop without end, with communication.
+
+    Receives of activations are posted in front, those of gradients as soon as the activation was sent.
+
+    Args:
+        schedule: One batch by itself.
+        program: What a rank computes, from `loop_program`.
+        ring: Microbatches are numbered modulo this, more than are ever under way.
+    """
+    schedule = replace(schedule, num_microbatches=ring)
+    program = tuple(
+        replace(i, microbatch=i.microbatch % ring) if isinstance(i, Staged) else i for i in program
+    )
+    reads = tuple(schedule.inputs_of(program))
+    out: list[Instruction] = [
+        message.receive()
+        for instruction, message in zip(program, reads, strict=True)
+        if isinstance(instruction, Forward) and message is not None
+    ]
+    makes = schedule.outputs_of(program)
+    for instruction, needed, made in zip(program, reads, makes, strict=True):
+        if needed is not None:
+            out.append(needed.wait())
+        out.append(instruction)
+        if made is not None:
+            out.append(made.send())
+            if isinstance(instruction, Forward):
+                gradient = schedule.input_of(Backward(instruction.stage, instruction.microbatch))
+                assert gradient is not None
+                out.append(gradient.receive())
+    return tuple(out)
 
 
 def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:

@@ -29,6 +29,7 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.lowering import with_collectives
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
 from lightning_diffpipe.planning.schedule import Flow, Message, Schedule
+from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.simulator import Costs, meeting_s
 from lightning_diffpipe.planning.timeline import Span, Timeline
 
@@ -145,6 +146,21 @@ def timeline_of(schedule: Schedule, costs: PipelineCosts) -> Timeline:
             stop_s = start_s + costs.compute_s(outline.works[work])
             spans.append(Span(rank, next(todo[rank]), start_s, stop_s))
     return Timeline(tuple(spans), schedule.num_ranks)
+
+
+def period_s(batch: Schedule, costs: PipelineCosts) -> float:
+    """Seconds from one batch to the next where none is waited for: what twice as many batches take longer.
+
+    Args:
+        batch: One batch by itself.
+        costs: Of one batch.
+    """
+    few = 4 * batch.num_ranks
+    ends_s = [
+        makespan(outline_of(unrolled(batch, n), costs.sizes * n), costs.repeated(n))
+        for n in (few, 2 * few)
+    ]
+    return (ends_s[1] - ends_s[0]) / few
 
 
 def _computes(instruction: Instruction) -> bool:

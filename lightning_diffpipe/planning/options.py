@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.reading import LARGEST, Node
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 Auto = Literal["auto"]
 
@@ -25,7 +26,7 @@ PARTITIONS = (
 PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "diffusionpipe_exact", "pipedream", "pipedream_code")
 """Those that share the ranks among the stages as well; so every rank holds one stage."""
 
-FILLINGS = ("none", "diffusionpipe", "shares", "auto")
+FILLINGS = ("none", "shares", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class PlanOptions:
         data_parallel: Pipelines side by side, each with its part of the batch.
         schedule: A name of `SCHEDULES`, or `auto`.
         filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline;
-            `diffusionpipe` and `shares`: into the bubbles of the batch before, see `filling.py`.
+            `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only; False in the
@@ -105,6 +106,38 @@ class PlanOptions:
             raise ConfigurationError(
                 f"partition={self.partition} gives every stage ranks of its own, schedule={spec.name} every rank "
                 f"several stages; choose another schedule, or a partition of {', '.join(others)}"
+            )
+
+        if spec and not spec.flushes:
+            self._check_without_flush(spec)
+
+    def _check_without_flush(self, spec: ScheduleSpec) -> None:
+        """Refuses what a schedule without a flush cannot do."""
+        stages, microbatches = self.num_stages, self.num_microbatches
+        replicas = (
+            self.num_replicas if isinstance(self.num_replicas, tuple) else (self.num_replicas,)
+        )
+        if set(replicas) - {"auto", 1}:
+            raise ConfigurationError(
+                f"schedule={spec.name} has one rank for each stage, but num_replicas={self.num_replicas}: replicas "
+                "would take whole batches in turn, and none would have the gradients of all. Leave it out; "
+                "data_parallel=N puts pipelines side by side"
+            )
+        if self.filling not in ("none", "auto"):
+            raise ConfigurationError(
+                f"schedule={spec.name} leaves no bubbles to fill, but filling={self.filling}; use auto or none"
+            )
+        if microbatches != "auto" and microbatches != 1 and not spec.accumulates:
+            raise ConfigurationError(
+                f"with schedule={spec.name} every batch is one microbatch, but num_microbatches={microbatches}; "
+                "leave it out, or choose pipedream_2bw, where several make a batch"
+            )
+        if not isinstance(stages, int) or not isinstance(microbatches, int):
+            return
+        if spec.accumulates and not spec.takes(stages, microbatches):
+            raise ConfigurationError(
+                f"schedule={spec.name} needs num_microbatches >= num_stages - 1, so that the weights of the batch "
+                f"before last are there when one begins; got {microbatches} for {stages} stages"
             )
 
     @staticmethod

@@ -6,7 +6,7 @@ Kept in the plan, they let a plan be drawn, compared and simulated again without
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -20,6 +20,7 @@ from lightning_diffpipe.planning.instruction import (
     Encode,
     Forward,
     ForwardNoGrad,
+    UpdateWeights,
 )
 from lightning_diffpipe.planning.schedule import Message, Placement
 
@@ -76,7 +77,27 @@ class PipelineCosts:
                 return self._weight_s(stage, microbatch) + self._added_s(stage, microbatch)
             case Encode(part):
                 return self.encode_s[part]
+            case UpdateWeights(stage):  # of a schedule that gives every rank one stage, in order
+                return self.reduce_s(stage)
         return 0.0
+
+    def repeated(self, num_batches: int) -> PipelineCosts:
+        """The same for so many batches in a row."""
+
+        def longer(table: Table) -> Table:
+            return tuple(row * num_batches for row in table)
+
+        return replace(
+            self,
+            sizes=self.sizes * num_batches,
+            forward_s=longer(self.forward_s),
+            backward_s=longer(self.backward_s),
+            weight_gradient_s=longer(self.weight_gradient_s),
+            activation_s=longer(self.activation_s),
+            gradient_s=longer(self.gradient_s),
+            feedback_s=self.feedback_s * num_batches,
+            split_s=longer(self.split_s),
+        )
 
     def _weight_s(self, stage: int, microbatch: int) -> float:
         """The part of a backward that makes weight gradients; rounding, or a plan by hand, may exceed the whole."""

@@ -42,6 +42,7 @@ from lightning_diffpipe.planning.instruction import (
     parse_program,
 )
 from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.makespan import period_s
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
@@ -53,7 +54,9 @@ from lightning_diffpipe.planning.plan_checks import (
 )
 from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.schedules.pipedream import unrolled
+from lightning_diffpipe.planning.simulator import Costs, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 FORMAT = "diffpipe-plan/1"
@@ -163,9 +166,24 @@ class PipelinePlan:
         return 1 + self.stages[-1].pass_index
 
     @property
+    def num_backbones(self) -> int:
+        """Backbones whose stages run apart."""
+        return len(self.placement.first_stages)
+
+    @property
     def num_layers(self) -> int:
-        """Layers that are cut into stages."""
-        return self.stages[-1].stop
+        """Layers that are cut into stages, of all backbones."""
+        return self.first_layers[-1] + self.stages[-1].num_layers
+
+    @cached_property
+    def first_layers(self) -> tuple[int, ...]:
+        """By stage: its first layer, where those of several backbones are counted on."""
+        before, found = 0, list[int]()
+        for index, stage in enumerate(self.stages):
+            if index and stage.backbone != self.stages[index - 1].backbone:
+                before = found[-1] + self.stages[index - 1].num_layers
+            found.append(before + stage.first_layer)
+        return tuple(found)
 
     @property
     def ranks_per_pipeline(self) -> int:
@@ -220,8 +238,26 @@ class PipelinePlan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The planned timeline: in seconds if the costs are known, else in ticks."""
-        return simulate(self.lowered, self.costs)
+        """The planned timeline: in seconds if the costs are known, else in ticks.
+
+        Of some batches in a row where the pipeline is not flushed.
+        """
+        if not self.runs_free:
+            return simulate(self.lowered, self.costs)
+        num_batches = 2 * self.ranks_per_pipeline + 2
+        costs = self.costs.repeated(num_batches) if self.costs else None
+        return simulate(unrolled(self.schedule, num_batches), costs)
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether batches follow each other without a flush."""
+        return self.ranks_per_pipeline > 1 and not SCHEDULES[self.options.schedule].flushes
+
+    def step_s(self, costs: Costs | None) -> float:
+        """Seconds of a step, by these costs."""
+        if self.runs_free and isinstance(costs, PipelineCosts):
+            return period_s(self.schedule, costs)
+        return simulate(self.lowered, costs).iteration_s
 
     @property
     def digest(self) -> str:

@@ -90,11 +90,10 @@ def check_costs(plan: PipelinePlan) -> None:
     for name, got, wanted, what in rows:
         if got != wanted:
             raise PlanError(f"plan: costs.{name}: {got} numbers, but there are {wanted} {what}")
-    first_layers = tuple(stage.first_layer for stage in plan.stages)
-    if costs.first_layers not in ((), first_layers):
+    if costs.first_layers not in ((), plan.first_layers):
         raise PlanError(
             "plan: costs.first_layers: the costs are of stages that begin at layers "
-            f"{list(costs.first_layers)}, but the plan's begin at {list(first_layers)}; remove costs, or "
+            f"{list(costs.first_layers)}, but the plan's begin at {list(plan.first_layers)}; remove costs, or "
             "have these stages planned"
         )
 
@@ -107,7 +106,7 @@ def check_promise(plan: PipelinePlan) -> None:
     """
     if plan.costs is None:
         return
-    promised_s, simulated_s = plan.planned.iteration_s, plan.timeline.iteration_s
+    promised_s, simulated_s = plan.planned.iteration_s, plan.step_s(plan.costs)
     if not math.isclose(promised_s, simulated_s, rel_tol=SAME_STEP, abs_tol=1e-12):
         raise PlanError(
             f"plan: planned.iteration_s: {promised_s:.7g} s are promised, but these programs take "

@@ -168,6 +168,7 @@ class BackboneProfile:
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. None if every layer is called once.
+        chains: Names and first layers of backbones that are joined into this one, and run apart; see `chains.py`.
     """
 
     name: str
@@ -176,6 +177,7 @@ class BackboneProfile:
     split_s: Seconds | None = None
     skips: tuple[Skip, ...] = ()
     passes: tuple[tuple[int, int], ...] = ()
+    chains: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,8 @@ class FrozenResult:
 
     Attributes:
         bytes_per_sample: Bytes of them.
-        readers: Positions of the backbone's layers that read them, ascending.
+        readers: Positions of the backbone's layers that read them, ascending; those of several backbones are
+            counted on.
     """
 
     bytes_per_sample: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from math import comb, isqrt
+from itertools import combinations, pairwise, product
+from math import comb, isqrt, prod
 
 from lightning_diffpipe.errors import ConfigurationError, PartitionError
 from lightning_diffpipe.planning.cost import CostModel
@@ -74,7 +74,11 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
         PartitionError: More stages than layers or ranks.
     """
     wanted = SCHEDULES.values() if options.schedule == "auto" else (SCHEDULES[options.schedule],)
-    tried = [spec for spec in wanted if spec.auto or options.schedule != "auto"]
+    tried = [
+        spec
+        for spec in wanted
+        if (spec.auto or options.schedule != "auto") and spec.opposite == (len(model.starts) > 1)
+    ]
     placed = [s for spec in tried if spec.place for s in _placed_shapes(model, options, spec)]
     yield from placed
     chained = tuple(spec.name for spec in tried if not spec.place)
@@ -107,6 +111,10 @@ def _chained_shapes(
                 sizes = split_evenly(samples, num_microbatches)
                 # Without a neighbour there is nothing to overlap: all schedules are the same.
                 for schedule in schedules[:1] if num_stages == 1 else schedules:
+                    if num_stages > 1 and not SCHEDULES[schedule].takes(
+                        num_stages, num_microbatches
+                    ):
+                        continue
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, schedule)
 
 
@@ -121,9 +129,10 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
     for num_pipelines in _pipelines_possible(model, options):
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
-        counts = [v * num_ranks for v in spec.stages_per_rank] if wanted == "auto" else [wanted]
+        several = (len(model.starts),) if spec.opposite else spec.stages_per_rank
+        counts = [v * num_ranks for v in several] if wanted == "auto" else [wanted]
         for num_stages in counts:
-            if num_stages > num_layers:
+            if num_stages > num_layers or not cuttable(model, num_stages // num_ranks, num_ranks):
                 continue
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and spec.can_place(
@@ -133,8 +142,25 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, spec.name)
 
 
+def cuttable(model: CostModel, stages_per_rank: int, num_ranks: int) -> bool:
+    """Whether chains that run apart can have one stage on every rank."""
+    if len(model.starts) == 1:
+        return True
+    shortest = min(stop - first for first, stop in pairwise((*model.starts, model.num_layers())))
+    return stages_per_rank == len(model.starts) and num_ranks <= shortest
+
+
 def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> ConfigurationError:
     ranks = [model.cluster.num_ranks // p for p in _pipelines_possible(model, options)]
+    if spec.opposite:
+        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers()))]
+        return ConfigurationError(
+            f"schedule={spec.name} gives every rank one stage of each of the {len(sizes)} backbones, which have "
+            f"{sizes} layers: it needs pipelines of two ranks or more, and no more than {min(sizes)}, num_stages="
+            f"auto or {len(sizes)} times the ranks of a pipeline, and no replicas; got num_stages="
+            f"{options.num_stages}, num_microbatches={options.num_microbatches}, num_replicas="
+            f"{options.num_replicas} and pipelines of {ranks} ranks"
+        )
     twice = "exactly twice as many" if spec.most_per_rank == 2 else "twice as many, at least,"
     grouped = " num_microbatches a multiple of them too," if spec.whole_groups else ""
     return ConfigurationError(
@@ -272,6 +298,9 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
 
 def count_of_cuts(model: CostModel, shape: Shape) -> int:
     """In how many ways the layers and ranks of a shape can be shared among its stages."""
+    if len(model.starts) > 1:
+        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers()))]
+        return prod(comb(size - 1, shape.num_ranks - 1) for size in sizes)
     cuts = comb(model.num_layers() - 1, shape.num_stages - 1)
     if shape.stages_per_rank > 1:
         return cuts
@@ -280,7 +309,10 @@ def count_of_cuts(model: CostModel, shape: Shape) -> int:
 
 def all_cuts(model: CostModel, options: PlanOptions, shape: Shape) -> Iterator[tuple[Cut, ...]]:
     """Every way to cut."""
-    num_layers = model.num_layers()
+    num_layers, starts = model.num_layers(), model.starts
+    inner = shape.num_stages // len(starts) - 1
     for replicas in replicas_of(options, shape):
-        for marks in combinations(range(1, num_layers), shape.num_stages - 1):
-            yield tuple(zip((0, *marks), (*marks, num_layers), replicas, strict=True))
+        chains = pairwise((*starts, num_layers))
+        for marks in product(*(combinations(range(a + 1, b), inner) for a, b in chains)):
+            firsts = [i for a, cuts in zip(starts, marks, strict=True) for i in (a, *cuts)]
+            yield tuple(zip(firsts, (*firsts[1:], num_layers), replicas, strict=True))

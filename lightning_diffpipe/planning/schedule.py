@@ -203,12 +203,31 @@ class Schedule:
             estimate of microbatch `m`, made by the no-grad pass, is read by the first stage at
             microbatch `m + feedback_lag`: by its `Forward` if the lag is 0, else by its
             `ForwardNoGrad`.
+        starts: By microbatch the first stage it runs, where steps have several forms, and some
+            microbatches leave passes out; empty: stage 0.
     """
 
     placement: Placement
     num_microbatches: int
     programs: tuple[Program, ...]
     feedback_lag: int | None = None
+    starts: tuple[int, ...] = ()
+
+    def starting_at(self, starts: Sequence[int]) -> Schedule:
+        """The same in the same order, where microbatches leave out the stages in front of these."""
+        if not any(starts):
+            return self
+        programs = tuple(
+            tuple(
+                i for i in program if not isinstance(i, Staged) or i.stage >= starts[i.microbatch]
+            )
+            for program in self.programs
+        )
+        return replace(self, programs=programs, starts=tuple(starts))
+
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Whether a microbatch does not leave a stage out."""
+        return not self.starts or stage >= self.starts[microbatch]
 
     def of_first_microbatches(self, count: int) -> Schedule:
         """The same for a batch of fewer microbatches, as the last one of an epoch may be; in the same order."""
@@ -216,7 +235,7 @@ class Schedule:
             tuple(i for i in program if getattr(i, "microbatch", 0) < count)
             for program in self.programs
         )
-        return replace(self, num_microbatches=count, programs=programs)
+        return replace(self, num_microbatches=count, programs=programs, starts=self.starts[:count])
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -311,6 +330,8 @@ class Schedule:
         """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""
         made_for, rank_of = microbatch - flow.lag, self.placement.rank_of
         if made_for < 0 or microbatch >= self.num_microbatches:
+            return None
+        if not (self.runs(flow.maker, made_for) and self.runs(flow.reader, microbatch)):
             return None
         maker, reader = rank_of(flow.maker, made_for), rank_of(flow.reader, microbatch)
         return Message(flow.kind, flow.reader, microbatch, maker, reader)

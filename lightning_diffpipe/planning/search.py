@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
-from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
 from lightning_diffpipe.planning.baselines import baseline_cuts
 from lightning_diffpipe.planning.bounds import Bounds
+from lightning_diffpipe.planning.chains import chain_cuts, joined
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import (
@@ -41,6 +42,7 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
+from lightning_diffpipe.planning.schedules import SCHEDULES
 
 MOST_CUTS_TRIED = 500
 """Up to so many ways to cut a shape, all are considered."""
@@ -55,7 +57,8 @@ HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
 
 UNEVEN = (1.02, 1.05)
-"""With skips, cuts that send least are tried whose fullest rank works so many times the average."""
+"""With skips, cuts that send least are tried whose fullest rank works so many times the average; of chains that run
+in opposite directions, those with the most even stages whose fullest rank works so many times the least."""
 
 REMEDY_S = 5.0
 """Where nothing fits, seconds spent on each option that might help."""
@@ -92,15 +95,18 @@ def find_plan(
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
         PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
-            was found within `within_s`, the ranks cannot be shared among the stages, or the profile has two
-            backbones.
+            was found within `within_s`, or the ranks cannot be shared among the stages.
     """
-    if len(profile.backbones) > 1:
-        names = ", ".join(backbone.name for backbone in profile.backbones)
-        raise PlanError(
-            f"profile {profile.name!r} has {len(profile.backbones)} backbones ({names}), and a plan is for "
-            "one; plan each of them from a profile of its own"
+    opposite = options.schedule != "auto" and SCHEDULES[options.schedule].opposite
+    if len(profile.backbones) > 1 and options.schedule == "auto":
+        return _of_either_kind(profile, cluster, options, below_s, within_s)
+    if opposite and len(profile.backbones) == 1:
+        raise ConfigurationError(
+            f"schedule={options.schedule} runs several backbones in opposite directions, and profile "
+            f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
         )
+    profile = joined(profile, apart=opposite)
+    options = _without_flush(options, profile)
     if profile.whole_encoders:
         options = replace(options, frozen_splittable=False)
     passes = profile.backbones[0].passes
@@ -127,6 +133,44 @@ def find_plan(
     if not plans:
         raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
+
+
+def _of_either_kind(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, within_s: float
+) -> PipelinePlan:
+    """The best plan for several backbones: as one chain, or in opposite directions."""
+    found, failed = [], []
+    chained = joined(profile)
+    opposite = [spec.name for spec in SCHEDULES.values() if spec.auto and spec.opposite]
+    tries = [(chained, "auto"), *((profile, name) for name in opposite)]
+    for what, schedule in tries:
+        wish = replace(options, schedule=schedule)
+        try:
+            found.append(find_plan(what, cluster, wish, below_s, within_s / len(tries)))
+        except DiffPipeError as error:
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    return min(found, key=_with_effort)
+
+
+def _without_flush(options: PlanOptions, profile: ModelProfile) -> PlanOptions:
+    """Options of a schedule that does not flush: one rank for each stage, and nothing in its bubbles.
+
+    Raises:
+        ConfigurationError: Layers are called several times, whose gradients come from several batches.
+    """
+    spec = SCHEDULES.get(options.schedule)
+    if spec is None or spec.flushes:
+        return options
+    if profile.backbones[0].passes:
+        raise ConfigurationError(
+            f"schedule={spec.name} steps the optimizer of a stage as soon as a batch has come back through it, but "
+            "this step passes through its layers several times, so that their gradients are of different "
+            "batches; choose a schedule that flushes, such as 1f1b"
+        )
+    replicas = 1 if options.num_replicas == "auto" else options.num_replicas
+    return replace(options, num_replicas=replicas, filling="none")
 
 
 def _with_effort(plan: PipelinePlan) -> float:
@@ -235,11 +279,23 @@ class Search:
             return
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
+        elif not shape.spec.flushes and shape.num_ranks > 1:
+            self._try_all(shape, self._even_pace(shape))
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
+            if shape.spec.opposite:  # the most even of cuts that are as good
+                self._try_all(shape, (cuts for _, cuts in self._starts(shape, bounds)))
             cuts = all_cuts(self.model, self.options, shape)
             self._try_all(shape, self._promising(bounds, cuts))
         else:
             self._try_best_bounds(shape, bounds)
+
+    def _even_pace(self, shape: Shape) -> Iterable[tuple[Cut, ...]]:
+        """Without a flush the slowest stage or link sets the pace, which PipeDream's recurrence makes fast."""
+        rules = ("pipedream", "minimax", "parameters")
+        options = (replace(self.options, partition=rule) for rule in rules)
+        if count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
+            return all_cuts(self.model, self.options, shape)
+        return {cut for wish in options for cut in baseline_cuts(self.model, wish, shape)}
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether all ranks that hold one copy of the model have enough memory together."""
@@ -270,7 +326,8 @@ class Search:
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
                 starts.append((self._try(start), start.cuts))
-        most = len(starts) if shape.spec.nested else MOST_CLIMBS
+        several = shape.spec.nested or shape.spec.opposite
+        most = len(starts) if several else MOST_CLIMBS
         for step_s, cuts in sorted(starts)[:most]:
             if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
                 self._climb(shape, cuts, bounds)
@@ -298,7 +355,8 @@ class Search:
         too_full = list(islice(self.evaluator.too_full(start), most_helped + 1))
         if not too_full or len(too_full) > most_helped:
             return None if too_full else start
-        nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts))
+        starts = self.model.starts
+        nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts, starts))
         return start if any(map(self.evaluator.fits, nearby)) else None
 
     def _is_hopeless(self, bounds: Bounds, start: Proposal) -> bool:
@@ -315,9 +373,9 @@ class Search:
                     yield found
         elif (least_s := bounds.frozen_s + bounds.all_work_s) < limit_s:
             work_s = self._work_s(shape)
-            starts = [
-                even_cuts(work, shape.num_stages) for work in (work_s, self.resident_bytes(shape))
-            ]
+            starts = [self.even_cuts(work, shape) for work in (work_s, self.resident_bytes(shape))]
+            if shape.spec.opposite:
+                starts += [self.even_cuts(work_s, shape, uneven - 1) for uneven in UNEVEN]
             for uneven in (
                 UNEVEN if shape.spec.nested and self.model.profile.backbones[0].skips else ()
             ):
@@ -327,6 +385,14 @@ class Search:
                 )
             for firsts in filter(None, starts):
                 yield least_s, tuple((a, b, 1) for a, b in pairwise((*firsts, len(work_s))))
+
+    def even_cuts(
+        self, weights: Sequence[float], shape: Shape, slack: float = 0.0
+    ) -> tuple[int, ...]:
+        """The first layer of every stage where no stage, or no rank of chains that run apart, has much more."""
+        if shape.spec.opposite:
+            return chain_cuts(weights, self.model.starts, shape.num_ranks, slack)
+        return even_cuts(weights, shape.num_stages)
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Seconds of every layer for a microbatch."""
@@ -374,7 +440,7 @@ class Search:
         improved = True
         while improved and not self.is_over:
             improved = False
-            for moved in _neighbours(cuts):
+            for moved in _neighbours(cuts, self.model.starts):
                 proposal = Proposal(shape, moved)
                 hopeless = self.least_s(bounds, moved) >= max(current_s, self.best_s)
                 if hopeless or self.is_over or not self.evaluator.fits(proposal):
@@ -385,12 +451,12 @@ class Search:
                     break
 
 
-def _neighbours(cuts: tuple[Cut, ...]) -> Iterator[tuple[Cut, ...]]:
-    """Cuts in which one stage gave layers to the next or took some; few layers are tried first."""
+def _neighbours(cuts: tuple[Cut, ...], starts: Sequence[int]) -> Iterator[tuple[Cut, ...]]:
+    """Cuts in which one stage gave layers to the next of its chain or took some; few layers are tried first."""
     for shift in (1, -1, 2, -2, 3, -3, 5, -5):
         for i in range(len(cuts) - 1):
             (first, middle, r), (_, stop, s) = cuts[i : i + 2]
-            if first < middle + shift < stop:
+            if first < middle + shift < stop and middle not in starts:
                 moved = ((first, middle + shift, r), (middle + shift, stop, s))
                 yield (*cuts[:i], *moved, *cuts[i + 2 :])
 
@@ -487,7 +553,7 @@ def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cu
         yield from baseline_cuts(search.model, search.options, shape)
         return
     weights = search.resident_bytes(shape)
-    edges = (*even_cuts(weights, shape.num_stages), len(weights))
+    edges = (*search.even_cuts(weights, shape), len(weights))
     for replicas in replicas_of(search.options, shape):
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         if shape.stages_per_rank == 1 and not search.model.is_folded:

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.probe import Step, probe
 from lightning_diffpipe.graph.samples import Form, OwnForm, count_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
+from lightning_diffpipe.planning.chains import separated
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
@@ -79,6 +81,7 @@ def profile(
             small = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
     with current(home):
         graph = probe(module, step, small, max_share=max_share, form=form)
+        starts = find_chains(module, step, small, graph).starts
     with bar(progress) as report:
         subject = Subject(
             module,
@@ -92,7 +95,8 @@ def profile(
             name=name,
             progress=report,
         )
-        return cached_profile(subject) if cache else measure_profile(subject)
+        found = cached_profile(subject) if cache else measure_profile(subject)
+        return separated(found, starts)
 
 
 def default_step(module: nn.Module) -> Step:

@@ -128,6 +128,9 @@ class BatchesAhead:
         if self._prepared[0].batch_index != batch_index:
             self.drop()
             return None
+        if not self._layout.still_takes_its_forms(self._prepared[0].step):
+            self.drop()
+            return None
         prepared = self._prepared.popleft()
         self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
         if self._compared[1].is_known:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
@@ -30,7 +31,6 @@ from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.receiving import num_posted_ahead
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.frozen import FrozenWork
-from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.seeding import microbatch_seed
@@ -125,7 +125,8 @@ class BatchLayout:
         group_size = (self._group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
         counts = groups(total) if groups else None
-        lowered, parts = self._lowered(sizes, splits, group_size, counts)
+        starts = tuple(work.partitioned.first_stage for work in works)
+        lowered, parts = self._lowered(starts, sizes, splits, group_size, counts)
         frozen = None
         if parts:
             frozen = FrozenWork(
@@ -134,6 +135,14 @@ class BatchLayout:
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
         return StepWork(lowered, program, works, frozen, total, ahead=groups is not None)
+
+    def still_takes_its_forms(self, step: StepWork) -> bool:
+        """Whether a step that was laid out before it was due takes the forms that it took then."""
+        return all(
+            self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0)
+            is work.partitioned
+            for work in step.works
+        )
 
     def _works(
         self,
@@ -146,13 +155,14 @@ class BatchLayout:
         total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
         works = []
         for index, microbatch in enumerate(split(batch, sizes, self.steps.form)):
-            cut_step = self.steps.of(microbatch)
+            seed = microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index)
+            cut_step = self.steps.of(microbatch, seed, arguments, index == 0)
             written = cut_step.graph.batch_writes
             works.append(
                 MicrobatchWork(
                     index=index,
                     call=StepCall(self._step, self._root, microbatch, arguments, written),
-                    seed=microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index),
+                    seed=seed,
                     loss_scale=(1 if cut_step.graph.weighted else sizes[index] / total)
                     / accumulate,
                     partitioned=cut_step,
@@ -172,6 +182,7 @@ class BatchLayout:
 def _lower(
     schedule: Schedule,
     num_ahead: int,
+    starts: tuple[int, ...],
     sizes: tuple[int, ...],
     splits_frozen: bool | None,
     group_size: int,
@@ -181,6 +192,7 @@ def _lower(
     parts: tuple[EncodePart, ...] = ()
     if len(sizes) < schedule.num_microbatches:
         schedule = schedule.of_first_microbatches(len(sizes))
+    schedule = schedule.starting_at(starts)
     if splits_frozen is not None:
         parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
     schedule = prefix_frozen(schedule, parts, encoded=groups is not None)

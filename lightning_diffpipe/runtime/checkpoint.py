@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.runtime.mesh import Mesh
 
 
 def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
-from lightning_diffpipe.runtime.links import gloo_of_all_hosts
 
 _PLANNING_TIMEOUT_S = 1800.0
 

@@ -21,19 +21,20 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.comm.transport import Exchange, MessageKey, P2PTransport, Transport
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.receiving import receives_due
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.chain_ends import ChainEnds
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import Exchange, MessageKey, P2PTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepResult:
         num_samples: Samples of the pipeline's batch.
         recording: When this rank ran what.
         alarm: A rank of the pipeline gave one.
+        batch_index: Number of the batch, where it is not that of the step.
     """
 
     loss: Tensor
@@ -53,6 +55,7 @@ class StepResult:
     num_samples: int
     recording: Recording
     alarm: bool = False
+    batch_index: int | None = None
 
 
 class Engine:
@@ -93,12 +96,15 @@ class Engine:
             _delivered(layout.schedule, mesh.local_rank),
             _due(layout) if mesh.backend == "nccl" else None,
         )
+        self._runner = StageRunner(stash, mesh.device, check_finite)
+        self._ends = ChainEnds(placement, mesh.local_rank, mesh.device, self._runner)
         self.executor = Executor(
             mesh.local_rank,
-            StageRunner(stash, mesh.device, check_finite),
+            self._runner,
             stash,
             self._transport,
             self._start_reduction,
+            lambda works: self._ends.gather(works, self._transport),
             self._share_results,
             self._clock,
         )
@@ -205,6 +211,7 @@ class Engine:
         self._transport.close()
 
     def _share_results(self, works: Sequence[MicrobatchWork]) -> Exchange | None:
+        self._ends.report(works)
         under_way = self._results.start(works, self._alarm)
         if not under_way:
             return None
@@ -219,14 +226,16 @@ class Engine:
 def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
     """What a rank's messages tell of those it sent; alike for batches of all sizes, and with frozen work."""
     told = delivered(lower(schedule))[rank]
-    return {_key(wait): list(map(_key, sends)) for wait, sends in told.items()}
+    return {message_key(wait): list(map(message_key, sends)) for wait, sends in told.items()}
 
 
 def _due(layout: BatchLayout) -> dict[Instruction, list[MessageKey]]:
     """In front of which instructions this rank's receives begin; alike likewise."""
     due = receives_due(lower(layout.schedule, num_ahead=layout.num_ahead))[layout.mesh.local_rank]
-    return {at: list(map(_key, receives)) for at, receives in due.items()}
+    return {at: list(map(message_key, receives)) for at, receives in due.items()}
 
 
-def _key(message: Send | Receive | Wait) -> MessageKey:
-    return MessageKey(message.kind, message.stage, message.microbatch)
+def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
+    """By what a message is known; microbatches without an end are numbered in a ring."""
+    microbatch = message.microbatch % ring if ring else message.microbatch
+    return MessageKey(message.kind, message.stage, microbatch)

@@ -10,11 +10,12 @@ time until the message is there:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from lightning_diffpipe.clock import Clock
+from lightning_diffpipe.comm.transport import Exchange, MessageKey, Transport
 from lightning_diffpipe.errors import PipelineTimeoutError, ScheduleError
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -38,7 +39,9 @@ from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
-from lightning_diffpipe.runtime.transport import Exchange, MessageKey, Transport
+
+Works = Sequence[MicrobatchWork] | Mapping[int, MicrobatchWork]
+"""Microbatches by the numbers that a program gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,15 @@ class Executor:
         transport: Carries the messages.
         start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
             there is nothing to wait for.
+        gather_ends: Begins to bring what the loss reads of several chains to one rank; `None` likewise.
         share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
         clock: Stamps the measured timeline.
 
     Attributes:
         recording: When the instructions of the running, or last, program ran.
         position: The instruction it stands at.
+        flushes: Nothing is under way when a program has ended.
+        update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
     """
 
     def __init__(
@@ -79,17 +85,20 @@ class Executor:
         stash: Stash,
         transport: Transport,
         start_reduction: Callable[[], Exchange | None],
+        gather_ends: Callable[[Sequence[MicrobatchWork]], Exchange | None],
         share_results: Callable[[Sequence[MicrobatchWork]], Exchange | None],
         clock: Clock,
     ) -> None:
         self.local_rank = local_rank
         self.recording = Recording(local_rank, clock)
         self.position = 0
+        self.flushes = True
+        self.update: Callable[[MicrobatchWork], None] | None = None
         self._runner = runner
         self._stash = stash
         self._transport = transport
         self._start_reduction = start_reduction
-        self._share_results = share_results
+        self._gather_ends, self._share_results = gather_ends, share_results
         self._clock = clock
 
     def begin(self) -> Recording:
@@ -97,14 +106,12 @@ class Executor:
         self.recording = Recording(self.local_rank, self._clock)
         return self.recording
 
-    def run(
-        self, program: Program, works: Sequence[MicrobatchWork], frozen: FrozenWork | None
-    ) -> Iterator[Waiting]:
+    def run(self, program: Program, works: Works, frozen: FrozenWork | None) -> Iterator[Waiting]:
         """Runs a program to its end; `begin` comes before it.
 
         Args:
             program: This rank's instructions, lowered.
-            works: The microbatches of the step.
+            works: The microbatches of the step, and others under way.
             frozen: The frozen parts of the step, if the plan encodes any.
 
         Yields:
@@ -117,15 +124,17 @@ class Executor:
                 self._transport.come_to(instruction)
                 yield from self._execute(instruction, works, frozen)
                 recording.add(instruction, start)
-            self._transport.finish()
-            self._stash.check_empty()
-        finally:
+            if self.flushes:
+                self._transport.finish()
+                self._stash.check_empty()
+        except BaseException:
             self._stash.clear()
+            raise
 
     def _execute(
         self,
         instruction: Instruction,
-        works: Sequence[MicrobatchWork],
+        works: Works,
         frozen: FrozenWork | None,
     ) -> Iterator[Waiting]:
         runner, transport = self._runner, self._transport
@@ -163,13 +172,13 @@ class Executor:
             case ReduceGradients():
                 yield from self._wait_for(self._start_reduction(), instruction)
             case ShareResults():
+                yield from self._wait_for(self._gather_ends(works), instruction)
                 yield from self._wait_for(self._share_results(works), instruction)
             case ForwardNoGrad(stage, microbatch):
                 runner.forward_no_grad(stage, works[microbatch])
-            case UpdateWeights():
-                raise ScheduleError(
-                    f"{instruction} cannot be run yet; it can be planned and simulated"
-                )
+            case UpdateWeights(_, microbatch):
+                assert self.update is not None
+                self.update(works[microbatch])
             case _:
                 assert_never(instruction)
 
@@ -183,7 +192,7 @@ class Executor:
 def run_alone(
     executor: Executor,
     program: Program,
-    works: Sequence[MicrobatchWork],
+    works: Works,
     frozen: FrozenWork | None = None,
     filler: Filler | None = None,
     picture: Callable[[int], str] | None = None,
@@ -222,7 +231,7 @@ def run_alone(
 def run_together(
     executors: Sequence[Executor],
     programs: Sequence[Program],
-    works: Sequence[Sequence[MicrobatchWork]],
+    works: Sequence[Works],
     frozen: Sequence[FrozenWork | None],
 ) -> None:
     """Drives all ranks of a pipeline in one process, on a `LoopbackTransport`.

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 

@@ -1,30 +1,53 @@
-"""One callable, cut into stages for every size of microbatch it is called with.
+"""One callable, cut into stages for every size of microbatch it is called with, and every form it takes.
 
-Which layers a step calls is known from one probe; shapes are not: the last batch of an epoch is smaller,
-images come in several sizes. A signature that was not seen before is probed again and cut at the same
-places. It is never planned again.
+One probe does not tell all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
+which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
+layer runs where its weights lie. It is never planned again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.cut import Cut, cut, uncut
+from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
+from lightning_diffpipe.graph.fake import untouched
+from lightning_diffpipe.graph.forms import Exemplar, FormView, StepForm, names_of
 from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer import (
+    LayerGraph,
+    batch_signature,
+    first_difference,
+    other_calls,
+)
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
+
+MOST_FORMS = 8
+
+
+def too_many_forms(number: int) -> str:
+    """What a step is told that takes too many."""
+    return (
+        f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
+        "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
+        "forward of one module"
+    )
+
 
 Step = Callable[..., Any]
 """The user's step: module, batch and further arguments to loss."""
@@ -42,7 +65,10 @@ class PartitionedStepCache:
         local_rank: This rank's position.
         interception: The installed wrappers.
         device: Where this rank computes.
-        known: Graphs of other signatures, made while all parameters had values.
+        known: Graphs of other signatures and forms, made while all parameters had values.
+        exemplar: Makes the step take the form that was planned with; None where it throws no coins.
+        forms: Those that are known, if there are several.
+        throws_coins: Microbatches of one batch may take several; otherwise one of them tells for all.
     """
 
     def __init__(
@@ -56,20 +82,32 @@ class PartitionedStepCache:
         interception: Interception,
         device: torch.device,
         known: Sequence[LayerGraph] = (),
+        exemplar: Exemplar | None = None,
+        forms: Sequence[StepForm] = (),
+        throws_coins: bool = True,
     ) -> None:
         self._root = root
         self._step = step
+        self._planned_step = exemplar.of_step(step) if exemplar else step
         self._graph = graph
         self._positions = tuple(positions)
         self._stages = placement.stages_of(local_rank)
         self._placement = placement
         self._interception = interception
-        self._made: dict[str, PartitionedStep] = {}
+        self._forms, self._throws_coins = list(forms), throws_coins
+        self._first: tuple[str, StepForm] | None = None
+        self._graphs: dict[str, dict[tuple[str, ...], LayerGraph]] = {}
+        self._views: dict[str, FormView] = {}
+        self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
         self._memo: Memo | None = None
         self._dummies = DummyMemory()
         if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
-            self._made[graph.signature] = self._partition(graph)
-        self._made |= {other.signature: self._partition(other) for other in known}
+            self._add(graph)
+        for other in known:
+            self._add(other)
+
+    def _add(self, graph: LayerGraph) -> LayerGraph:
+        return self._graphs.setdefault(graph.signature, {}).setdefault(graph.layer_names, graph)
 
     @property
     def needs_values(self) -> bool:
@@ -81,20 +119,56 @@ class PartitionedStepCache:
         """That of the batch that was planned with."""
         return self._graph.form
 
-    def of(self, microbatch: Any) -> PartitionedStep:
-        """The cut step for a microbatch; probes sizes that were not seen before.
+    def of(
+        self, microbatch: Any, seed: int, arguments: tuple[Any, ...] = (), is_first: bool = True
+    ) -> PartitionedStep:
+        """The cut step for a microbatch; probes sizes and forms that were not seen before.
+
+        Args:
+            microbatch: A part of a batch.
+            seed: Seeds what the step draws between layers for it, coins above all.
+            arguments: Further arguments of the step.
+            is_first: Of its batch.
 
         Raises:
-            GraphError: With these sizes the step calls other layers, or it needs values that are not here.
+            GraphError: With these sizes the step calls layers that nobody holds, or it needs values that are
+                not here.
         """
         key = batch_signature(microbatch)
-        if key not in self._made:
-            self._made[key] = self._partition(self._probed(key, microbatch))
-        return self._made[key]
+        if key not in self._graphs:
+            self._add(self._probed(key, microbatch, self._planned_step))
+        graph = next(iter(self._graphs[key].values()))
+        if key not in self._views:
+            self._views[key] = FormView(self._root, graph, self._interception, self._dummies)
+        call = StepCall(self._step, self._root, microbatch, arguments, graph.batch_writes)
+        if is_first or self._throws_coins or self._first is None or self._first[0] != key:
+            self._first = key, self._views[key].form_of(call, seed, self._forms)
+        form = self._first[1]
+        if (key, form) not in self._made:
+            self._made[key, form] = self._partition(self._graph_of(form, key, call, seed))
+        return self._made[key, form]
 
-    def _probed(self, key: str, microbatch: Any) -> LayerGraph:
+    def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
+        """The graph of a form that one of the microbatches takes now."""
+        if form not in self._forms:
+            if len(self._forms) == MOST_FORMS:
+                raise GraphError(too_many_forms(MOST_FORMS + 1))
+            self._forms.append(form)
+        names = names_of(form)
+        if names not in self._graphs[key]:
+            with untouched(self._root):
+                _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
+            graph = self._add(self._probed(key, call.batch, exemplar.of_step(self._step)))
+            if graph.layer_names != names:
+                raise GraphError(
+                    f"the step takes a form of {len(names)} layer calls that cannot be probed: run again with what "
+                    f"it drew, {other_calls(names, graph.layer_names)}"
+                )
+        return self._graphs[key][names]
+
+    def _probed(self, key: str, microbatch: Any, step: Step) -> LayerGraph:
         try:
-            return reprobe(self._root, self._step, microbatch, self._graph)
+            return reprobe(self._root, step, microbatch, self._graph, any_form=True)
         except Exception as error:  # of the user's own code, say, which finds NaN
             if not self.needs_values:
                 raise
@@ -119,10 +193,11 @@ class PartitionedStepCache:
         """
 
         def step(module: nn.Module, batch: Any) -> Any:
-            return self._step(module, batch, *arguments)
+            return self._planned_step(module, batch, *arguments)
 
-        made = self._made.get(batch_signature(microbatch))
-        require_unchanged(self._root, step, microbatch, made.graph if made else self._graph)
+        graphs = self._graphs.get(batch_signature(microbatch))
+        graph = graphs.get(self._graph.layer_names, self._graph) if graphs else self._graph
+        require_unchanged(self._root, step, microbatch, graph)
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
@@ -131,7 +206,7 @@ class PartitionedStepCache:
             partitioned.remember(memo)
 
     def _partition(self, graph: LayerGraph) -> PartitionedStep:
-        pieces = cut_for(graph, self._positions, self._placement)
+        pieces = self._cut(graph)
         root, interception, memory = self._root, self._interception, self._dummies
         views = {
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
@@ -142,14 +217,90 @@ class PartitionedStepCache:
             if pieces.frozen.layers
             else None
         )
-        partitioned = PartitionedStep(graph, pieces, views, frozen)
+        end = None
+        if len(self._placement.first_stages) > 1 and pieces.num_stages - 1 in views:
+            end = StageView(root, graph, tail(graph), interception, memory)
+        partitioned = PartitionedStep(graph, pieces, views, frozen, end)
         partitioned.remember(self._memo)
         return partitioned
 
+    def _cut(self, graph: LayerGraph) -> Cut:
+        """A graph, cut as planned; of another form each layer runs on a stage of a rank that holds it."""
+        planned, placement = self._graph, self._placement
+        if graph.path_names == planned.path_names:
+            return cut_for(graph, self._positions, placement)
+        bounds = [0, *self._positions, len(planned.path)]
+        stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+        for stages in aligned(graph.path_names, planned.path_names, stage_of, placement):
+            positions = [bisect_left(stages, s) for s in range(1, placement.num_stages)]
+            pieces = cut_for(graph, positions, placement, may_be_empty=True)
+            if not any(
+                pieces.stages[s].is_last or pieces.stages[s].sent_gradients
+                for s in placement.no_grad
+            ):
+                return pieces
+        raise GraphError(
+            f"the step takes a form of {len(graph.path)} calls of trained layers that does not fit on the stages "
+            f"of the one that was planned, of {len(planned.path)}: "
+            f"{first_difference(planned.path_names, graph.path_names)}. "
+            "Let it take the form with most calls in one of its first batches, from which all is planned, or move "
+            "the branch inside the forward of one module"
+        )
 
-def cut_for(graph: LayerGraph, positions: Sequence[int], placement: Placement) -> Cut:
+
+def aligned(
+    names: Sequence[str], planned: Sequence[str], stage_of: Sequence[int], placement: Placement
+) -> Iterator[list[int]]:
+    """Ways to give the layer calls of a form to the stages of the planned one.
+
+    A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
+    beginning; a call that has none goes to the stage nearest to it whose rank holds the layer.
+
+    Args:
+        names: Layers that the form calls, in order.
+        planned: Those of the planned form.
+        stage_of: Stage of every planned call.
+        placement: Ranks of the stages.
+
+    Yields:
+        For every call its stage, ascending.
+
+    Example:
+        >>> placement = Placement(((0,), (1,), (0,), (1,)))
+        >>> next(aligned("xab", "xabab", [0, 0, 1, 2, 3], placement))
+        [2, 2, 3]
+    """
+    held: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for name, stage in zip(planned, stage_of, strict=True):
+        held[name].add(placement.stage_ranks[stage])
+    last = placement.num_stages - 1
+    for backwards in (True, False):
+        step = -1 if backwards else 1
+        calls, stages = list(zip(planned, stage_of, strict=True))[::step], list[int]()
+        at, now = 0, last if backwards else 0
+        for name in names[::step]:
+            if at < len(calls) and calls[at][0] == name:
+                now, at = calls[at][1], at + 1
+            else:
+                left = range(now, -1, -1) if backwards else range(now, last + 1)
+                found = next((s for s in left if placement.stage_ranks[s] in held[name]), None)
+                if found is None:
+                    break
+                now = found
+            stages.append(now)
+        if len(stages) == len(names) and stages[::step] == sorted(stages):
+            yield stages[::step]
+
+
+def cut_for(
+    graph: LayerGraph,
+    positions: Sequence[int],
+    placement: Placement,
+    may_be_empty: bool = False,
+) -> Cut:
     """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
-    pieces = cut(graph, positions, placement.stage_ranks)
+    firsts = placement.first_stages
+    pieces = cut(graph, positions, placement.stage_ranks, firsts, may_be_empty)
     if placement.num_ranks > 1:
         return pieces
     nothing = replace(pieces.frozen, layers=frozenset(), sent=(), parameters=frozenset())

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.runtime.mesh import Mesh
-from lightning_diffpipe.runtime.transport import Exchange
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.transport import Exchange
 
 Awaited = Callable[[Sequence[dist.Work], str, Callable[[], None]], Exchange]
 

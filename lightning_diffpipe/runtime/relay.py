@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.runtime.mesh import Mesh
-from lightning_diffpipe.runtime.message import MessageLayout
 
 _DEVICE = "device"  # stands for the device of a rank
 

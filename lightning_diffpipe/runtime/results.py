@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numbers
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.trace import LoggedMetric
-from lightning_diffpipe.runtime.mesh import Mesh
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 Entries = dict[str, dict[str, Any]]
@@ -56,8 +57,29 @@ class Logged:
     options: dict[str, Any]
 
 
+@dataclass
+class _Shared:
+    """What is under way of one step.
+
+    Attributes:
+        works: Its microbatches.
+        own: What this rank logged in it.
+        agreed: Columns of the table.
+        noticed: Whether there are other names, whether there was an alarm, and which names were logged.
+        table: Values and samples.
+    """
+
+    works: Sequence[MicrobatchWork]
+    own: Entries
+    agreed: Entries
+    noticed: Tensor
+    table: Tensor
+
+
 class ResultSharing:
     """Brings loss and metrics from the last stage to all ranks of the pipeline.
+
+    Several steps may be under way; they are finished in order.
 
     Args:
         mesh: This rank's groups.
@@ -72,9 +94,7 @@ class ResultSharing:
         self._reporter = reporter
         self.alarm = False
         self._agreed: Entries = {}
-        self._own: Entries = {}
-        self._works: Sequence[MicrobatchWork] = ()
-        self._noticed = self._table = torch.zeros(1)
+        self._under_way: deque[_Shared] = deque()
 
     def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[dist.Work]:
         """Begins to sum what this rank's microbatches have to tell.
@@ -90,75 +110,81 @@ class ResultSharing:
             ConfigurationError: A logged value is neither a number nor a tensor of one element, or an option of
                 `self.log` cannot travel.
         """
-        self._works = works
-        self._own = {}
+        logged: Entries = {}
         for work in works:
             for name, _, options in _calls(work):
-                self._own.setdefault(name, options)
+                logged.setdefault(name, options)
         alone = self._mesh.layout.ranks_per_pipeline == 1
         if alone:
-            self._agreed = self._own
-        packed = {} if alone else {name: _packed(name, own) for name, own in self._own.items()}
+            self._agreed = logged
+        packed = {} if alone else {name: _packed(name, own) for name, own in logged.items()}
         unknown = any(
             name not in self._agreed or pickle.dumps(self._agreed[name]) != own
             for name, own in packed.items()
         )
-        self._noticed = torch.tensor(
-            [int(unknown), int(alarm), *(name in self._own for name in self._agreed)]
+        noticed = torch.tensor(
+            [int(unknown), int(alarm), *(name in logged for name in self._agreed)]
         )
-        self._table = self._filled_in()
+        shared = _Shared(works, logged, self._agreed, noticed, self._filled_in(works, self._agreed))
+        self._under_way.append(shared)
         if alone:
             return []
         under_way = [
-            dist.all_reduce(self._noticed, group=self._mesh.control, async_op=True),
-            dist.all_reduce(self._table, group=self._mesh.pipeline_group, async_op=True),
+            dist.all_reduce(noticed, group=self._mesh.control, async_op=True),
+            dist.all_reduce(shared.table, group=self._mesh.pipeline_group, async_op=True),
         ]
         return [work for work in under_way if work is not None]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
-        """The batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
+        """The first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
 
         Raises:
             ConfigurationError: As `start`.
         """
-        unknown, alarms, *counts = self._noticed.tolist()
+        shared = self._under_way.popleft()
+        unknown, alarms, *counts = shared.noticed.tolist()
         self.alarm = bool(alarms)
-        present = {name for name, count in zip(self._agreed, counts, strict=True) if count}
+        agreed, table = shared.agreed, shared.table
+        present = {name for name, count in zip(agreed, counts, strict=True) if count}
         if unknown:
-            present |= self._agree()
-            self._table = self._filled_in()
-            dist.all_reduce(self._table, group=self._mesh.pipeline_group)
-        self._works = ()
-        kinds = {"mean": _mean(*self._table)}
+            present |= self._agree(shared.own)
+            agreed = self._agreed
+            table = self._filled_in(shared.works, agreed)
+            dist.all_reduce(table, group=self._mesh.pipeline_group)
+        kinds = {"mean": _mean(*table)}
         logged = []
-        for column, (name, options) in enumerate(self._agreed.items(), 1):
+        for column, (name, options) in enumerate(agreed.items(), 1):
             if name in present:
                 kind = _kind(options)
                 if kind not in kinds:
-                    kinds[kind] = _REDUCTIONS[kind](*self._table)
+                    kinds[kind] = _REDUCTIONS[kind](*table)
                 logged.append(Logged(name, kinds[kind][column], options))
-        return kinds["mean"][0], self._table[1, :, 0].sum(), logged
+        return kinds["mean"][0], table[1, :, 0].sum(), logged
 
-    def _agree(self) -> set[str]:
+    def clear(self) -> None:
+        """Forgets what is under way, after an error."""
+        self._under_way.clear()
+
+    def _agree(self, own: Entries) -> set[str]:
         """Adds the names all ranks have, and returns those."""
         box: list[Any] = [None] * self._mesh.layout.ranks_per_pipeline
-        dist.all_gather_object(box, self._own, group=self._mesh.control)
+        dist.all_gather_object(box, own, group=self._mesh.control)
         gathered: Entries = {}
         for entries in (box[self._reporter], *box):
             gathered = {**entries, **gathered}
         self._agreed = {**self._agreed, **gathered}
         return set(gathered)
 
-    def _filled_in(self) -> Tensor:
+    def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
         """Values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
         device = self._mesh.device
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        columns = {name: column for column, name in enumerate(self._agreed, 1)}
+        columns = {name: column for column, name in enumerate(agreed, 1)}
         width = 1 + len(columns)
-        zeros = torch.zeros(len(self._works) * width, dtype=dtype, device=device)
+        zeros = torch.zeros(len(works) * width, dtype=dtype, device=device)
         # What there is, with zeros between: of names that are not logged here there may be thousands.
         values, samples, end = [], [], 0
-        for row, work in enumerate(self._works):
+        for row, work in enumerate(works):
             if work.loss is None:
                 continue
             found = {columns[n]: value for n, value, _ in _calls(work) if n in columns}
@@ -169,7 +195,7 @@ class ResultSharing:
                 samples += [zeros[end:start], size[None]]
                 end = start + 1
         table = [torch.cat([*parts, zeros[end:]]) for parts in (values, samples)]
-        return torch.stack(table).view(2, len(self._works), width)
+        return torch.stack(table).view(2, len(works), width)
 
 
 def _mean(values: Tensor, samples: Tensor) -> Tensor:

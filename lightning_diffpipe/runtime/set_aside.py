@@ -37,8 +37,9 @@ class GradientsAside:
         self.forget()
 
     def put_back(self) -> None:
-        """Gives the parameters what was set aside."""
-        assert self._gradients is not None
+        """Gives the parameters what was set aside, if anything was."""
+        if self._gradients is None:
+            return
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = None

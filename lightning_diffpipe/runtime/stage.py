@@ -14,7 +14,9 @@ one `PartitionedStep` for each signature of a microbatch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import BoundaryError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.trace import logged_values
 from lightning_diffpipe.graph.view import StageRun, StageView
-from lightning_diffpipe.runtime.message import MessageLayout
 from lightning_diffpipe.runtime.stash import Stash
 
 
@@ -42,12 +45,20 @@ class PartitionedStep:
         cut: Which layers each stage runs, and what crosses its boundaries.
         stage_views: The stages this rank holds.
         frozen_view: The frozen part; `None` if nothing is frozen.
+        tail_view: The code behind the last layer alone, where the losses of several chains are put together.
     """
 
     graph: LayerGraph
     cut: Cut
     stage_views: dict[int, StageView]
     frozen_view: FrozenView | None
+    tail_view: StageView | None = None
+
+    @cached_property
+    def first_stage(self) -> int:
+        """The first stage with layers, or the last one: those before belong to passes that the step leaves out."""
+        last = len(self.cut.stages) - 1
+        return next((s.index for s in self.cut.stages if s.layers), last)
 
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
@@ -90,10 +101,12 @@ class MicrobatchWork:
         loss: Unscaled loss, on the last stage.
         weight: What it counts as in the mean over microbatches, on the last stage: samples, or what the step said.
         logged: What the user's step logged on the last stage, as (method, args, kwargs).
+        ends: With several chains: what the loss reads of each, by its last stage.
+        batch: Where batches follow each other without a flush: its number since the pipeline was empty.
     """
 
     index: int
-    call: Callable[[], Any]
+    call: StepCall
     seed: int
     loss_scale: float
     partitioned: PartitionedStep
@@ -102,6 +115,13 @@ class MicrobatchWork:
     loss: Tensor | None = None
     weight: Tensor | float = 0.0
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    ends: dict[int, dict[TensorKey, Tensor]] = field(default_factory=dict)
+    batch: int = 0
+
+
+def _latest(work: MicrobatchWork) -> AbstractContextManager[None]:
+    """Weights as they are, of which there is one version."""
+    return contextlib.nullcontext()
 
 
 class StageRunner:
@@ -111,16 +131,21 @@ class StageRunner:
         stash: Where received and produced tensors live between instructions.
         device: Where messages live.
         check_finite: Look for NaN and infinity in everything that is sent.
+
+    Attributes:
+        weights_of: Inside, weights are those with which a microbatch goes through forward and backward.
     """
 
     def __init__(self, stash: Stash, device: torch.device, check_finite: bool = False) -> None:
         self._stash = stash
         self._device = device
         self._check_finite = check_finite
+        self.weights_of: Callable[[MicrobatchWork], AbstractContextManager[None]] = _latest
 
     def forward(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through one stage; its outputs stay attached for the backward."""
-        self._stash.put("run", stage, work.index, self._run(stage, work))
+        with self.weights_of(work):
+            self._stash.put("run", stage, work.index, self._run(stage, work))
 
     def forward_no_grad(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through a stage to which no gradient comes back; keeps what others read."""
@@ -130,17 +155,10 @@ class StageRunner:
     def _run(self, stage: int, work: MicrobatchWork) -> StageRun:
         cut = work.partitioned.cut
         view = work.partitioned.stage_views[stage]
-        root = view.root
-        run = view.forward(
-            work.call,
-            seed=work.seed,
-            received={**self._received(stage, work), **work.frozen.get(stage, {})},
-            log=lambda *called: work.logged.append((called[0], *logged_values(root, called[1:]))),
-        )
+        run = self._walk(view, stage, work, self._received(stage, work))
+        if not cut.stages[stage].sees_all:
+            work.ends[stage] = self._of(run, cut.stages[stage].sent)
         if cut.stages[stage].is_last:
-            assert run.loss is not None
-            work.loss = run.loss.detach()
-            work.weight = work.num_samples if run.weight is None else run.weight
             return run
         if message := cut.stages[stage + 1].message:
             self._stash.put("sent", stage + 1, work.index, self._of(run, message))
@@ -150,6 +168,39 @@ class StageRunner:
                 self._stash.gather("handed", later.index, work.index, handed)
         return run
 
+    def report(self, stage: int, work: MicrobatchWork) -> None:
+        """Runs the code behind the last layer again, on what all chains gave, for its values.
+
+        Args:
+            stage: The last one, which has the frozen results that the loss reads.
+            work: The microbatch.
+        """
+        view, ends = work.partitioned.tail_view, {}
+        assert view is not None, "the last chain ends on another rank"
+        for tensors in work.ends.values():
+            ends |= tensors
+        work.ends.clear()
+        with torch.no_grad():
+            self._walk(view, stage, work, ends)
+
+    @staticmethod
+    def _walk(
+        view: StageView, stage: int, work: MicrobatchWork, received: Mapping[TensorKey, Tensor]
+    ) -> StageRun:
+        """Runs the step as a view sees it, and notes its loss and what it logs, if these are real there."""
+        root = view.root
+        run = view.forward(
+            work.call,
+            seed=work.seed,
+            received={**received, **work.frozen.get(stage, {})},
+            log=lambda *called: work.logged.append((called[0], *logged_values(root, called[1:]))),
+        )
+        if view.cut.is_last and view.cut.sees_all:
+            assert run.loss is not None
+            work.loss = run.loss.detach()
+            work.weight = work.num_samples if run.weight is None else run.weight
+        return run
+
     @staticmethod
     def _of(run: StageRun, keys: tuple[TensorKey, ...]) -> dict[TensorKey, Tensor]:
         return {key: run.outputs[key].detach() for key in keys}
@@ -157,9 +208,9 @@ class StageRunner:
     def backward(self, stage: int, work: MicrobatchWork) -> None:
         """Backpropagates one microbatch through one stage and frees its activations."""
         run: StageRun = self._stash.take("run", stage, work.index)
-        self._keep_upstream(
-            stage, work, run.backward(self._gradients(stage, work), work.loss_scale)
-        )
+        with self.weights_of(work):
+            upstream = run.backward(self._gradients(stage, work), work.loss_scale)
+        self._keep_upstream(stage, work, upstream)
 
     def backward_input(self, stage: int, work: MicrobatchWork) -> None:
         """The half of a backward that the stage before waits for."""

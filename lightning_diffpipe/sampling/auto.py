@@ -2,7 +2,7 @@
 
 On rank 0, with the first request: one step is timed, whole and in two patches, attention and convolutions in it
 are counted, and the model is probed for whether patches can flow through it. Weights are not needed for any of
-that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
+that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling/choice.py`.
 Where a rehearsal then refuses what was chosen, the choice is made again among the rest.
 """
 
@@ -25,15 +25,15 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphEr
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_candidates import (
+from lightning_diffpipe.planning.sampling.candidates import (
     MIN_STEPS,
     DenoiserProfile,
     SamplingChoice,
 )
-from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
+from lightning_diffpipe.planning.sampling.choice import choose_sampling
+from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
-from lightning_diffpipe.sampling.families.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory, release_memory
 from lightning_diffpipe.sampling.mesh import SamplingMesh
@@ -317,7 +317,7 @@ def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
         return 0.0
     # The first step in patches fills caches, so the next two are timed.
     try:
-        patched.sample(replace(request, timesteps=request.timesteps[:3]))
+        patched.sample(replace(request, timesteps=request.timesteps[:3], begin=None))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -16,10 +16,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward
 from lightning_diffpipe.sampling.layout import Block
-from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.tokens import NOBODY, Part, TokenAxis
 from lightning_diffpipe.sampling.tracing import (
     AttentionIntercepted,

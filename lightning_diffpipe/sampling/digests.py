@@ -148,7 +148,21 @@ def refuse_other_models(world: World, mine: Identity) -> None:
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
     """What can be compared between processes."""
-    return {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in values.items()}
+    return {name: _text(value) for name, value in values.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}, digest {digest_of_tensor(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else repr(value)
+    if isinstance(value, torch.Generator):
+        return "a generator"  # that of rank 0 counts
+    if callable(getattr(value, "tobytes", None)):  # a picture or an array
+        digest = hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
+        shape = getattr(value, "size", None) if hasattr(value, "mode") else value.shape
+        return f"a {type(value).__name__} of {shape}, digest {digest}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str, str]) -> None:

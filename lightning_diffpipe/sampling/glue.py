@@ -22,9 +22,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.layout import BETWEEN, Block, Glue, LocalCall, Place
-from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.tokens import TokenAxis
 
 _LOOKS_AT_NO_NUMBER = {

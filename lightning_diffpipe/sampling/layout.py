@@ -17,9 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.sampling_sequence import AttentionSize
-from lightning_diffpipe.sampling.links import TensorShape
+from lightning_diffpipe.planning.sampling.sequence import AttentionSize
 from lightning_diffpipe.sampling.tokens import WHOLE, Part, TokenAxis, Units, ranges_of
 
 BETWEEN = -1

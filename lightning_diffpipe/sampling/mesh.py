@@ -26,15 +26,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.heartbeat import Heartbeat
+from lightning_diffpipe.comm.links import Alone, Links, ProcessLinks, start_all_gather
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.runtime.heartbeat import Heartbeat
-from lightning_diffpipe.sampling.links import (
-    Alone,
-    Links,
-    ProcessLinks,
-    TensorShape,
-    start_all_gather,
-)
 
 Axis = Literal["data", "guidance", "parallel", "sequence"]
 

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.links import Alone, Links, Traffic
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
-from lightning_diffpipe.sampling.families.call import Call
-from lightning_diffpipe.sampling.families.skeleton import load_weights
-from lightning_diffpipe.sampling.families.source import Source
-from lightning_diffpipe.sampling.links import Alone, Links, TensorShape
 from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
@@ -36,8 +35,10 @@ from lightning_diffpipe.sampling.report import RankReport
 from lightning_diffpipe.sampling.request import Request, Sampler
 from lightning_diffpipe.sampling.sequence_attention import refuse_mode
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.skeleton import load_weights
+from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.stages import resident_parameters
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
+from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
@@ -54,7 +55,9 @@ _SAMPLERS: dict[str, type] = {
 }
 """Of each method; DistriFusion of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-_OF_PREDICTOR = ("device", "dtype", "variant", "timeout_s", "ema", "alone")
+_OF_PREDICTOR = (
+    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
+)  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 
@@ -247,6 +250,7 @@ class Worker:
         Returns:
             What was decided about the request on the way, for `sample`.
         """
+        self._refuse(call)
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -269,7 +273,7 @@ class Worker:
         Raises:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
-        self._num_steps = len(call.scheduler.timesteps)
+        self._num_steps = len(call.timesteps)
         self._statistics = SamplingStatistics()
         self._before = self._around()
         mine = self._share(call)
@@ -284,6 +288,20 @@ class Worker:
             self._statistics = self._sampler.statistics
         self._is_finite = bool(latents.isfinite().all())
         return latents
+
+    def _refuse(self, call: Call) -> None:
+        """Raises ConfigurationError for what this method cannot do with the pipeline's loop."""
+        shared = max(self.place.mesh.parallel, self.place.mesh.sequence) > 1
+        patched = self.options.method == "pipefusion" and (self.options.num_patches or 1) > 1
+        if shared or patched or self.place.mesh.guidance > 1:
+            call.refuse_steps(self.options.method)
+        if self.options.method in ("pipefusion", "sequence") and (shared or patched):
+            call.refuse_rows(self.options.method)
+        if patched and any(name.startswith("callback") for name in call.pipeline.arguments):
+            raise ConfigurationError(
+                "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
+                "other; leave it out, or take on_step=, num_patches=1 or another method"
+            )
 
     def _share(self, call: Call) -> Call:
         """The samples that this rank draws, perhaps none."""
@@ -349,7 +367,7 @@ class Worker:
                 links.send(latents, 0, "result")
                 links.finish()
             return latents
-        whole = torch.empty_like(call.latents, dtype=latents.dtype)
+        whole = torch.empty_like(call.whole, dtype=latents.dtype)
         for position, (start, stop) in enumerate(shares):
             rows = call.rows_of(start, stop)
             if rows and position > 0:

@@ -1,13 +1,7 @@
-"""The plain loop over the steps of a scheduler: what all other samplers are compared with.
-
-    for every timestep:   x = scheduler.step(denoise(scale(x), t), t, x)
-
-The same operations in the same order as diffusers' pipelines, so its latents equal theirs bit for bit.
-"""
+"""One process: what all other samplers are compared with."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -31,15 +25,10 @@ class OneProcess:
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`."""
         self.statistics = SamplingStatistics()
-        scheduler, latents = copy.deepcopy(request.scheduler), request.latents
+        loop, latents = request.loop(), request.latents
         watch = Stopwatch(self.statistics, 0, latents.device)
-        for index, timestep in enumerate(request.timesteps):
-            inputs = latents
-            if request.scale_input and hasattr(scheduler, "scale_model_input"):
-                inputs = scheduler.scale_model_input(latents, timestep)
-            prediction = request.guided(request.denoise(inputs, timestep), inputs)
-            stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
-            latents = stepped.prev_sample
+        for index in range(request.num_steps):
+            latents = loop.step(loop.guided(loop.predict()))
             watch.step_done()
             if on_step is not None:
                 on_step(index)

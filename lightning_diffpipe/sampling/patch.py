@@ -26,6 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import Interception, Site
@@ -33,8 +34,6 @@ from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import cut_arguments
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.layout import BETWEEN, Block, Layout, Place, shapes_of_call
-from lightning_diffpipe.sampling.links import TensorShape
-from lightning_diffpipe.sampling.message import as_received
 from lightning_diffpipe.sampling.stages import Stage
 from lightning_diffpipe.sampling.tokens import WHOLE, Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing import Attend, AttentionIntercepted

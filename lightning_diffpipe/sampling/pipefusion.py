@@ -25,15 +25,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.links import Alone, Links
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
-from lightning_diffpipe.planning.sampling_sequence import attention_bytes, attention_messages
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling.sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.costs import measured_costs
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.links import Alone, Links
 from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
 from lightning_diffpipe.sampling.rehearsal import rehearse
 from lightning_diffpipe.sampling.request import Request

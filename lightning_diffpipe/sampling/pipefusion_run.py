@@ -7,6 +7,7 @@ post no receive for what may be of another shape.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import deque
@@ -17,24 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
+from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling_pipefusion import Turn
+from lightning_diffpipe.planning.sampling.pipefusion import Turn
 from lightning_diffpipe.sampling.kv_cache import KvCache
-from lightning_diffpipe.sampling.links import (
-    Incoming,
-    Links,
-    MessageKind,
-    TensorShape,
-    start_all_gather,
-)
-from lightning_diffpipe.sampling.message import pack, packed_shape, unpack
 from lightning_diffpipe.sampling.patch import PartRun, PartRunner, Slices
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import Loop, Request
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.statistics import Stopwatch
-from lightning_diffpipe.sampling.tokens import Part
+from lightning_diffpipe.sampling.tokens import Part, Units
 
 if TYPE_CHECKING:
     from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
@@ -87,6 +82,7 @@ class PipeFusionRun:
             self._fill,
         )
         self._scaler = InputScaler(request)
+        self._loops = [request.loop() for _ in setting.patches]
         rows = [
             (p.units.start * layout.rows_per_unit, len(p.units) * layout.rows_per_unit)
             for p in (shares[self._sequence.rank] for shares in setting.shares)
@@ -123,8 +119,6 @@ class PipeFusionRun:
     def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
         request = self._request
         latents = request.latents.clone()
-        # Only the first rank reads latents; the last one steps them.
-        seen = latents if self._is_first else self._unread(latents)
         earlier: list[PartRun] = []
         before: Tensor | None = None
         for turn in self._turns():
@@ -135,9 +129,10 @@ class PipeFusionRun:
             self._take_back(turn, latents)
             t = request.timesteps[turn.step]
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
-                inputs = self._scaler.scale(seen, t, turn.step)
+                seen = self._seen(turn, latents)
+                loop = self._loop_of(turn, seen)
                 run = self._runner.run(
-                    lambda t=t, inputs=inputs: request.denoise(inputs, t),
+                    functools.partial(self._predict, loop, turn, seen),
                     self._part(turn),
                     self._receive,
                     self._send,
@@ -146,7 +141,11 @@ class PipeFusionRun:
                 )
                 earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
                 if run.prediction is not None:
-                    prediction = self._guided(run.prediction, inputs, turn)
+                    prediction = self._guided(loop, run.prediction, turn)
+                    # Pipelines may have changed latents after the step before.
+                    units = self._units(turn)
+                    rows = self._setting.layout.take_rows(loop.sample, units)
+                    self._setting.layout.put_rows(latents, units, rows)
                     if self.plan.decides_after(turn):
                         before = self._given(latents, turn.step)
                     self._schedulers.step(latents, prediction, t, turn.patch)
@@ -159,19 +158,46 @@ class PipeFusionRun:
                     on_step(turn.step)
         return latents
 
-    def _guided(self, prediction: Tensor, inputs: Tensor, turn: Turn) -> Tensor:
+    def _seen(self, turn: Turn, latents: Tensor) -> Tensor:
+        """Latents as the loop of a turn is given them: the first rank reads them, the last one steps its rows."""
+        if self._is_first:
+            return latents
+        unread = self._unread(latents)
+        if self._is_last:
+            layout, units = self._setting.layout, self._units(turn)
+            layout.put_rows(unread, units, layout.take_rows(latents, units))
+        return unread
+
+    def _units(self, turn: Turn) -> Units | None:
+        """Rows of this rank in the prediction of a turn."""
+        return self._shares(turn.patch, (0, 1))[1][self._sequence.rank].units
+
+    def _predict(self, loop: Loop, turn: Turn, seen: Tensor) -> Tensor:
+        """Runs the loop of a turn up to its prediction."""
+        if turn.patch is None and not turn.is_first:  # another microbatch
+            return loop.predict(again=True)
+        return loop.predict(None if turn.step == 0 else seen)
+
+    def _loop_of(self, turn: Turn, seen: Tensor) -> Loop:
+        """The loop of the turn's patch; in synchronous steps, where the first does it, all others go along."""
+        if turn.patch is not None:
+            return self._loops[turn.patch]
+        if turn.is_first:
+            for loop in self._loops[1:]:
+                loop.skip(None if turn.step == 0 else seen)
+        return self._loops[0]
+
+    def _guided(self, loop: Loop, prediction: Tensor, turn: Turn) -> Tensor:
         """The prediction after guidance: halves of the ranks send each other the rows of a turn only."""
-        request, layout = self._request, self._setting.layout
-        if request.combine is None:
+        if not loop.is_divided:
             return prediction
-        units = self._shares(turn.patch, (0, 1))[1][self._sequence.rank].units
+        layout, units = self._setting.layout, self._units(turn)
         with self._watch.waiting():
-            rows = request.guided(
-                layout.take_rows(prediction, units), layout.take_rows(inputs, units)
+            return loop.guided(
+                prediction,
+                lambda x: layout.take_rows(x, units),
+                lambda x, values: layout.put_rows(x, units, values),
             )
-        full = self._unread(request.latents.to(rows.dtype))
-        layout.put_rows(full, units, rows)
-        return full
 
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""

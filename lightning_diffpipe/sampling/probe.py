@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.planning.sampling_sequence import AttentionSize
+from lightning_diffpipe.planning.sampling.sequence import AttentionSize
 from lightning_diffpipe.sampling.attention_by_name import AttentionByName
 from lightning_diffpipe.sampling.blocks import BlockTracer
 from lightning_diffpipe.sampling.glue import find_glue
 from lightning_diffpipe.sampling.kept import find_kept
 from lightning_diffpipe.sampling.layout import Block, Layout, shapes_of
 from lightning_diffpipe.sampling.leaks import mixing_operator
-from lightning_diffpipe.sampling.links import TensorShape
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tokens import TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing import (

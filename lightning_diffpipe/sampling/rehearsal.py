@@ -185,7 +185,7 @@ def _showing(request: Request, num_steps: int) -> Request:
         latents=InputScaler(request).scale(request.latents, t[0], 0),
         scale_input=False,
         step_kwargs={},
-        combine=None,
+        begin=None,
     )
 
 

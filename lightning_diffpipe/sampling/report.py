@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_diffpipe.comm.links import Traffic
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Traffic
+from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 if TYPE_CHECKING:
     from lightning_diffpipe.sampling.mesh import SamplingMesh

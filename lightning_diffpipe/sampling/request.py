@@ -18,16 +18,60 @@ A request and what it caches end with `sample`: two in a row give the same as tw
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_diffpipe.sampling.schedulers import InputScaler
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-Combine = Callable[[Tensor, Tensor], Tensor]
+Rows = Callable[[Tensor], Tensor]
+
+
+class Loop(Protocol):
+    """A denoising loop that is run step by step.
+
+    Attributes:
+        is_divided: Another rank computes the other branch of guidance.
+    """
+
+    is_divided: bool
+
+    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+        """Goes on to the next step of the scheduler.
+
+        Args:
+            latents: After the step before, where another has stepped; None where `step` has, and at the start.
+            again: Compute the predictions of this step anew, those before being incomplete.
+
+        Returns:
+            The prediction; where another rank computes the other branch of guidance, that of this one.
+        """
+
+    def skip(self, latents: Tensor | None) -> None:
+        """Takes a step along that another loop computes; see `predict`."""
+
+    def guided(
+        self, prediction: Tensor, take: Rows = ..., put: Callable[..., None] = ...
+    ) -> Tensor:
+        """The prediction after guidance; what `predict` returned unless another rank computes the other branch.
+
+        Args:
+            prediction: What `predict` returned.
+            take: Of it, what counts; only that is sent to the rank that computes the other branch.
+            put: Puts something of that shape back into a prediction.
+        """
+
+    @property
+    def sample(self) -> Tensor:
+        """The latents that the scheduler is given in this step."""
+
+    def step(self, prediction: Tensor) -> Tensor:
+        """Takes the step with the loop's own scheduler; returns the latents after it."""
 
 
 @dataclass
@@ -36,8 +80,8 @@ class Request:
 
     Attributes:
         model: The U-Net or transformer that is made parallel.
-        denoise: `(latents, timestep) -> prediction`, both of the latents' full shape, after guidance unless there
-            is `combine`. Calls `model` once (guidance in the batch) or twice; all conditions are bound inside.
+        denoise: `(latents, timestep) -> prediction`, both of the latents' full shape, after guidance. Calls `model`
+            once (guidance in the batch) or twice; all conditions are bound inside.
         scheduler: A diffusers scheduler whose timesteps are set. It is copied, never changed.
         timesteps: One for each denoising step, as the scheduler wants them.
         latents: The initial noise, full, equal on all ranks.
@@ -45,9 +89,8 @@ class Request:
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
         branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
             for guidance in the batch.
-        combine: `(prediction, latents) -> prediction after guidance`, where `denoise` computes one branch and
-            another rank the other: sends this rank's prediction there. A sampler may give it any rows, the same on
-            both ranks, and calls it equally often on both.
+        begin: Begins a loop of another kind, such as a pipeline's own. Then `denoise` need only call the model as
+            that does, for looking at it.
     """
 
     model: nn.Module
@@ -58,21 +101,63 @@ class Request:
     scale_input: bool = True
     step_kwargs: Mapping[str, Any] = field(default_factory=dict)
     branches_in_batch: int = 1
-    combine: Combine | None = None
+    begin: Callable[[], Loop] | None = None
 
-    def guided(self, prediction: Tensor, latents: Tensor) -> Tensor:
-        """The prediction after guidance.
-
-        Args:
-            prediction: What `denoise` gave, or some rows of it.
-            latents: What `denoise` was given, the same rows.
-        """
-        return prediction if self.combine is None else self.combine(prediction, latents)
+    def loop(self) -> Loop:
+        """Begins to denoise."""
+        return PlainLoop(self) if self.begin is None else self.begin()
 
     @property
     def num_steps(self) -> int:
         """Denoising steps."""
         return len(self.timesteps)
+
+
+class PlainLoop:
+    """For every timestep: `x = scheduler.step(denoise(scale(x), t), t, x)`.
+
+    The same operations in the same order as diffusers' pipelines, so its latents equal theirs bit for bit.
+
+    Args:
+        request: Of the function `denoise`.
+    """
+
+    is_divided = False
+
+    def __init__(self, request: Request) -> None:
+        self._request, self.sample, self._index = request, request.latents, -1
+        self._scheduler = copy.deepcopy(request.scheduler)
+        self._scaler: InputScaler | None = None  # needed where others step
+
+    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+        """See `Loop`."""
+        request = self._request
+        self._index += not again
+        t = request.timesteps[self._index]
+        if latents is not None:
+            self.sample = latents
+            self._scaler = self._scaler or InputScaler(request)
+            return request.denoise(self._scaler.scale(latents, t, self._index), t)
+        inputs = self.sample
+        if request.scale_input and hasattr(self._scheduler, "scale_model_input"):
+            inputs = self._scheduler.scale_model_input(inputs, t)
+        return request.denoise(inputs, t)
+
+    def skip(self, latents: Tensor | None) -> None:
+        """See `Loop`."""
+        self._index += 1
+
+    def guided(self, prediction: Tensor, *_: Any) -> Tensor:
+        """See `Loop`."""
+        return prediction
+
+    def step(self, prediction: Tensor) -> Tensor:
+        """See `Loop`."""
+        request = self._request
+        t = request.timesteps[self._index]
+        out = self._scheduler.step(prediction, t, self.sample, **request.step_kwargs)
+        self.sample = out.prev_sample if hasattr(out, "prev_sample") else out[0]
+        return self.sample
 
 
 class Sampler(Protocol):

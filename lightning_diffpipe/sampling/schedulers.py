@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.request import Request
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.request import Request
 
 
 class PatchSchedulers:
@@ -224,19 +226,27 @@ class _NoiseOfWhole(TorchFunctionMode):
         return _dense(self._drawn[turn].narrow(self._axis, start, length))
 
 
-def for_samples(scheduler: Any, rows: Sequence[int], latents: Tensor) -> Any:
+def for_samples(
+    scheduler: Any, rows: Sequence[int], latents: Tensor, timesteps: Tensor | None = None
+) -> Any:
     """A scheduler that draws noise for all samples and keeps that of some, for ranks that divide the samples.
 
     Args:
         scheduler: With timesteps set; not changed.
         rows: Of the latents, that this rank has.
         latents: Of all samples.
+        timesteps: Of its steps, if they are not all that it has.
 
     Raises:
         ConfigurationError: It steps all samples together; names the scheduler.
     """
     num_rows = len(latents)
-    if not is_elementwise(scheduler, scheduler.timesteps, latents.ndim, -latents.ndim):
+    if not is_elementwise(
+        scheduler,
+        scheduler.timesteps if timesteps is None else timesteps,
+        latents.ndim,
+        -latents.ndim,
+    ):
         raise ConfigurationError(
             f"{type(scheduler).__name__} looks at all samples in one step, or its noise is not drawn by "
             "torch.randn, so they cannot be divided over ranks: leave data at 1, or use another scheduler"

@@ -28,12 +28,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.links import Links, exchange
+from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.planning.sampling_sequence import share
+from lightning_diffpipe.planning.sampling.sequence import share
 from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, KvCache
 from lightning_diffpipe.sampling.layout import Layout
-from lightning_diffpipe.sampling.links import Links, TensorShape, exchange
-from lightning_diffpipe.sampling.message import look_into, pack, packed_shape, unpack
 from lightning_diffpipe.sampling.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tokens import Part, Selection
 from lightning_diffpipe.sampling.tracing import Attend

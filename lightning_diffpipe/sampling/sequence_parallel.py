@@ -17,21 +17,21 @@ Source:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.links import Alone, Links, start_all_gather
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling_sequence import attention_bytes, prediction_bytes
+from lightning_diffpipe.planning.sampling.sequence import attention_bytes, prediction_bytes
 from lightning_diffpipe.sampling.layout import Layout, Part
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.links import Alone, Links, TensorShape, start_all_gather
 from lightning_diffpipe.sampling.patch import PartRunner, Slices
 from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import Loop, Request
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
 from lightning_diffpipe.sampling.stages import Stages
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
@@ -169,19 +169,13 @@ class SequenceParallel:
             request.latents.device,
             float("nan") if self.verify else 0.0,
         )
-        scheduler, latents = copy.deepcopy(request.scheduler), request.latents.clone()
-        scales = request.scale_input and hasattr(scheduler, "scale_model_input")
-        for step, t in enumerate(request.timesteps):
-            x = scheduler.scale_model_input(latents, t) if scales else latents
+        loop, latents = request.loop(), request.latents
+        for step in range(request.num_steps):
             runner.start_step()
             with watch.working(ForwardNoGrad(links.rank, step)):
-                run = runner.run(
-                    lambda x=x, t=t: request.denoise(x, t), parts[links.rank], _nothing, _nowhere
-                )
+                run = runner.run(loop.predict, parts[links.rank], _nothing, _nowhere)
                 assert run.prediction is not None
-                prediction = self._gathered(request, run.prediction, x, layout, parts)
-                out = scheduler.step(prediction, t, latents, **request.step_kwargs)
-                latents = out.prev_sample if hasattr(out, "prev_sample") else out[0]
+                latents = loop.step(self._gathered(loop, run.prediction, layout, parts))
             watch.step_done()
             if on_step is not None:
                 on_step(step)
@@ -189,24 +183,22 @@ class SequenceParallel:
         return latents
 
     def _gathered(
-        self,
-        request: Request,
-        prediction: Tensor,
-        inputs: Tensor,
-        layout: Layout,
-        parts: list[Part],
+        self, loop: Loop, prediction: Tensor, layout: Layout, parts: list[Part]
     ) -> Tensor:
         """The prediction after guidance, with the rows of all ranks."""
         if len(parts) == 1:
-            return request.guided(prediction, inputs)
+            return loop.guided(prediction)
         units = parts[self.links.rank].units
-        mine = request.guided(
-            layout.take_rows(prediction, units), layout.take_rows(inputs, units)
-        ).contiguous()
+        guided = loop.guided(
+            prediction,
+            lambda x: layout.take_rows(x, units),
+            lambda x, values: layout.put_rows(x, units, values),
+        )
+        mine = layout.take_rows(guided, units).contiguous()
         shapes = []
         for part in parts:
             shape = list(mine.shape)
-            shape[layout.axis] = layout.rows(inputs, part.units).shape[layout.axis]
+            shape[layout.axis] = layout.rows(guided, part.units).shape[layout.axis]
             shapes.append(TensorShape(tuple(shape), mine.dtype))
         whole = start_all_gather(self.links, mine, shapes, "prediction")()
         return torch.cat(whole, layout.axis)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,47 +12,11 @@ from typing import Any
 import torch
 
 from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.comm.links import Traffic
 from lightning_diffpipe.planning.instruction import Instruction
-from lightning_diffpipe.planning.sampling_pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span
 from lightning_diffpipe.sampling.freshness import Freshness
-
-
-@dataclass
-class Traffic:
-    """Bytes and messages of one rank, counted where they are sent and received, by kind.
-
-    Attributes:
-        bytes_sent: Payload bytes put on the wire.
-        bytes_received: Payload bytes taken from it.
-        messages_sent: Messages put on the wire.
-    """
-
-    bytes_sent: Counter[str] = field(default_factory=Counter)
-    bytes_received: Counter[str] = field(default_factory=Counter)
-    messages_sent: Counter[str] = field(default_factory=Counter)
-
-    def copy(self) -> Traffic:
-        """A snapshot."""
-        return Traffic(
-            Counter(self.bytes_sent), Counter(self.bytes_received), Counter(self.messages_sent)
-        )
-
-    def since(self, before: Traffic) -> Traffic:
-        """What was counted after a snapshot."""
-        return Traffic(
-            self.bytes_sent - before.bytes_sent,
-            self.bytes_received - before.bytes_received,
-            self.messages_sent - before.messages_sent,
-        )
-
-    def plus(self, other: Traffic) -> Traffic:
-        """What was counted here and there."""
-        return Traffic(
-            self.bytes_sent + other.bytes_sent,
-            self.bytes_received + other.bytes_received,
-            self.messages_sent + other.messages_sent,
-        )
 
 
 @dataclass

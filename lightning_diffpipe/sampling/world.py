@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts, measure_cluster
+from lightning_diffpipe.comm.heartbeat import Heartbeat
+from lightning_diffpipe.comm.links import Alone, ProcessLinks
+from lightning_diffpipe.comm.waiter import Pending
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.runtime.heartbeat import Heartbeat
-from lightning_diffpipe.runtime.links import gloo_of_all_hosts, measure_cluster
-from lightning_diffpipe.runtime.waiter import Pending
-from lightning_diffpipe.sampling.links import Alone, ProcessLinks
 from lightning_diffpipe.sampling.memory import forget_variables
 
 _log = logging.getLogger(__name__)

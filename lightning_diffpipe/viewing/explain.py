@@ -20,6 +20,7 @@ from lightning_diffpipe.planning.caching import (
     reading_s,
     with_stored,
 )
+from lightning_diffpipe.planning.chains import joined
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
@@ -32,7 +33,6 @@ from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.units import percent, seconds, size
 
 BEST = "the best of all plans"
@@ -141,10 +141,11 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     """The plan's own stages with these costs; the plan itself where they promise the same step."""
     _check_layers(plan, profile)
     own = replace(cluster, num_ranks=plan.num_ranks)
+    profile = joined(profile, apart=plan.num_backbones > 1)
     model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
     stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
     start, units = (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
-    edges = [0, *(stage.first_layer - start for stage in stages[1:]), units]
+    edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
     cuts = tuple((*ab, s.num_replicas) for ab, s in zip(pairwise(edges), stages, strict=True))
     again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
     step_s = again.planned.iteration_s
@@ -155,7 +156,7 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
 
 def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
     """Refuses a profile of another model, or of another way to divide this one into layers."""
-    names = tuple(layer.name for layer in profile.backbones[0].layers)
+    names = tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
     if plan.num_layers != len(names):
         raise PlanError(
             f"the plan cuts {plan.num_layers} layers and profile {profile.name!r} has {len(names)}; use the "
@@ -194,10 +195,7 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
         "summing gradients": replace(costs, all_reduce_s=(0.0,) * len(costs.all_reduce_s)),
         f"imbalance (stage {_slowest(plan, costs)} is the slowest)": _balanced(plan, costs),
     }
-    saved = {
-        name: step_s - simulate(plan.lowered, changed).iteration_s
-        for name, changed in without.items()
-    }
+    saved = {name: step_s - plan.step_s(changed) for name, changed in without.items()}
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     winnable_s = step_s - plan.planned.no_bubble_limit_s
     saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
@@ -243,7 +241,7 @@ def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
         gradient_s=tuple((0.0,) * len(costs.sizes) for _ in plan.stages),
         all_reduce_s=(),
     )
-    return simulate(plan.lowered, free).iteration_s - busiest_s
+    return plan.step_s(free) - busiest_s
 
 
 def _changes(
@@ -300,7 +298,7 @@ def _changes(
 def _wished_group_size(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> int | Auto:
     """`"auto"` where the plan has the size that it would choose itself, as changed plans choose theirs anew."""
     options = replace(plan.options, frozen_group_size="auto")
-    evaluator = Evaluator(CostModel(profile, cluster), options)
+    evaluator = Evaluator(CostModel(joined(profile), cluster), options)
     chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
     return "auto" if plan.options.frozen_group_size == chosen else plan.options.frozen_group_size
 
@@ -382,8 +380,7 @@ def _in_short(plan: PipelinePlan) -> str:
 
 def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:
     """Where the new plan cuts, if it cuts the same number of stages elsewhere."""
-    old = [stage.first_layer for stage in plan.stages[1:]]
-    new = [stage.first_layer for stage in found.stages[1:]]
+    old, new = list(plan.first_layers[1:]), list(found.first_layers[1:])
     if found.num_stages == 1 or old == new:
         return ""
     replicas = [stage.num_replicas for stage in found.stages]

@@ -153,7 +153,7 @@ def explain_gap(
     """Explains a measured step.
 
     Args:
-        plan: What was planned, with costs; without costs only the whole difference is known.
+        plan: What was planned, with costs; without costs, or without a flush, only the whole difference is known.
         measured: A timeline of one iteration.
         after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
         loading_s: In which the data loader was waited for there.
@@ -163,7 +163,8 @@ def explain_gap(
     parts: list[GapPart] = []
     before_s = planned_s
     unfilled_s = None
-    if plan.costs is not None:
+    simulated = plan.costs is not None and not plan.runs_free
+    if plan.costs is not None and simulated:
         substituted = _Measured(plan.costs, *_sums(measured))
         for name, kinds in _KINDS.items():
             substituted = substituted.using(kinds)
@@ -172,7 +173,7 @@ def explain_gap(
             before_s = now_s
         if plan.pieces:
             unfilled_s = _unfilled_s(plan, substituted)
-    parts.append(GapPart(PIPELINE if plan.costs is None else MESSAGES, pipeline_s - before_s))
+    parts.append(GapPart(MESSAGES if simulated else PIPELINE, pipeline_s - before_s))
     parts += [GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s)]
     step_s = pipeline_s + after_s + loading_s
     ratio = plan.planned.bubble_ratio

@@ -11,7 +11,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import bubble_filling
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.loader import aligned
+from lightning_diffpipe.training.loader import aligned
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
 from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.pipeline import Basis
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.training.pipeline import Basis
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, reference
 from tests.distributed.tiny import Data
 from tests.planning.profiles import equal_profile

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_condition, to_square
 from lightning_diffpipe.errors import ConfigurationError, DataError
-from lightning_diffpipe.loader import aligned
+from lightning_diffpipe.training.loader import aligned
 from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
 

@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.callbacks import EMA
+from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
 from tests.distributed.scenarios import (

@@ -23,11 +23,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe import EMA, DiffPipeStrategy, step_watch
+from lightning_diffpipe import EMA, DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
-from lightning_diffpipe.processes import ProcessHooks
-from lightning_diffpipe.refusals import refuse_averages, refuse_unsupported
+from lightning_diffpipe.training import step_watch
+from lightning_diffpipe.training.processes import ProcessHooks
+from lightning_diffpipe.training.refusals import refuse_averages, refuse_unsupported
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks

@@ -218,6 +218,6 @@ def test_other_losses_are_named_with_their_cure(module_class, data_class, cure):
     ],
 )
 def test_nothing_is_said_of_means(module_class, data_class, caplog):
-    with caplog.at_level(logging.INFO, "lightning_diffpipe.mean_check"):
+    with caplog.at_level(logging.INFO, "lightning_diffpipe.training.mean_check"):
         assert not warned_of(Settings(module_class=module_class, data_class=data_class))
     assert not any("cannot be compared" in record.message for record in caplog.records)

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.reliability.main import run_one
+from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, PipelineTimeoutError
-from lightning_diffpipe.runtime.liveness import liveness
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
 from tests.ranks import RankError, run_ranks
@@ -179,7 +179,7 @@ def test_a_rank_that_is_busy_with_itself_is_ended_when_the_others_are_gone():
 def be_busy(rank):
     """Longer than the others wait for a sign of life."""
     with liveness.run(rank):
-        from lightning_diffpipe.runtime import liveness as module
+        from lightning_diffpipe.comm import liveness as module
 
         module._LEAST_SILENCE_S = 1.0
         liveness.connect(rank, 2, 1.0)

@@ -4,10 +4,15 @@ History: such a step trained correctly as one chain of twice as many layers: two
 weights, and the pass without gradients was charged a backward.
 """
 
+import math
+import random
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.planning.instruction import Backward, ForwardNoGrad
 from tests.distributed.scenarios import (
     Settings,
@@ -20,7 +25,7 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -56,8 +61,38 @@ class Twice(TinyDiffusion):
         return once(estimate if self.form == "both" else estimate.detach())
 
 
-def check(num_ranks, num_microbatches=3, form="estimate", num_pipelines=1, **settings):
-    settings = Settings(module_class=Twice, **settings)
+class Coin(Twice):
+    """Estimates first in some steps only: the step takes two forms.
+
+    Args:
+        coin: What decides: `random`, `torch` (both thrown for every microbatch), `batch_idx` or `global_step`.
+        p: How often a coin says so.
+    """
+
+    def __init__(self, coin="random", p=0.5, **options):
+        super().__init__(**options)
+        self.coin, self.p = coin, p
+
+    def training_step(self, batch, batch_idx):
+        self.estimates = {
+            "random": lambda: random.random() < self.p,
+            "torch": lambda: bool(torch.rand(()) < self.p),
+            "batch_idx": lambda: batch_idx % 2 == 1,
+            "global_step": lambda: self.trainer.global_step < 2,
+        }[self.coin]()
+        return super().training_step(batch, batch_idx)
+
+    def denoise(self, noisy, t, text):
+        if self.estimates:
+            return super().denoise(noisy, t, text)
+        joined = self.join(torch.cat([noisy, torch.zeros_like(noisy)], -1))
+        return TinyDiffusion.denoise(self, joined, t, text)
+
+
+def check(
+    num_ranks, num_microbatches=3, form="estimate", num_pipelines=1, module_class=Twice, **settings
+):
+    settings = Settings(module_class=module_class, **settings)
     settings.module = {"form": form, **settings.module}
     settings.trainer = {"max_steps": 3, "max_epochs": -1, **settings.trainer}
     expected = reference(settings, num_microbatches, num_pipelines)
@@ -133,8 +168,121 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
     )
 
 
-def train(rank, world_size, epochs, save=None, load=None):
-    settings = Settings(module_class=Twice)
+@pytest.mark.parametrize(
+    ("num_ranks", "coin", "strategy"),
+    [
+        (2, "random", {"filling": "none"}),
+        (2, "random", {}),
+        (2, "torch", {}),
+        (3, "batch_idx", {}),
+        (3, "random", {"schedule": "zero_bubble", "filling": "none"}),
+        (2, "global_step", {}),
+    ],
+)
+def test_steps_that_throw_a_coin_for_their_estimate(num_ranks, coin, strategy):
+    """History: such a step was refused, as it calls other layers every time."""
+    check(
+        num_ranks,
+        module_class=Coin,
+        module={"coin": coin},
+        strategy=strategy,
+        trainer={"max_steps": 4},
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_a_coin_that_always_falls_alike_is_none(p):
+    settings = Settings(module_class=Coin, module={"p": p}, trainer={"max_steps": 2})
+    expected = reference(settings, 3)
+    settings.strategy = {"num_microbatches": 3}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 1 + p
+
+
+def test_a_coin_with_accumulation_clipping_and_two_pipelines():
+    check(
+        4,
+        2,
+        num_pipelines=2,
+        module_class=Coin,
+        data={"batch_size": 4},
+        strategy={"num_stages": 2},
+        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_steps": 2},
+    )
+
+
+class Listing(Coin):
+    """Keeps its losses in a list."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(loss.item() if not isinstance(loss, FakeTensor) else 0.0)
+        return loss
+
+
+@pytest.mark.parametrize("coin", ["random", "global_step"])
+def test_what_a_step_keeps_is_not_told_of_trials(coin):
+    """History: a form that was met for the first time put a loss of NaN into such lists."""
+    module = Listing(coin).double()
+    module.seen = []
+    strategy = quick_strategy(num_stages=1, num_microbatches=3)
+    quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1).fit(
+        module, datamodule=Data()
+    )
+    assert len(module.seen) == 4 * 3
+    assert all(map(math.isfinite, module.seen))
+
+
+class Later(Twice):
+    """Estimates from the third step on: more than was planned."""
+
+    def denoise(self, noisy, t, text):
+        if self.trainer.global_step >= 2:
+            return super().denoise(noisy, t, text)
+        joined = self.join(torch.cat([noisy, torch.zeros_like(noisy)], -1))
+        return TinyDiffusion.denoise(self, joined, t, text)
+
+
+def test_a_form_with_more_calls_than_were_planned_is_refused():
+    settings = Settings(module_class=Later, trainer={"max_epochs": -1, "max_steps": 4})
+    settings.strategy = {"num_stages": 2, "num_microbatches": 3}
+    with pytest.raises(RankError, match=r"does not fit on the stages .* one of its first batches"):
+        run_ranks(fit, 2, settings, 2)
+
+
+class ManyForms(TinyDiffusion):
+    """Refines its prediction so many times as a die says."""
+
+    def __init__(self, sides=3, **options):
+        super().__init__(**options)
+        self.sides = sides
+
+    def denoise(self, noisy, t, text):
+        for _ in range(random.randrange(self.sides)):
+            with torch.no_grad():
+                noisy = super().denoise(noisy, t, text)
+        return super().denoise(noisy, t, text)
+
+
+def test_a_step_of_three_forms():
+    settings = Settings(module_class=ManyForms, trainer={"max_steps": 3})
+    expected = reference(settings, 4)
+    settings.strategy = {"num_microbatches": 4}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 3
+
+
+def test_more_forms_than_can_be_planned_are_refused():
+    module = ManyForms(sides=12).double()
+    strategy = quick_strategy(num_stages=1, num_microbatches=1)
+    with pytest.raises(GraphError, match=r"takes 1[0-2] forms.* 8 can be planned.*fewer coins"):
+        quiet_trainer(devices=1, strategy=strategy, max_steps=1).fit(module, datamodule=Data())
+
+
+def train(rank, world_size, epochs, save=None, load=None, module_class=Twice):
+    settings = Settings(module_class=module_class)
     strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=epochs)
     module = build(settings)
@@ -144,10 +292,11 @@ def train(rank, world_size, epochs, save=None, load=None):
     return weights_of(module)
 
 
-def test_self_conditioning_goes_on_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("module_class", [Twice, Coin])
+def test_self_conditioning_goes_on_from_a_checkpoint(tmp_path, module_class):
     path = tmp_path / "half.ckpt"
-    straight = run_ranks(train, 1, 1, 2)[0]
-    run_ranks(train, 2, 2, 1, path)
-    for weights in run_ranks(train, 2, 2, 2, None, path):
+    straight = run_ranks(train, 1, 1, 2, None, None, module_class)[0]
+    run_ranks(train, 2, 2, 1, path, None, module_class)
+    for weights in run_ranks(train, 2, 2, 2, None, path, module_class):
         for name, value in straight.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_diffpipe.callbacks import PipelineMonitor
+from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples
 from tests.ranks import RankError, run_ranks

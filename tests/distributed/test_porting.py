@@ -50,6 +50,18 @@ class TextToImage(porting.TextToImage):
         super().__init__(text_encoder(), **common(), snr_gamma=5.0)
 
 
+class TextToImageXL(porting.TextToImageXL):
+    def __init__(self):
+        second = text_encoder(transformers.CLIPTextModelWithProjection)
+        unet = tiny_unet(
+            cross_attention_dim=32,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=4,
+            projection_class_embeddings_input_dim=8 + 6 * 4,
+        )
+        super().__init__(text_encoder(), second, **common() | {"unet": alive(unet)})
+
+
 class DreamBoothLoRA(porting.DreamBoothLoRA):
     def __init__(self):
         peft = pytest.importorskip("peft")
@@ -84,6 +96,9 @@ class Pictures(Dataset):
         return {
             "image": self.images[index],
             "input_ids": self.ids[index],
+            "input_ids_2": self.ids[index],
+            "original_size": torch.tensor([9 + index, 12]),
+            "crop": torch.tensor([index % 3, 1]),
             "condition": self.images[index].abs(),
         }
 
@@ -107,7 +122,9 @@ class PairData(PictureData):
     pairs = True
 
 
-@pytest.mark.parametrize("module_class", [TextToImage, DreamBoothLoRA, ControlNetTraining])
+@pytest.mark.parametrize(
+    "module_class", [TextToImage, TextToImageXL, DreamBoothLoRA, ControlNetTraining]
+)
 def test_two_ranks_train_as_one_process(module_class):
     data_class = PairData if module_class is DreamBoothLoRA else PictureData
     settings = Settings(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import batch_signature
 from lightning_diffpipe.graph.placement import place_parameters
@@ -33,7 +34,6 @@ from lightning_diffpipe.runtime import partitioned
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.holding import holders_of
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from tests.distributed.scenarios import assert_close
@@ -148,7 +148,7 @@ class Runner:
         self.graph = probe(self.module, step, probed, max_share=1 / NUM_BLOCKS)
         self.known = {}
 
-    def reprobe(self, root, step, batch, graph):
+    def reprobe(self, root, step, batch, graph, any_form):
         key = batch_signature(batch)
         if key not in self.known:
             self.known[key] = probe(

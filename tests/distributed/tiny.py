@@ -116,6 +116,70 @@ class TinyDiffusion(L.LightningModule):
         }
 
 
+class Denoiser(nn.Module):
+    """A small backbone with a skip from its first block to its last."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.time, self.entry = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, noisy, t, text):
+        condition = self.time(t[:, None]) + text
+        h = skip = self.entry(noisy)
+        for block in self.blocks:
+            h = block(h, condition)
+        return self.head(torch.cat([h, skip], -1))
+
+
+class Cascade(TinyDiffusion):
+    """A base and an upscaler, each trained on latents of its own frozen encoder's; see `form` for what joins them.
+
+    Args:
+        form: `independent`; `tied`, which share an entry; `stacked`, where the upscaler reads the base's result;
+            `product`, whose losses are multiplied; `frozen`, with a base that is not trained; `smaller`, of whose
+            losses the smaller one counts; `triple`, with another upscaler.
+    """
+
+    def __init__(self, form="independent", sizes=(4, 5), noisy=True, **options):
+        super().__init__(num_blocks=2, **options)
+        del self.blocks, self.time, self.merge, self.head
+        self.form = form
+        self.base, self.upscaler = map(Denoiser, sizes)
+        if form == "tied":
+            self.upscaler.entry.weight = self.base.entry.weight
+        if form == "frozen":
+            self.base.requires_grad_(False).eval()
+        if form == "triple":
+            self.second = Denoiser(3)
+
+    def one(self, denoiser, latent, t, text):
+        noise = torch.randn_like(latent)
+        noisy = (1 - t)[:, None, None] * latent + t[:, None, None] * noise
+        estimate = denoiser(noisy, t, text)
+        return F.mse_loss(estimate, noise - latent), estimate
+
+    def loss(self, batch):
+        with torch.no_grad():
+            mean, log_variance = self.encoder(batch["image"]).chunk(2, -1)
+            latent = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
+        text = self.text(batch["text"]).mean(1)
+        t = torch.rand(2, len(latent), dtype=latent.dtype, device=latent.device)
+        base, estimate = self.one(self.base, latent, t[0], text)
+        low = estimate.detach() if self.form == "stacked" else latent.roll(1, 1)
+        upscaled, _ = self.one(self.upscaler, latent + low, t[1], text)
+        self.log("train/base", base)
+        self.log_dict({"train/upscaler": upscaled, "train/t": t.mean()})
+        if self.form == "triple":
+            upscaled = upscaled + 2 * self.one(self.second, latent, t[1], text)[0]
+        if self.form == "product":
+            return base * upscaled
+        if self.form == "smaller":
+            return torch.minimum(base, upscaled)
+        return torch.stack([base, 0.5 * upscaled]).sum() / 1.5
+
+
 class Samples(Dataset):
     """Made-up images and token ids, the same for an index everywhere."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
@@ -336,6 +337,35 @@ def test_a_run_goes_on_for_as_long_as_it_is_told():
         assert run.next_layer == asked[-1]
         assert run.advance_while(lambda name: True)
         assert all(torch.equal(run.results[key], whole[key]) for key in whole)
+
+
+class Reads(Tower):
+    """Hidden states of a text encoder, as for SDXL; transformers collects them with hooks of its own."""
+
+    num_blocks = 3
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
+        config = CLIPTextConfig(vocab_size=20, num_hidden_layers=3, eos_token_id=2, **sizes)
+        self.encoder = CLIPTextModel(config).requires_grad_(False).eval()
+
+    def training_step(self, batch, batch_idx):
+        states = self.encoder(batch, output_hidden_states=True).hidden_states
+        return self.run(states[-2].mean(1)).square().mean()
+
+
+def test_an_encoder_that_gives_its_hidden_states_runs_again_and_again():
+    """History: its note that it has hooks was taken back, the hooks were not, and it got them twice."""
+    tokens = torch.randint(3, 20, (5, 6), generator=torch.Generator().manual_seed(0))
+    root = Reads()
+    graph, positions = folded(root, tokens)
+    with intercepted(root) as interception:
+        _, view, _ = views(root, graph, positions, interception)
+        call = lambda: step(root, tokens)
+        whole, again = (view.whole(call, seed=3, group_size=2) for _ in range(2))
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+    assert len(root.encoder(tokens, output_hidden_states=True).hidden_states) == 4
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, adapters
-from lightning_diffpipe.sampling.families.skeleton import load_weights
+from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.modules.tiny_parts import fit
 
 

@@ -239,7 +239,10 @@ def test_the_predictor_does_not_leave_it_out(batch, tmp_path):
     module.save_pretrained(tmp_path / "model")
     module.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
     module.save_pretrained(tmp_path / "pipeline")
-    for path in (tmp_path / "last.ckpt", tmp_path / "model", tmp_path / "pipeline"):
+    # As a pipeline of diffusers it is drawn to pictures, by the pipeline's own call.
+    source = open_source(tmp_path / "pipeline", True, torch.device("cpu"), torch.float32)
+    assert isinstance(source.part("controlnet"), diffusers.ControlNetModel)
+    for path in (tmp_path / "last.ckpt", tmp_path / "model"):
         with pytest.raises(ConfigurationError, match=r"has a ControlNet, which draws to pictures"):
             open_source(path, True, torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigurationError, match=r"this ControlNetDiffusion has a ControlNet"):

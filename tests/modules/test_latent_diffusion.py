@@ -1,4 +1,5 @@
 import json
+import random
 from unittest import mock
 
 import diffusers
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.model_sources import open_source
+from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.text import tokenize
 from tests.modules.tiny_parts import (
@@ -448,3 +449,57 @@ def test_a_transformer_with_other_inputs_is_refused():
     other = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigurationError, match="trains PixArt transformers; this is a Linear"):
         LatentDiffusion(*parts, transformer=other)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_self_conditioning_estimates_as_often_as_it_is_told(
+    make_model, batch, prediction, precision
+):
+    """The first pass of a step gets no gradient; the second, of the same weights, all of them."""
+    model = make_model("unet", prediction, in_channels=8, self_conditioning=0.5)
+    calls = []
+    model.unet.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    counts = []
+    for seed in range(8):
+        calls.clear()
+        random.seed(seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss_of(model, batch, seed).backward()
+        assert calls in ([True], [False, True])
+        assert all(p.grad is not None for p in model.unet.parameters())
+        counts.append(len(calls))
+        model.zero_grad(set_to_none=True)
+    assert set(counts) == {1, 2}
+    pictures = model.sample(["a", "b"], num_inference_steps=3)
+    assert pictures.shape == (2, 3, 8, 8)
+    assert pictures.isfinite().all()
+
+
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_an_estimate_from_the_right_prediction_is_the_clean_latent(make_model, prediction):
+    schedule = make_model("unet", prediction).noise_schedule
+    clean = torch.randn(64, 4, 2, 2).clamp(-3, 3)
+    noisy, timesteps, target, _ = schedule.corrupt(clean)
+    estimate = schedule.clean(noisy, target, timesteps)
+    torch.testing.assert_close(estimate, clean, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("channels", "share", "message"),
+    [
+        (4, 0.5, "self_conditioning=0.5 needs 8 input channels, 4 for noisy .* in_channels=8"),
+        (8, None, "takes 8 channels, .* or give self_conditioning"),
+        (8, 1.5, "self_conditioning.*1.5"),
+        (8, -0.1, "self_conditioning.*-0.1"),
+    ],
+)
+def test_self_conditioning_that_cannot_be_is_refused(make_model, channels, share, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_model(in_channels=channels, self_conditioning=share)
+
+
+def test_a_predictor_refuses_a_denoiser_that_takes_its_own_estimate(make_model):
+    model = make_model(in_channels=8, self_conditioning=0.0)
+    with pytest.raises(ConfigurationError, match=r"self_conditioning.*module\.sample"):
+        refuse_module(model)

@@ -1,9 +1,10 @@
 import diffusers
 import pytest
 import torch
+from diffusers.training_utils import compute_snr
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules.noise import FlowMatching, noise_schedule_of
+from lightning_diffpipe.modules.noise import FlowMatching, Noise, noise_schedule_of
 
 
 def normal(*shape):
@@ -14,7 +15,7 @@ def normal(*shape):
 def test_noisy_latents_and_targets_equal_those_of_diffusers(prediction):
     scheduler = diffusers.DDPMScheduler(prediction_type=prediction)
     clean = normal(8, 4, 3, 5)
-    noisy, timesteps, target = noise_schedule_of(scheduler).corrupt(clean)
+    noisy, timesteps, target, _ = noise_schedule_of(scheduler).corrupt(clean)
     alpha = scheduler.alphas_cumprod[timesteps].view(-1, 1, 1, 1)
     noise = (noisy - alpha.sqrt() * clean) / (1 - alpha).sqrt()
     torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, timesteps))
@@ -24,7 +25,7 @@ def test_noisy_latents_and_targets_equal_those_of_diffusers(prediction):
 
 def test_a_flow_leads_straight_from_data_to_noise():
     clean = normal(8, 4, 3, 5)
-    noisy, timesteps, target = FlowMatching().corrupt(clean)
+    noisy, timesteps, target, _ = FlowMatching().corrupt(clean)
     t = (timesteps / 1000).view(-1, 1, 1, 1)
     torch.testing.assert_close(noisy - t * target, clean)
     noise = clean + target
@@ -61,9 +62,51 @@ def test_the_noise_schedule_is_fp32_also_when_the_default_is_bf16(prediction):
 def test_a_generator_fixes_times_and_noise():
     schedule, clean = FlowMatching(), normal(4, 4, 3, 5)
     first, second = (schedule.corrupt(clean, torch.Generator().manual_seed(3)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
 
 
 def test_other_predictions_are_refused_with_the_known_ones():
     with pytest.raises(ConfigurationError, match="prediction_type='sample'; use one of flow"):
         noise_schedule_of(diffusers.DDPMScheduler(prediction_type="sample"))
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_weights_are_those_of_diffusers_recipes(prediction):
+    scheduler = diffusers.DDPMScheduler(prediction_type=prediction)
+    corrupted = noise_schedule_of(scheduler, Noise(min_snr_gamma=5.0)).corrupt(normal(64, 4, 2, 2))
+    snr = compute_snr(scheduler, corrupted.timesteps)
+    weights = snr.clamp(max=5.0) / (snr + (prediction == "v_prediction"))
+    torch.testing.assert_close(corrupted.weights, weights)
+    errors = (normal(64, 4, 2, 2).flip(0) - corrupted.target).square().mean((1, 2, 3))
+    loss = corrupted.loss(normal(64, 4, 2, 2).flip(0))
+    torch.testing.assert_close(loss, (errors * weights).mean())
+
+
+def test_min_snr_of_a_last_step_without_signal_is_finite():
+    scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True)
+    schedule = noise_schedule_of(scheduler, Noise(min_snr_gamma=5.0))
+    assert schedule._weights(scheduler.alphas_cumprod).isfinite().all()
+
+
+def test_the_alphas_are_the_schedulers_own():
+    """Video models shift them, and DDPM's of the same betas are others."""
+    scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")
+    clean = normal(8, 4, 3, 5)
+    noisy, timesteps, target, _ = noise_schedule_of(scheduler).corrupt(clean)
+    alpha = scheduler.alphas_cumprod[timesteps].float().view(-1, 1, 1, 1)
+    torch.testing.assert_close(alpha.sqrt() * noisy - (1 - alpha).sqrt() * target, clean)
+
+
+def test_times_of_a_flow_are_drawn_as_told():
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule = noise_schedule_of(scheduler, Noise(logit_mean=-1.0, logit_std=0.5))
+    logits = torch.logit(schedule.corrupt(torch.zeros(4000, 1, 1)).timesteps / 1000)
+    assert logits.mean().item() == pytest.approx(-1.0, abs=0.05)
+    assert logits.std().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_bad_noise_is_named():
+    with pytest.raises(ConfigurationError, match=r"min_snr_gamma=5\.0 weighs losses of epsilon"):
+        noise_schedule_of(diffusers.FlowMatchEulerDiscreteScheduler(), Noise(min_snr_gamma=5.0))
+    with pytest.raises(ConfigurationError, match="logit_std"):
+        Noise(logit_std=-1.0)

@@ -7,6 +7,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe import ControlNetDiffusion, LatentDiffusion
+from lightning_diffpipe.modules import CascadedDiffusion
 from tests.zoo.case import perturb
 
 
@@ -20,19 +21,20 @@ def tiny_vae():
     )
 
 
-def tiny_unet():
-    return diffusers.UNet2DConditionModel(
-        sample_size=4,
-        in_channels=4,
-        out_channels=4,
-        block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        norm_num_groups=4,
-    )
+def tiny_unet(**options):
+    defaults = {
+        "sample_size": 4,
+        "in_channels": 4,
+        "out_channels": 4,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "layers_per_block": 1,
+        "cross_attention_dim": 16,
+        "attention_head_dim": 8,
+        "norm_num_groups": 4,
+    }
+    return diffusers.UNet2DConditionModel(**defaults | options)
 
 
 def tiny_transformer(learns_variance=False):
@@ -75,10 +77,10 @@ SCHEDULERS = {
 }
 
 
-def tiny_latent_diffusion(denoiser="transformer", prediction="flow", **options):
+def tiny_latent_diffusion(denoiser="transformer", prediction="flow", in_channels=4, **options):
     """All parts together; the same arguments give the same weights."""
     torch.manual_seed(0)
-    part = tiny_unet() if denoiser == "unet" else tiny_transformer()
+    part = tiny_unet(in_channels=in_channels) if denoiser == "unet" else tiny_transformer()
     return LatentDiffusion(
         tiny_vae(),
         tiny_text_encoder(),
@@ -87,6 +89,24 @@ def tiny_latent_diffusion(denoiser="transformer", prediction="flow", **options):
         **{denoiser: part},
         **options,
     )
+
+
+def tiny_cascade(prediction="flow", unet=None, upscaler=None, **options):
+    """A base of 4 pixels and an upscaler of 8; no weight of either is zero."""
+    torch.manual_seed(0)
+    base = {"in_channels": 3, "out_channels": 3}
+    large = {"in_channels": 24, "out_channels": 12, "class_embed_type": "timestep"}
+    module = CascadedDiffusion(
+        tiny_unet(**base | (unet or {})),
+        tiny_unet(**large | (upscaler or {})),
+        tiny_text_encoder(),
+        tiny_tokenizer(),
+        SCHEDULERS[prediction](),
+        **options,
+    )
+    for part in (module.unet, module.upscaler):
+        perturb(part, torch.Generator().manual_seed(0))
+    return module
 
 
 def perturbed_latent_diffusion():

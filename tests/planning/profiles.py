@@ -1,6 +1,7 @@
 """Profiles and clusters for tests: equal layers, and random ones."""
 
 import random
+from dataclasses import replace
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.profile import (
@@ -26,6 +27,12 @@ def equal_profile(num_layers=12, frozen_share=0.0, forward_s=1.0, backward_s=2.0
     return ModelProfile(
         "equal", (BackboneProfile("unet", tuple(layers)),), (encoder,) if frozen_share else ()
     )
+
+
+def several_backbones(*profiles):
+    """One profile with the backbones of all, and the encoders of the first."""
+    backbones = (replace(p.backbones[0], name=f"denoiser{i}") for i, p in enumerate(profiles))
+    return replace(profiles[0], backbones=tuple(backbones))
 
 
 def unet_profile():

@@ -16,7 +16,7 @@ from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, M
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 
-from .profiles import equal_profile
+from .profiles import equal_profile, several_backbones
 
 PROFILE = json.loads(equal_profile(3, 0.5).to_json())
 
@@ -295,7 +295,10 @@ PLAN = find_plan(
 def test_plans_round_trip(frozen_share, schedule):
     num_stages = 6 if SCHEDULES[schedule].place else 3
     options = PlanOptions(12, num_stages=num_stages, schedule=schedule, filling="auto")
-    plan = find_plan(equal_profile(6, frozen_share), Cluster(3), options)
+    profile = equal_profile(6, frozen_share)
+    if SCHEDULES[schedule].opposite:
+        profile = several_backbones(profile, equal_profile(4))
+    plan = find_plan(profile, Cluster(3), options)
     text = plan.to_json()
     again = PipelinePlan.from_json(text)
     assert again == plan
@@ -304,13 +307,17 @@ def test_plans_round_trip(frozen_share, schedule):
     assert PipelinePlan.from_json(again.to_json()) == plan
 
 
-@pytest.mark.parametrize("filling", ["none", "shares", "diffusionpipe"])
+@pytest.mark.parametrize("filling", ["none", "shares"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_plan_promises_is_what_its_costs_give(schedule, filling):
     """So that a plan without a digest may be held to it."""
+    filling = filling if SCHEDULES[schedule].flushes else "none"
     num_stages = 6 if SCHEDULES[schedule].place else 3
     options = PlanOptions(14, num_stages=num_stages, schedule=schedule, filling=filling)
-    plan = find_plan(equal_profile(6, 0.5), Cluster(3, p2p=Link(10, 0.1)), options)
+    profile = equal_profile(6, 0.5)
+    if SCHEDULES[schedule].opposite:
+        profile = several_backbones(profile, equal_profile(4))
+    plan = find_plan(profile, Cluster(3, p2p=Link(10, 0.1)), options)
     document = json.loads(plan.to_json())
     del document["digest"]
     assert PipelinePlan.from_json(json.dumps(document)) == plan
@@ -510,14 +517,32 @@ def test_links_that_hold_their_sender_round_trip():
         Cluster.from_dict(values)
 
 
-def test_two_backbones_are_refused_rather_than_half_planned():
-    """History: only the first backbone of a cascade was planned, and nobody was told."""
-    profile = equal_profile(4)
-    other = replace(profile.backbones[0], name="upsampler")
-    with pytest.raises(PlanError, match=r"2 backbones \(unet, upsampler\)"):
-        find_plan(
-            replace(profile, backbones=(*profile.backbones, other)), Cluster(2), PlanOptions(8)
-        )
+def test_all_backbones_are_planned_whatever_the_schedule():
+    """History: only the first backbone of a cascade was planned, and nobody was told; then they were refused."""
+    both = several_backbones(equal_profile(4), equal_profile(6))
+    for schedule in ("1f1b", "bidirectional", "auto"):
+        plan = find_plan(both, Cluster(2), PlanOptions(8, schedule=schedule))
+        assert plan.num_layers == len(plan.layers) == 10
+        assert plan.planned.no_bubble_limit_s == pytest.approx(10 * 3 * 8 / 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "options", "message"),
+    [
+        ((4,), 2, {}, "runs several backbones in opposite directions, and profile 'equal' has one"),
+        ((4, 3), 4, {}, r"have \[4, 3\] layers: .* two ranks or more, and no more than 3"),
+        ((4, 4), 2, {"num_stages": 2}, "num_stages=auto or 2 times the ranks .* got num_stages=2"),
+        ((4, 4), 4, {"num_replicas": 2}, "no replicas; got .* num_replicas=2"),
+        ((4, 4), 1, {}, "needs pipelines of two ranks or more"),
+    ],
+)
+def test_backbones_that_cannot_run_in_opposite_directions(sizes, ranks, options, message):
+    profile = several_backbones(*map(equal_profile, sizes))
+    if len(sizes) == 1:
+        profile = equal_profile(*sizes)
+    wishes = PlanOptions(8, schedule="bidirectional", data_parallel=1, **options)
+    with pytest.raises(ConfigurationError, match=message):
+        find_plan(profile, Cluster(ranks), wishes)
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 10])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_pipefusion import CHANGE_BYTES, PipeFusionPlan
+from lightning_diffpipe.planning.sampling.pipefusion import CHANGE_BYTES, PipeFusionPlan
 
 
 def picture(plan: PipeFusionPlan, synchronous: int = 2, patch: int = 1) -> str:

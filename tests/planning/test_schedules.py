@@ -1,5 +1,7 @@
 """Every schedule's picture, and its closed form where there is one."""
 
+import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +22,9 @@ from lightning_diffpipe.planning.schedules.patches import patches
 from lightning_diffpipe.planning.schedules.pipedream import (
     admitted_batches,
     pipedream,
-    weight_versions,
+    pipedream_2bw,
+    pipedream_vertical_sync,
+    unrolled,
 )
 from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
@@ -41,22 +45,32 @@ def two_passes(S, M, spec=one_f_one_b, no_grad=None):
     return schedule_of_passes(spec, base, placement, M)
 
 
+def opposite(S, M, ticks=(), chains=2):
+    """Chains of S stages on S ranks."""
+    return bidirectional.in_time(ticks)(bidirectional.place(chains * S, S), M)
+
+
+UNEQUAL = TickCosts(forward=(1, 1, 1, 2, 2, 2), backward=(2, 2, 2, 4, 4, 4))
+
 EXAMPLES = {
     "passes": (two_passes(4, 4), TickCosts(activation=(0, 0, 0, 0, 2, 0, 0, 0))),
     "passes_both_with_gradients": (two_passes(2, 3, no_grad=()), None),
     "passes_teacher_last": (two_passes(3, 3, no_grad=(3, 4)), None),
+    "forms": (two_passes(3, 4).starting_at((3, 0, 3, 0)), None),
     "gpipe": (gpipe(4, 4), None),
     "1f1b": (one_f_one_b(4, 6), None),
     "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
     "1f1b_deep": (deep_one_f_one_b(4, 6), TickCosts(activation=1, gradient=1)),
     "self_conditioning": (self_conditioning(4, 4), TickCosts(feedback=2)),
     "zero_bubble": (zero_bubble(4, 6), THIRDS),
-    "pipedream": (pipedream(4, 8), None),
-    "pipedream_replicas_2_1": (pipedream(Placement.of_replicas((2, 1)), 6), None),
+    "pipedream": (unrolled(pipedream(4, 1), 8), None),
+    "pipedream_2bw": (unrolled(pipedream_2bw(3, 2), 4), None),
+    "pipedream_replicas_2_1": (unrolled(pipedream(Placement.of_replicas((2, 1)), 1), 6), None),
     "interleaved": (interleaved(Placement.round_robin(6, 3), 6), None),
     "v": (v_placed(v_placed.place(6, 3), 6), None),
     "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), THIRDS),
-    "bidirectional": (bidirectional(4, 2), None),
+    "bidirectional": (opposite(4, 2), None),
+    "bidirectional_unequal": (opposite(3, 4, ticks=((1, 2),) * 3 + ((2, 4),) * 3), UNEQUAL),
     "patches": (patches(4, 4, 3), None),
     "patches_fewer_than_stages": (patches(3, 2, 3), TickCosts(feedback=1)),
 }
@@ -86,6 +100,25 @@ def test_a_pass_without_gradients_takes_a_wave_more(feedback):
             assert step_s >= expected - 1e-9
         else:
             assert step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("spec", [one_f_one_b, zero_bubble, gpipe])
+def test_microbatches_of_other_forms_leave_passes_out(spec):
+    """Every mixture runs without deadlock, and takes no longer than the form with all calls."""
+    for S, M in product((2, 3, 4), (1, 2, 4)):
+        full, plain = two_passes(S, M, spec), simulate(spec(S, M)).iteration_s
+        for mixture in product((0, S), repeat=M):
+            form = full.starting_at(mixture)
+            lower(form).validate()
+            step_s = simulate(form).iteration_s
+            assert plain - 1e-9 <= step_s <= simulate(full).iteration_s + 1e-9
+        assert simulate(form).iteration_s == pytest.approx(plain)  # none estimates
+
+
+def test_work_of_a_stage_that_its_microbatch_leaves_out_is_refused():
+    full = two_passes(2, 2)
+    with pytest.raises(ScheduleError, match="0P0, which its microbatch leaves out"):
+        replace(full, starts=(2, 0)).validate()
 
 
 def test_passes_compose_with_halves_of_backwards_and_keep_nothing():
@@ -162,19 +195,20 @@ def test_v_has_the_bubble_of_two_interleaved_stages_and_zero_bubble_a_third_of_i
 
 
 @pytest.mark.parametrize(
-    ("S", "times"), [(2, (6, 12, 24, 48)), (4, (12, 16, 29, 55)), (8, (24, 28, 36, 65))]
+    ("S", "times"), [(2, (6, 12, 24, 48)), (4, (12, 16, 27, 51)), (8, (24, 28, 36, 59))]
 )
 def test_two_backbones_in_opposite_directions(S, times):
     """Faster than one after the other without a flush between, (2 M + S - 1) (f + b)."""
     for M, expected in zip((1, 2, 4, 8), times, strict=True):
-        assert simulate(bidirectional(S, M)).iteration_s == expected
+        assert simulate(opposite(S, M)).iteration_s == expected
         assert expected <= 3 * (2 * M + S - 1)
 
 
 @pytest.mark.slow
 def test_two_backbones_keep_as_much_as_one_pipeline_each():
+    rng = random.Random(0)
     for S, M in SIZES:
-        for program in bidirectional(S, M).programs:
+        for program in opposite(S, M, chains=rng.choice((2, 3, 4))).programs:
             for stage in {i.stage for i in program}:
                 position = stage % S
                 own = tuple(i for i in program if i.stage == stage)
@@ -186,16 +220,19 @@ def test_two_backbones_keep_as_much_as_one_pipeline_each():
 )
 def test_pipedream_keeps_a_version_for_each_batch_in_flight(replicas, versions):
     placement = Placement.of_replicas(replicas)
-    assert tuple(weight_versions(placement, s) for s in range(len(replicas))) == versions
+    stages = range(len(replicas))
+    assert tuple(pipedream.weight_versions(placement, s) for s in stages) == versions
     assert admitted_batches(placement) == versions[0]
-    for rank, program in enumerate(pipedream(placement, 16).programs):
-        assert peak_alive(program) == weight_versions(placement, placement.stages_of(rank)[0])
+    assert {pipedream_vertical_sync.weight_versions(placement, s) for s in stages} == {versions[0]}
+    assert {pipedream_2bw.weight_versions(placement, s) for s in stages} == {2}
+    for rank, program in enumerate(unrolled(pipedream(placement, 1), 16).programs):
+        assert peak_alive(program) == versions[placement.stages_of(rank)[0]]
 
 
 @pytest.mark.parametrize("S", range(2, 6))
 def test_pipedream_has_no_bubble_between_batches(S):
     """Draining costs (S - 1) (f + b) once, however many batches there are."""
-    assert simulate(pipedream(S, 50)).iteration_s == 3 * (50 + S - 1)
+    assert simulate(unrolled(pipedream(S, 1), 50)).iteration_s == 3 * (50 + S - 1)
 
 
 def test_patches_keep_all_ranks_busy():

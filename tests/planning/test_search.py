@@ -3,13 +3,14 @@
 import random
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 import pytest
 
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
+from lightning_diffpipe.planning.chains import joined
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
@@ -41,7 +42,14 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import Search, find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
-from .profiles import equal_profile, random_case, random_cluster, random_profile, unet_profile
+from .profiles import (
+    equal_profile,
+    random_case,
+    random_cluster,
+    random_profile,
+    several_backbones,
+    unet_profile,
+)
 
 
 def seeds(num_seeds, num_fast):
@@ -477,7 +485,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
 
 
 @pytest.mark.parametrize("filling", ["none", "shares"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [name for name, spec in SCHEDULES.items() if spec.flushes])
 @pytest.mark.parametrize("seed", seeds(15, 2))
 def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, filling):
     """For every order of work, links that take as long as stages, replicas, and frozen work in bubbles."""
@@ -485,6 +493,10 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
     num_layers, num_ranks = rng.randint(8, 12), rng.randint(2, 4)
     profile = random_profile(rng, num_layers, frozen=filling != "none" or rng.random() < 0.5)
     options = PlanOptions(12, schedule=schedule, filling=filling)
+    if SCHEDULES[schedule].opposite:
+        others = [random_profile(rng, rng.randint(4, 8)) for _ in range(rng.randint(1, 2))]
+        profile = joined(several_backbones(profile, *others), apart=True)
+        num_layers = len(profile.backbones[0].layers)
     model = CostModel(profile, random_cluster(rng, num_ranks))
     search = Search(Evaluator(model, options))
     for shape in shapes(search.model, options):
@@ -492,6 +504,8 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
         for replicas in replicas_of(options, shape):
             marks = sorted(rng.sample(range(1, num_layers), shape.num_stages - 1))
             cuts = tuple(zip((0, *marks), (*marks, num_layers), replicas, strict=True))
+            if len(search.model.starts) > 1:
+                cuts = rng.choice(list(islice(all_cuts(search.model, options, shape), 300)))
             least_s = search.least_s(bounds, cuts)
             assert least_s <= search.evaluator.step_s(Proposal(shape, cuts)) + 1e-9
             if shape.stages_per_rank == 1:
@@ -637,3 +651,39 @@ def test_a_plan_is_what_was_asked_for(seed):
     check_wishes(plan, wishes, plan.num_pipelines)
     check_wishes(plan, plan.options, plan.num_pipelines)
     check_wishes(plan, replace(wishes, data_parallel=3), 3)
+
+
+@pytest.mark.parametrize("seed", seeds(12, 3))
+def test_without_a_flush_the_slowest_stage_sets_the_pace(seed):
+    """With links that cost nothing; and no cut has a faster slowest stage."""
+    rng = random.Random(seed)
+    num_layers, num_ranks = rng.randint(5, 9), rng.randint(2, 4)
+    profile = random_profile(rng, num_layers)
+    options = PlanOptions(8, num_stages=num_ranks, schedule="pipedream")
+    model = CostModel(profile, Cluster(num_ranks))
+
+    def pace_s(edges):
+        runs = [LayerRun(0, first, stop) for first, stop in pairwise(edges)]
+        return max(model.forward_s(run, 8) + model.backward_s(run, 8) for run in runs)
+
+    marks = combinations(range(1, num_layers), num_ranks - 1)
+    plan = find_plan(profile, Cluster(num_ranks), options)
+    assert plan.planned.iteration_s == pytest.approx(
+        min(pace_s((0, *m, num_layers)) for m in marks)
+    )
+    edges = [stage.first_layer for stage in plan.stages]
+    assert plan.planned.iteration_s == pytest.approx(pace_s((*edges, num_layers)))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
+def test_weight_versions_are_in_the_memory_of_a_plan(schedule):
+    """100 bytes of weights in each of 4 stages; what else a rank holds is what a batch of its own needs."""
+    profile = equal_profile(4, parameter_bytes=100, gradient_bytes=100)
+    options = PlanOptions(8, num_stages=4, schedule=schedule, optimizer_bytes_factor=0)
+    memory = find_plan(profile, Cluster(4), options).planned.peak_memory_bytes
+    versions = {"pipedream": (4, 3, 2, 1), "pipedream_2bw": (2, 2, 2, 2)}.get(
+        schedule, (4, 4, 4, 4)
+    )
+    assert memory == tuple(100 + 100 * count for count in versions)
+    with pytest.raises(PlanError, match="no plan fits"):
+        find_plan(profile, Cluster(4, memory_bytes=max(memory) - 1), options)

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe import predictor
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.sampling_candidates import (
+from lightning_diffpipe.planning.sampling.candidates import (
     MIN_STEPS,
     DenoiserProfile,
     candidates,
 )
-from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.planning.sampling_memory import memory_of_rank
-from lightning_diffpipe.planning.sampling_wish import Refusal, SamplingWish
+from lightning_diffpipe.planning.sampling.choice import choose_sampling
+from lightning_diffpipe.planning.sampling.memory import memory_of_rank
+from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling import world
 from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of
-from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.world import World

@@ -18,9 +18,9 @@ from pathlib import Path
 import diffusers
 import torch
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.sampling.distrifusion import emulate
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request

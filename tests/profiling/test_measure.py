@@ -265,6 +265,7 @@ def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
     module = Toy().to("meta")
     monkeypatch.setattr(profiler, "measure_profile", lambda subject: subject)
+    monkeypatch.setattr(profiler, "separated", lambda found, starts: found)
     subject = profiler.profile(module, batch_of(8))
     assert {subject.place, subject.batch["x"].device} == {torch.device("meta")}
     assert subject.graph.path_names == toy()[3].path_names

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.transport import LoopbackTransport, MessageKey
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
@@ -31,12 +33,11 @@ from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import run_together
+from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.holding import holders_of
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.stage import PartitionedStep
-from lightning_diffpipe.runtime.transport import LoopbackTransport, MessageKey
 
 CPU = torch.device("cpu")
 
@@ -78,22 +79,23 @@ class Rank:
     trained: dict[str, nn.Parameter]
 
 
+Known = dict[str, dict[tuple[str, ...], LayerGraph]]
+"""Graphs by the signature of a microbatch and the layers that are called."""
+
+
 class SharedSteps(PartitionedStepCache):
     """The cut steps of a rank that takes the graphs of new sizes from ranks that have probed them."""
 
-    def __init__(self, known: dict[str, LayerGraph], *arguments: Any, **options: Any) -> None:
+    def __init__(self, known: Known, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._known = known
 
-    def of(self, microbatch: Any) -> PartitionedStep:
-        key = batch_signature(microbatch)
-        if key in self._known and key not in self._made:
-            self._made[key] = self._partition(self._known[key])
-        return self._made.get(key) or self._probed_once(key, microbatch)
-
-    def _probed_once(self, key: str, microbatch: Any) -> PartitionedStep:
-        partitioned = super().of(microbatch)
-        self._known[key] = partitioned.graph
+    def of(self, microbatch: Any, *arguments: Any, **options: Any) -> PartitionedStep:
+        shared = self._known.setdefault(batch_signature(microbatch), {})
+        for graph in shared.values():
+            self._add(graph)
+        partitioned = super().of(microbatch, *arguments, **options)
+        shared[partitioned.graph.layer_names] = partitioned.graph
         return partitioned
 
 
@@ -147,11 +149,12 @@ class Loopback:
         self.placement = Placement.of_replicas(replicas or [1] * num_stages)
         if num_ranks is not None:
             self.placement = SCHEDULES[schedule].place(num_stages, num_ranks)
-        self.schedule = SCHEDULES[schedule](self.placement, num_microbatches)
+        self.spec = SCHEDULES[schedule]
+        self.schedule = self.spec(self.placement, num_microbatches)
         self.pieces = cut_for(self.graph, positions, self.placement)
         self.reducer = SumBetweenCopies()
         self.transport = LateTransport if leaves_late else LoopbackTransport
-        self.known: dict[str, LayerGraph] | None = {} if shares_probes else None
+        self.known: Known | None = {} if shares_probes else None
         network: dict[Any, Tensor] = {}
         self.ranks = [
             self._rank(module, step, positions, rank, network, seed)
@@ -170,9 +173,16 @@ class Loopback:
         steps = make(root, step, graph, positions, placement, rank, interception, CPU)
         mesh = Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
-        engine = Engine(layout, self.reducer, transport=self.transport(network, rank))
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}
+        transport, behind = self.transport(network, rank), self.spec.weights_behind
+        if behind is None:
+            engine = Engine(layout, self.reducer, transport=transport)
+        else:
+            own = list(trained.values())
+            engine = FreeRunningEngine(
+                layout, self.reducer, own, behind(placement, rank), transport=transport
+            )
         return Rank(root, engine, interception, trained)
 
     def run_step(self, batch: Any, batch_index: int) -> float:
@@ -189,6 +199,28 @@ class Loopback:
         assert len(works) == len(steps[0].works), "each microbatch has one loss"
         self.encodes = [sum(isinstance(i, Encode) for i in step.program) for step in steps]
         return float(sum(work.loss * work.loss_scale for work in works))
+
+    def advance(self, batch: Any, batch_index: int) -> float:
+        """Without a flush: forwards a batch on all ranks, each takes back what is due; returns its loss."""
+        begun = [rank.engine.begin(batch, batch_index) for rank in self.ranks]
+        self._run_freely([program for _, program, _ in begun], [frozen for *_, frozen in begun])
+        return float(
+            sum(w.loss * w.loss_scale for works, *_ in begun for w in works if w.loss is not None)
+        )
+
+    def drain(self) -> None:
+        """Takes back what is under way on all ranks."""
+        self._run_freely(
+            [rank.engine.begin_drain() for rank in self.ranks], [None] * len(self.ranks), True
+        )
+        for rank in self.ranks:
+            rank.engine.end_drain()
+
+    def _run_freely(self, programs, frozen, flushes=False) -> None:
+        for rank in self.ranks:
+            rank.engine.executor.flushes = flushes
+        works = [rank.engine._works for rank in self.ranks]
+        run_together([rank.engine.executor for rank in self.ranks], programs, works, frozen)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by name; all holders of a parameter must have the same."""

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.clock import CudaClock, HostClock
+from lightning_diffpipe.comm.mesh import Layout
+from lightning_diffpipe.comm.waiter import Waiter
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
@@ -23,11 +25,9 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import microbatch
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, _Prepared
 from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
-from lightning_diffpipe.runtime.mesh import Layout
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
-from lightning_diffpipe.runtime.waiter import Waiter
 
 WAIT = Wait("activation", 1, 0, 0)
 
@@ -454,7 +454,8 @@ def test_a_fingerprint_of_a_batch_on_host_and_device_waits_for_neither(late_valu
 def batches_ahead(filling, backend):
     layout = Layout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
-    return BatchesAhead(filling, SimpleNamespace(mesh=mesh), HostClock())
+    steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
+    return BatchesAhead(filling, steps, HostClock())
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():

@@ -10,9 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from lightning_diffpipe.assembly import _planned_graphs
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.training.assembly import _planned_graphs
 from tests.runtime.loopback import Loopback
 
 
@@ -58,11 +58,11 @@ def test_a_step_that_reads_values_is_probed_in_all_planned_sizes_while_they_are_
     """History: the first microbatch of another size was probed on NaN, and the user's own check ended it."""
     module, batch, plan = layers(), torch.randn(5, 4), SimpleNamespace(num_microbatches=2)
     graph = probe(module, guarded, batch[:2])
-    known = _planned_graphs(module, guarded, batch, graph, plan, torch.device("cpu"))
+    known = _planned_graphs(module, [guarded], batch, graph, plan, torch.device("cpu"))
     assert [other.num_samples for other in known] == [3, 2]
     assert known[0].layer_names == graph.layer_names
     plain = probe(module, lambda module, batch: module(batch).mean(), batch[:2])
-    assert not _planned_graphs(module, None, batch, plain, plan, torch.device("cpu"))
+    assert not _planned_graphs(module, [], batch, plain, plan, torch.device("cpu"))
 
 
 def test_a_size_that_was_not_planned_says_why_values_are_missing():
@@ -103,8 +103,8 @@ def test_dummies_of_all_sizes_share_the_memory_of_the_largest():
         torch.testing.assert_close(ranks.run_step(batch, 0), plain(layers(), batch).item())
     ranks.close()
     memories = [rank.engine.layout.steps._dummies._largest for rank in ranks.ranks]
-    # What comes behind the last own layer is not called at all, and what comes before it is received.
-    assert [[memory.numel() for memory in found.values()] for found in memories] == [[], [8 * 4]]
+    # The form of a microbatch is found with dummies for all layers.
+    assert [[memory.numel() for memory in found.values()] for found in memories] == [[8 * 4]] * 2
     assert all(memory.isnan().all() for memory in memories[1].values())
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.transport import P2PTransport
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import reduction
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.reduction import GradientReducer
-from lightning_diffpipe.runtime.transport import P2PTransport
 
 NUM_BUCKETS = 40
 RANKS = (0, 1)

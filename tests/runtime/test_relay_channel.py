@@ -11,10 +11,10 @@ import torch.utils._pytree as pytree
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
+from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import relay
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.relay import RelayChannel
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import results
-from lightning_diffpipe.runtime.mesh import Layout, Mesh
 from lightning_diffpipe.runtime.results import ResultSharing
 
 
@@ -69,6 +69,7 @@ def test_names_of_earlier_steps_cost_nothing(sharing):
     assert shared(sharing, microbatches) == (2.0, {"a": 1.5, "z": 5.0})
     with Counts() as before:
         sharing.start(microbatches)
+    sharing.finish()
     shared(sharing, works({f"loss/t{number}": 0.0 for number in range(1000)}))
     with Counts() as after:
         sharing.start(microbatches)

@@ -15,8 +15,9 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.layout import Layout
+from lightning_diffpipe.sampling.loop import PipelineCall, outline_of
 from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
 
@@ -309,22 +310,36 @@ def knowing(sampler, name: str, tiny: Tiny | None = None):
     return sampler
 
 
+class TwoPrompts:
+    """The least of a pipeline: guidance in the batch, and no look at the variance that the model predicts, too."""
+
+    def __init__(self, tiny):
+        self.tiny = tiny
+
+    def __call__(self):
+        self.scheduler.set_timesteps(STEPS)
+        latents, prompts = self.tiny.latents, normal(2 * B, 7, 8, seed=2)
+        for t in self.scheduler.timesteps:
+            predictions = self.transformer(
+                torch.cat([self.scheduler.scale_model_input(latents, t)] * 2),
+                timestep=t.expand(2 * B),
+                encoder_hidden_states=prompts,
+                added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+                return_dict=False,
+            )[0]
+            free, conditional = predictions.chunk(2)
+            prediction = (free + 3.0 * (conditional - free)).chunk(2, dim=1)[0]
+            latents = self.scheduler.step(prediction, t, latents, return_dict=False)[0]
+        return latents
+
+
 @torch.inference_mode()
 def pixart_call():
-    """A model, and a whole request of two prompts to it, as a family would make it.
-
-    The model predicts a variance, too, which nobody needs.
-    """
-    arguments = {
-        "encoder_hidden_states": normal(2 * B, 7, 8, seed=2),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        "return_dict": False,
-    }
+    """A model, and a whole request of two prompts to it, as a pipeline makes it."""
     tiny = build("pixart")
-    call = Call(
-        "pixart", [arguments], tiny.latents, scheduler_for("pixart"), {"scale": 3.0}, 2, torch.float64
-    )  # fmt: skip
-    return tiny.model, call
+    parts = {"transformer": tiny.model, "scheduler": scheduler_for("pixart")}
+    call = PipelineCall(TwoPrompts(tiny), "__call__", {}, parts, tuple(parts), torch.device("cpu"))
+    return tiny.model, Call.of(call, outline_of(call))
 
 
 def sample_plainly(request: Request) -> Tensor:

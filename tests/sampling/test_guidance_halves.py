@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
-from lightning_diffpipe.planning.sampling_sequence import halves_bytes
+from lightning_diffpipe.comm.links import start_all_gather
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.planning.sampling.sequence import halves_bytes
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.links import TensorShape, start_all_gather
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel

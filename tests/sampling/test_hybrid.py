@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from tests.sampling.models import build, knowing, request_for
 from tests.sampling.traffic import assert_traffic_is_as_planned

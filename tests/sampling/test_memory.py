@@ -58,7 +58,7 @@ def test_methods_that_were_refused_hold_no_activations():
 
     workers = iter([worker(fail), worker(lambda *arguments: "latents")])
     predictor._worker_for = lambda packed: next(workers)
-    call = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[]))
+    call = SimpleNamespace(timesteps=[], close=lambda: None)
     assert predictor._sampled(SimpleNamespace(unpacked=lambda device: call))[1] == "latents"
     [(_, error)] = chooser._refused
     assert isinstance(error, LayoutError)

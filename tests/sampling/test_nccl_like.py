@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.nccl_like import pretend_nccl

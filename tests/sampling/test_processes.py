@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from lightning_diffpipe.sampling.stages import resident_parameters

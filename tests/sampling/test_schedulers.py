@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.families.call import Call
+from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.loop import PipelineCall, outline_of
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
@@ -217,29 +219,53 @@ def test_a_scheduler_that_looks_at_all_samples_is_refused_by_name():
         for_samples(scheduler, [0], torch.zeros(2, 4, 4, 4))
 
 
+class OfTwo:
+    """The least of a pipeline that is given generators."""
+
+    def __call__(self, generator, eta):
+        noise = torch.stack([torch.randn(4, 4, 4, generator=each) for each in generator])
+        self.scheduler.set_timesteps(3)
+        for t in self.scheduler.timesteps:
+            noise = self.scheduler.step(
+                self.unet(noise)[0], t, noise, generator=generator
+            ).prev_sample
+        return noise
+
+
+def call_with(generators):
+    parts = {"scheduler": make("DDPMScheduler"), "unet": unet_of_one_layer()}
+    arguments = {"generator": generators, "eta": 1.0}
+    call = PipelineCall(OfTwo(), "__call__", arguments, parts, tuple(parts), torch.device("cpu"))
+    return Call.of(call, outline_of(call))
+
+
+def unet_of_one_layer():
+    class Unet(torch.nn.Module):
+        config = SimpleNamespace(in_channels=4, out_channels=4)
+
+        def forward(self, sample):
+            return (0.1 * sample,)
+
+    return Unet()
+
+
 def test_generators_of_samples_are_divided_with_them():
-    scheduler, generators = make("DDPMScheduler"), [generator() for _ in range(3)]
-    call = Call(
-        "pixart", [{}], torch.zeros(3, 4, 4, 4), scheduler, {"scale": 1.0}, 1, torch.float32,
-        {"generator": generators},
-    )  # fmt: skip
+    call = call_with([generator() for _ in range(3)])
     part = call.samples(1, 3)
-    assert part.step_arguments["generator"] == generators[1:]
-    assert part.scheduler is scheduler
+    assert len(part.request(torch.nn.Identity()).step_kwargs["generator"]) == 2
+    assert part.scheduler is call.scheduler
 
 
 def test_generators_of_samples_travel_to_other_ranks():
     """History: a list of them arrived as their states, of which no scheduler draws."""
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    call = Call(
-        "pixart", [{}], torch.zeros(2, 4, 4, 4), make("DDPMScheduler"), {"scale": 1.0}, 1, torch.float32,
-        {"generator": generators, "eta": 1.0},
-    )  # fmt: skip
-    packed = pickle.loads(pickle.dumps(call.packed()))
-    first, second = (packed.unpacked(torch.device("cpu")).step_arguments for _ in range(2))
-    assert first["eta"] == 1.0
+    expected = [torch.randn(4, 4, 4, generator=each) for each in generators]
     expected = [torch.randn(3, generator=each) for each in generators]
-    for steps in (first, second):  # each request's own, from the same state
+    call = call_with([torch.Generator().manual_seed(i) for i in range(2)])
+    packed = pickle.loads(pickle.dumps(call.packed()))
+    request = packed.unpacked(torch.device("cpu")).request
+    for steps in [request(torch.nn.Identity()).step_kwargs for _ in range(2)]:
+        # each request's own, from the same state
         found = [torch.randn(3, generator=each) for each in steps["generator"]]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

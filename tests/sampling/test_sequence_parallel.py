@@ -12,7 +12,7 @@ from diffusers import DDPMScheduler
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.planning.sampling_sequence import AttentionSize, ring_bytes, ulysses_bytes
+from lightning_diffpipe.planning.sampling.sequence import AttentionSize, ring_bytes, ulysses_bytes
 from lightning_diffpipe.sampling.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel

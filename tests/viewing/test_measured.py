@@ -153,7 +153,7 @@ def scaled(timeline, factor, kinds):
     return Timeline(tuple(spans), timeline.num_ranks)
 
 
-@pytest.mark.parametrize("filling", ["none", "shares", "diffusionpipe"])
+@pytest.mark.parametrize("filling", ["none", "shares"])
 def test_a_run_as_planned_has_no_gap(filling):
     plan = plan_of(filling)
     gap = explain_gap(plan, plan.timeline)

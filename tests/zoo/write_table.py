@@ -2,6 +2,7 @@
 
     python -m tests.zoo.write_table              # all models, a few minutes
     python -m tests.zoo.write_table Flux Wan     # only rows whose name contains one of these
+    python -m tests.zoo.write_table Pipeline     # only pipelines
 
 Numbers of layers depend on the probe, error sizes on the machine; everything else is a fact. The
 equivalence test compares all but the errors with what it measures.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -20,6 +22,9 @@ import torch
 from . import CASES, FAMILIES
 from .case import Case
 from .measure import Outcome, measure
+from .pipelines import PIPELINES
+from .train_pipelines import Trained, refused_by_class
+from .train_pipelines import measure as train
 
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
 COLUMNS = (
@@ -59,6 +64,49 @@ of video models, the Predictor draws with Wan from text; the samplers themselves
 """
 
 
+PIPELINE_COLUMNS = ("Pipeline", "Learns", "Frozen parts", "Gradient error", "Saved, draws the same")
+PIPELINES_INTRODUCTION = """\
+## Pipelines trained by their own call
+
+`LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
+own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
+from nothing, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step into two stages, compares
+loss and gradients with one process in double precision, writes it with `save_pretrained`, opens that with diffusers
+alone, and draws with both from the same noise. The rest says what cannot be followed.
+"""
+REFUSED_INTRODUCTION = """\
+These {number} draw from pictures, videos or embeddings besides, which a batch does not have. They are refused
+before weights are read, with the argument's name; a LightningModule of your own trains their denoisers:
+"""
+
+
+def pipeline_row(name: str, trained: Trained) -> str:
+    """One line of the table of pipelines; with the reason if it is refused."""
+    if trained.refusal:
+        return f"| `{name}` | refused: {trained.refusal} | | | |"
+    cells = (
+        f"`{name}`",
+        trained.prediction,
+        ", ".join(f"`{part}`" for part in trained.frozen),
+        power_of_ten(trained.gradient_error),
+        "yes" if trained.same else "no",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def pipeline_facts(line: str) -> str:
+    """A row without its error, which differs from machine to machine."""
+    cells = line.split("|")
+    return "|".join(cells[:4] + cells[5:])
+
+
+def refused_pipelines() -> str:
+    """The sentence on pipelines that are refused by their class."""
+    refused = refused_by_class()
+    listed = ", ".join(f"`{name.removesuffix('Pipeline')}`" for name in refused)
+    return REFUSED_INTRODUCTION.format(number=len(refused)) + "\n" + listed + ".\n"
+
+
 def row(case: Case, outcome: Outcome | None) -> str:
     """One line of the table; with the reason if the model cannot be run."""
     class_name, _, variant = case.name.partition(" ")
@@ -94,7 +142,7 @@ def facts(line: str) -> str:
     return line.rstrip(" |").rpartition("|")[0]
 
 
-def table(rows: dict[str, str]) -> str:
+def table(rows: dict[str, str], pipeline_rows: dict[str, str]) -> str:
     """The whole page."""
     built = [case for case in CASES.values() if case.reason is None]
     lines = [
@@ -110,6 +158,15 @@ def table(rows: dict[str, str]) -> str:
         lines += ["|" + "---|" * len(COLUMNS)]
         lines += [rows[case.name] for case in sorted(cases, key=lambda case: case.name)]
         lines.append("")
+    works = sum("| refused: " not in line for line in pipeline_rows.values())
+    lines += [
+        PIPELINES_INTRODUCTION.format(works=works, built=len(PIPELINES)),
+        "| " + " | ".join(PIPELINE_COLUMNS) + " |",
+        "|" + "---|" * len(PIPELINE_COLUMNS),
+        *(pipeline_rows[name] for name in sorted(PIPELINES)),
+        "",
+        refused_pipelines(),
+    ]
     return "\n".join(lines)
 
 
@@ -134,7 +191,16 @@ def main(wanted: list[str]) -> None:
         if not wanted or any(word in name for word in wanted) or name not in rows:
             rows[name] = row(case, None if case.reason else measure(case))
             print(rows[name], flush=True)
-    PATH.write_text(table(rows))
+    written = PATH.read_text().splitlines()
+    trained = {
+        name: line for line in written for name in PIPELINES if line.startswith(f"| `{name}` |")
+    }
+    for name in PIPELINES:
+        if not wanted or any(word in name for word in wanted) or name not in trained:
+            with tempfile.TemporaryDirectory() as folder:
+                trained[name] = pipeline_row(name, train(name, Path(folder)))
+            print(trained[name], flush=True)
+    PATH.write_text(table(rows, trained))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
 """One file per schedule, each with one `ScheduleSpec`; this collects those that options and plans can name.
 
-Not among them are schedules that are simulated only: `bidirectional`, `pipedream`, and `patches` of sampling.
+Not among them is `patches`, the schedule of sampling.
 """
 
+from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
+from lightning_diffpipe.planning.schedules.pipedream import (
+    pipedream,
+    pipedream_2bw,
+    pipedream_vertical_sync,
+)
 from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 from lightning_diffpipe.planning.schedules.v import v, zero_bubble_v
@@ -20,6 +26,10 @@ _SPECS = (
     interleaved,
     v,
     zero_bubble_v,
+    bidirectional,
+    pipedream,
+    pipedream_vertical_sync,
+    pipedream_2bw,
 )
 
 SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _SPECS}

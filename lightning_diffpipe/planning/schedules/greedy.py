@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -27,9 +28,10 @@ def list_schedule(
     placement: Placement,
     num_microbatches: int,
     ticks: Callable[[type[Work], int], float],
-    urgency: Callable[[Work], tuple[int, ...]],
+    urgency: Callable[[Work], tuple[float, ...]],
     most_in_flight: Callable[[int], float],
     splits_backward: bool = False,
+    others: Sequence[Callable[[Work], tuple[float, ...]]] = (),
 ) -> tuple[Program, ...]:
     """The programs of all ranks; microbatches pass every stage in order.
 
@@ -40,10 +42,15 @@ def list_schedule(
         urgency: The smallest is taken first.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts.
+        others: Further urgencies; of the orders that they lead to the one is returned that ends first.
     """
-    return _ListScheduling(
-        placement, num_microbatches, ticks, urgency, most_in_flight, splits_backward
-    ).run()
+    found = [
+        _ListScheduling(
+            placement, num_microbatches, ticks, each, most_in_flight, splits_backward
+        ).run()
+        for each in (urgency, *others)
+    ]
+    return min(found, key=itemgetter(0))[1]
 
 
 class _ListScheduling:
@@ -52,7 +59,7 @@ class _ListScheduling:
         placement: Placement,
         num_microbatches: int,
         ticks: Callable[[type[Work], int], float],
-        urgency: Callable[[Work], tuple[int, ...]],
+        urgency: Callable[[Work], tuple[float, ...]],
         most_in_flight: Callable[[int], float],
         splits_backward: bool,
     ) -> None:
@@ -66,7 +73,8 @@ class _ListScheduling:
         self.ended: dict[Work, float] = {}
         self.now = 0.0
 
-    def run(self) -> tuple[Program, ...]:
+    def run(self) -> tuple[float, tuple[Program, ...]]:
+        """When the last rank is done, and the programs of all."""
         ranks = range(self.placement.num_ranks)
         stages = [self.placement.stages_of(rank) for rank in ranks]
         free_at, programs = [0.0 for _ in ranks], [list[Work]() for _ in ranks]
@@ -84,7 +92,7 @@ class _ListScheduling:
                     free_at[rank] = self.now + self.ticks(type(work), work.stage)
                     self.ended[work] = free_at[rank]
                     heapq.heappush(events, free_at[rank])
-        return tuple(map(tuple, programs))
+        return max(free_at), tuple(map(tuple, programs))
 
     def _ready(self, stage: int) -> list[Work]:
         """The oldest work of each kind that could begin."""

@@ -1,8 +1,9 @@
 """PipeDream: 1F1B without a flush. Ranks never wait for a batch to end; weights have versions.
 
-Every microbatch is a batch of its own: its backward is followed at once by a step of the stage's
-optimizer. The pipeline is never drained, at the price of weights that change between the forward and
-the backward of a batch; so each stage keeps the versions that its batches in flight began with.
+A rank's loop runs free: with each batch that it forwards it takes back one that went out before, and its own
+optimizer steps at once. The pipeline is drained only where weights are looked at, at the price of weights that
+change between the forward and the backward of a batch; so each stage stores the versions that batches in flight
+began with.
 
     rank 0 | F0 F1 F2  .  .  .  . B0 -- F3 B1 -- F4 B2 --  . B3 --  . B4 --
     rank 1 |  . F0 F1  .  . B0 -- F2 B1 -- F3 B2 -- F4 B3 --  . B4 --  .  .
@@ -10,38 +11,35 @@ the backward of a batch; so each stage keeps the versions that its batches in fl
 
 (steps of the optimizer take no time here)
 
-Source:
-    PipeDream, Narayanan et al. (2019), https://arxiv.org/abs/1806.03377: 1F1B-RR, weight stashing.
+With w(t) after t steps, batch t = 0, 1, ... of S stages 1..S is trained on
+
+    pipedream                  w1(t-S+1), w2(t-S+2), ..., wS(t)    weight stashing
+    pipedream_vertical_sync    w1(t-S+1), w2(t-S+1), ..., wS(t-S+1)
+    pipedream_2bw              w1(t-1), ..., wS(t-1)               two buffered weights, several microbatches
+
+and w(t+1) = w(t) - lr grad f, by any optimizer that treats each parameter by itself; w(t) with t < 0 is w(0).
+
+Sources:
+    PipeDream, Narayanan et al. (2019), https://arxiv.org/abs/1806.03377: weight stashing, vertical sync.
+    PipeDream-2BW, Narayanan et al. (2021), https://arxiv.org/abs/2006.09503: two buffered weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_diffpipe.planning.instruction import Backward, Instruction, Program, UpdateWeights
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    Encode,
+    ExchangeFrozen,
+    Forward,
+    Instruction,
+    Program,
+    UpdateWeights,
+)
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b, warmup_forwards
-
-
-def pipedream(stages: int | Placement, num_batches: int) -> Schedule:
-    """1F1B in which every backward is followed by a step of the stage's optimizer.
-
-    Args:
-        stages: Number of stages, one rank each, or a placement with replicas, which take the batches
-            in turn (1F1B-RR).
-        num_batches: Batches until the pipeline is drained at last.
-    """
-    flushed = one_f_one_b(stages, num_batches)
-    return replace(flushed, programs=tuple(map(_step_at_once, flushed.programs)))
-
-
-def _step_at_once(program: Program) -> Program:
-    stepped: list[Instruction] = []
-    for instruction in program:
-        stepped.append(instruction)
-        if isinstance(instruction, Backward):
-            stepped.append(UpdateWeights(instruction.stage, instruction.microbatch))
-    return tuple(stepped)
+from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_program, warmup_forwards
+from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def admitted_batches(placement: Placement) -> int:
@@ -52,6 +50,81 @@ def admitted_batches(placement: Placement) -> int:
     return -(-placement.num_ranks // len(placement.stage_ranks[0]))
 
 
-def weight_versions(placement: Placement, stage: int) -> int:
-    """Versions of its weights that each rank of a stage keeps: one for each batch in flight."""
-    return warmup_forwards(placement, stage) + 1
+pipedream = ScheduleSpec("pipedream", one_f_one_b_program, weights_behind=warmup_forwards)
+pipedream_vertical_sync = ScheduleSpec(
+    "pipedream_vertical_sync",
+    one_f_one_b_program,
+    weights_behind=lambda placement, stage: admitted_batches(placement) - 1,
+)
+pipedream_2bw = ScheduleSpec(
+    "pipedream_2bw",
+    one_f_one_b_program,
+    weights_behind=lambda placement, stage: 1,
+    accumulates=True,
+)
+"""Called with stages and microbatches these give one batch by itself; `unrolled` has many follow each other."""
+
+
+def unrolled(batch: Schedule, num_batches: int) -> Schedule:
+    """Batches that follow each other without a flush, until the pipeline is drained at last.
+
+    Args:
+        batch: One batch by itself, without communication; its frozen work is done in front of every batch.
+        num_batches: How many.
+    """
+    placement, per_batch = batch.placement, batch.num_microbatches
+    programs = tuple(
+        loop_program(
+            placement, rank, per_batch, range(num_batches), drains=True, front=frozen_front(program)
+        )
+        for rank, program in enumerate(batch.programs)
+    )
+    return replace(batch, num_microbatches=num_batches * per_batch, programs=programs)
+
+
+def frozen_front(program: Program) -> Program:
+    """The frozen work in front of a batch."""
+    return tuple(i for i in program if isinstance(i, Encode | ExchangeFrozen))
+
+
+def loop_program(
+    placement: Placement,
+    rank: int,
+    per_batch: int,
+    batches: range,
+    *,
+    drains: bool = False,
+    front: Program = (),
+) -> Program:
+    """What a rank computes while it forwards some batches of a row that has no end.
+
+    Args:
+        placement: One stage on each rank; stages may have replicas.
+        rank: The rank.
+        per_batch: Microbatches of a batch; they are numbered through from the first batch of the row.
+        batches: Numbers of the batches that it forwards.
+        drains: All that are under way are taken back behind them.
+        front: Runs in front of each batch.
+    """
+    (stage,) = placement.stages_of(rank)
+    behind = warmup_forwards(placement, stage) * len(placement.stage_ranks[stage])
+    program: list[Instruction] = []
+
+    def take_back(microbatch: int) -> None:
+        if placement.rank_of(stage, microbatch) == rank:
+            program.append(Backward(stage, microbatch))
+            if (microbatch + 1) % per_batch == 0:
+                program.append(UpdateWeights(stage, microbatch))
+
+    end = batches.stop * per_batch
+    for microbatch in range(batches.start * per_batch, end):
+        if microbatch % per_batch == 0:
+            program += front
+        if placement.rank_of(stage, microbatch) == rank:
+            program.append(Forward(stage, microbatch))
+        if microbatch >= behind:
+            take_back(microbatch - behind)
+    if drains:
+        for microbatch in range(max(end - behind, 0), end):
+            take_back(microbatch)
+    return tuple(program)

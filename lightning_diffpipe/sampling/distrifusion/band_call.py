@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
@@ -35,7 +36,6 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
 from lightning_diffpipe.sampling.distrifusion.rules import RULES
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.links import TensorShape
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion.noise import OwnGenerators
 from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
-from lightning_diffpipe.sampling.links import Links
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.request import Request
 
 

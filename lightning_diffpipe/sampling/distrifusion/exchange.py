@@ -26,14 +26,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.sampling.links import (
-    Incoming,
-    Links,
-    MessageKind,
-    TensorShape,
-    start_all_gather,
-)
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
 Shapes = Mapping[int, TensorShape]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lightning_diffpipe.sampling.links import Links, ProcessLinks
+from lightning_diffpipe.comm.links import Links, ProcessLinks
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 

@@ -20,13 +20,13 @@ Source:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.memo import settings_digest
@@ -37,8 +37,8 @@ from lightning_diffpipe.sampling.distrifusion.noise import drawing_alike
 from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
 from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.links import Links
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import Loop, Request
+from lightning_diffpipe.sampling.schedulers import InputScaler
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 Mode = Literal["displaced", "synchronous", "naive"]
@@ -138,23 +138,20 @@ class _Loop:
         self._num_calls = 0
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
-        """All steps, with a scheduler of its own, on whole latents."""
+        """All steps, on whole latents."""
         request, rank = self._request, self._links.rank
-        scheduler, latents = copy.deepcopy(request.scheduler), request.latents
+        loop, latents = request.loop(), request.latents
+        scaler = InputScaler(request)
         before: Tensor | None = None
         self._sampler.num_synchronous = 0
         for index, timestep in enumerate(request.timesteps):
-            inputs = latents
-            if request.scale_input and hasattr(scheduler, "scale_model_input"):
-                inputs = scheduler.scale_model_input(latents, timestep)
+            inputs = scaler.scale(latents, timestep, index)
             self._watch_change(inputs, before)
             before = inputs
             self._step = self._kind_of(index)
             self._sampler.num_synchronous += self._step.synchronous
             with self._stopwatch.working(ForwardNoGrad(rank, index)):
-                prediction = self._denoise(inputs, timestep)
-                stepped = scheduler.step(prediction, timestep, latents, **request.step_kwargs)
-                latents = stepped.prev_sample
+                latents = loop.step(self._denoise(loop))
             self._stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
@@ -172,12 +169,12 @@ class _Loop:
             keep=next_may_be_displaced and index < self._request.num_steps - 1,
         )
 
-    def _denoise(self, inputs: Tensor, timestep: Tensor) -> Tensor:
+    def _denoise(self, loop: Loop) -> Tensor:
         self._num_calls = 0
         with self._interception.running(self):
-            prediction = self._request.denoise(inputs, timestep)
+            prediction = loop.predict()
         self._tracks.check_number_of_calls(self._num_calls, self._step.index)
-        return self._request.guided(prediction, inputs)
+        return loop.guided(prediction)
 
     def _watch_change(self, inputs: Tensor, before: Tensor | None) -> None:
         """Ends the automatic warm-up on all ranks together."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
@@ -28,7 +29,6 @@ from lightning_diffpipe.sampling.distrifusion.verification import (
     refusal,
 )
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.links import Links
 from lightning_diffpipe.sampling.memory import needing_memory
 from lightning_diffpipe.sampling.rounding import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch

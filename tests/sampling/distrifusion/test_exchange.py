@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.comm import loopback
+from lightning_diffpipe.comm.links import Alone
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.sampling import loopback
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
-from lightning_diffpipe.sampling.links import Alone, TensorShape
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from tests.sampling.distrifusion.models import request_for
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
+from lightning_diffpipe.comm.links import Alone
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate, tracks
 from lightning_diffpipe.sampling.distrifusion.verification import relative_error
-from lightning_diffpipe.sampling.links import Alone
-from lightning_diffpipe.sampling.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.one_process import OneProcess
 from tests.sampling.distrifusion.models import (
     TRANSFORMERS,

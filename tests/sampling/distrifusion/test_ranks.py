@@ -10,9 +10,9 @@ import diffusers
 import pytest
 import torch
 
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.links import ProcessLinks
 from lightning_diffpipe.sampling.one_process import OneProcess
 from tests.ranks import run_ranks
 from tests.sampling.distrifusion.models import build, request_for

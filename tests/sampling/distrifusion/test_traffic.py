@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.planning.sampling_distrifusion import BandOperator, DistriFusionPlan
+from lightning_diffpipe.planning.sampling.distrifusion import BandOperator, DistriFusionPlan
 from lightning_diffpipe.sampling.distrifusion import emulate
 from tests.sampling.distrifusion.models import build, request_for
 

@@ -1,0 +1,318 @@
+"""How fast the ranks that are present talk to each other: bandwidth and latency, as a `Cluster`.
+
+Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
+one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
+as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
+first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
+so that relative errors count, since small messages matter as much as large ones. All ranks take part and all
+get rank 0's answer, so that they plan alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.comm.packing import MessageLayout
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.planning.cluster import Cluster, Link
+
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+"""Bytes of the messages that are timed."""
+
+_log = logging.getLogger(__name__)
+_TAG = 3_777_777
+_MIN_REPEATS, _MAX_REPEATS = 3, 50
+_NUM_TENSORS, _CACHED_BYTES = 4, 1 << 25
+_HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
+
+_Load = TypeVar("_Load")
+
+
+def measure_cluster(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = 2.0,
+) -> Cluster:
+    """Measures the links among the ranks of a group. A collective call.
+
+    Args:
+        group: All ranks of the run, in the backend that training uses; None means one rank.
+        device: Where messages live in training.
+        sizes: Bytes of the messages to time; two different ones at least.
+        budget_s: Seconds to spend, about.
+
+    Returns:
+        The same cluster on all ranks, with the smallest `memory_bytes` of their devices as its limit.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return Cluster(1, memory_bytes=memory_bytes(device))
+    bench = _Bench(group, device, sizes)
+    hosts = bench.hosts()
+    num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
+    several = per_host is not None and per_host > 1
+    each_s = budget_s / (4 if several else 2)
+    # Hosts that are no regular grid are planned as one, whose links are all those between hosts.
+    first_elsewhere = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+    p2p = bench.point_to_point(1 if several else first_elsewhere, each_s)
+    between, reduce_between = None, None
+    all_reduce = bench.all_reduce(num_ranks, each_s)
+    if several:
+        between = bench.point_to_point(first_elsewhere, each_s)
+        reduce_between, all_reduce = all_reduce, bench.all_reduce(per_host, each_s)
+    elif per_host is None and len({*hosts}) > 1:
+        bench.warn_of_irregular(hosts)
+    cluster = Cluster(
+        num_ranks,
+        ranks_per_host=per_host,
+        memory_bytes=least_memory_bytes(group, device),
+        p2p=replace(p2p, holds_sender=bench.copies_itself),
+        p2p_between_hosts=between,
+        all_reduce=all_reduce,
+        all_reduce_between_hosts=reduce_between,
+    )
+    return bench.agreed(cluster)
+
+
+def fit_link(times: Sequence[tuple[float, float]]) -> Link:
+    """The line through `(bytes, seconds)` with the smallest relative errors.
+
+    Example:
+        >>> link = fit_link([(1000, 0.0011), (100_000, 0.0110), (1_000_000, 0.1010)])
+        >>> round(link.latency_s, 4), round(link.bandwidth_bytes_per_s / 1e6)
+        (0.001, 10)
+    """
+    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in times]
+    total = sum(weights)
+    mean_bytes = sum(w * b for w, (b, _) in zip(weights, times, strict=True)) / total
+    mean_s = sum(w * s for w, (_, s) in zip(weights, times, strict=True)) / total
+    pairs = list(zip(weights, times, strict=True))
+    spread = sum(w * (b - mean_bytes) ** 2 for w, (b, _) in pairs)
+    slope = sum(w * (b - mean_bytes) * (s - mean_s) for w, (b, s) in pairs) / (spread or 1.0)
+    latency_s = mean_s - slope * mean_bytes
+    if latency_s < 0:  # then the best line through the origin
+        latency_s = 0.0
+        slope = sum(w * b * s for w, (b, s) in pairs) / sum(w * b * b for w, (b, _) in pairs)
+    if slope <= 0:  # larger messages took no longer: too noisy or too small to tell
+        return Link(latency_s=max(mean_s, 0.0))
+    return Link(1 / slope, latency_s)
+
+
+class _Message:
+    """Some tensors that are sent as one message, as a stage sends what crosses its border.
+
+    There are several sets of them, packed in turn: what a stage sends was made some time ago, and the processor's
+    caches have been used for other things since.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device = device
+        sets = max(1, min(_MAX_REPEATS, _CACHED_BYTES // size))
+        shape = (_NUM_TENSORS, size // (4 * _NUM_TENSORS))
+        self._sets = itertools.cycle(
+            [torch.zeros(shape, device=device).unbind() for _ in range(sets)]
+        )
+        self.layout = MessageLayout.of([TensorSpec.of(tensor) for tensor in next(self._sets)])
+
+    def packed(self) -> torch.Tensor:
+        """The next set in a buffer of its own."""
+        return self.layout.pack(next(self._sets), self.device)
+
+
+class _Bench:
+    """One rank's side of the measurement."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int]
+    ) -> None:
+        self._group, self._sizes = group, sizes
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        # gloo moves host memory; what a GPU sends over it is copied to the host first.
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+
+    @property
+    def copies_itself(self) -> bool:
+        """Whether this backend sends by copies that the calling rank makes, as gloo does."""
+        return dist.get_backend(self._group) == "gloo"
+
+    def hosts(self) -> list[str]:
+        """The host of each rank."""
+        names: list[str] = [""] * len(self._ranks)
+        dist.all_gather_object(names, socket.gethostname(), group=self._group)
+        return names
+
+    def agreed(self, cluster: Cluster) -> Cluster:
+        """Rank 0's answer on all ranks."""
+        box = [cluster]
+        dist.broadcast_object_list(box, src=self._ranks[0], group=self._group)
+        return box[0]
+
+    def point_to_point(self, peer: int, budget_s: float) -> Link:
+        """Half of the way from rank 0 to a peer and back; the other ranks just wait."""
+        group, ranks = self._group, self._ranks
+
+        def sent(message: _Message, to: int) -> None:
+            dist.send(message.packed(), ranks[to], group=group, tag=_TAG)
+
+        def received(message: _Message, source: int) -> None:
+            buffer = message.layout.empty(message.device)
+            dist.recv(buffer, ranks[source], group=group, tag=_TAG)
+            message.layout.unpack(buffer)
+
+        def there_and_back(message: _Message) -> None:
+            if self._rank == 0:
+                sent(message, peer)
+                received(message, peer)
+            elif self._rank == peer:
+                received(message, 0)
+                sent(message, 0)
+
+        times = self._times(there_and_back, partial(_Message, device=self._device), budget_s)
+        return fit_link([(size, seconds / 2) for size, seconds in times])
+
+    def all_reduce(self, num_ranks: int, budget_s: float) -> Link:
+        """A sum over the first ranks, in which every byte passes `2 (n - 1) / n` times; others just wait."""
+        with self._first(num_ranks) as group:
+
+            def summed(buffer: torch.Tensor) -> None:
+                if self._rank < num_ranks:
+                    dist.all_reduce(buffer, group=group)
+
+            times = self._times(summed, self._buffer, budget_s)
+        return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
+
+    @contextlib.contextmanager
+    def _first(self, num_ranks: int) -> Iterator[dist.ProcessGroup]:
+        """The group of the first ranks; every rank makes it, also one that is not in it."""
+        if num_ranks == len(self._ranks):
+            yield self._group
+            return
+        ranks, backend = self._ranks[:num_ranks], dist.get_backend(self._group)
+        group = dist.new_group(ranks, backend=backend)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+
+    def warn_of_irregular(self, hosts: Sequence[str]) -> None:
+        """Says that links inside hosts are not known apart."""
+        if self._rank == 0:
+            counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+            _log.warning(
+                "hosts have %s ranks, or ranks that do not follow each other: all links are planned like "
+                "the slower ones between hosts. With equally many consecutive ranks on every host, or "
+                "figures of your own (strategy.cluster), links inside a host would count as such", counts,
+            )  # fmt: skip
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size // 4, dtype=torch.float32, device=self._device)
+
+    def _times(
+        self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float
+    ) -> list[tuple[int, float]]:
+        each_s = budget_s / len(self._sizes)
+        return [(size, self._median_s(partial(run, make(size)), each_s)) for size in self._sizes]
+
+    def _median_s(self, run: Callable[[], None], budget_s: float) -> float:
+        self._timed_s(run)  # warm-up: connections are made
+        first_s = self._timed_s(run)
+        repeats = torch.tensor(
+            [min(max(int(budget_s / max(first_s, 1e-6)), _MIN_REPEATS), _MAX_REPEATS)],
+            device=self._device,
+        )
+        dist.broadcast(repeats, src=self._ranks[0], group=self._group)
+        return statistics.median(self._timed_s(run) for _ in range(int(repeats)))
+
+    def _timed_s(self, run: Callable[[], None]) -> float:
+        dist.barrier(self._group)
+        start_s = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start_s
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int | None:
+    """Ranks of each host, if hosts hold equally many consecutive ranks; None for one host."""
+    count = hosts.count(hosts[0])
+    starts = range(0, len(hosts), count)
+    regular = len(hosts) % count == 0 and all(len({*hosts[s : s + count]}) == 1 for s in starts)
+    return count if regular and count < len(hosts) else None
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """What plans may use of a GPU's memory; None for other devices, which set no limit.
+
+    8 % of the card are held back, 1 GiB at least. Plans do not count the CUDA context and the kernels loaded
+    into it (0.3 to 0.7 GiB), buffers of NCCL, workspaces of cuBLAS and cuDNN, gradients on their way to be
+    summed (up to 16 buckets of 32 MiB) and what the allocator cannot hand out in one piece.
+    """
+    if device.type != "cuda":
+        return None
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)
+
+
+def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) -> int | None:
+    """What a plan may use on every rank of a group: the smallest `memory_bytes`. A collective call.
+
+    Args:
+        group: The ranks; None means one rank.
+        device: Of this rank.
+    """
+    own = memory_bytes(device)
+    if group is None:
+        return own
+    found: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    limits = {rank: limit for rank, limit in enumerate(found) if limit is not None}
+    if not limits:
+        return None
+    least = min(limits, key=lambda rank: limits[rank])
+    if max(limits.values()) > limits[least] and dist.get_rank(group) == 0:
+        _log.warning(
+            "GPUs have unequal memory: plans use %.1f GB on each, as rank %d has no more (others up to %.1f GB)",
+            limits[least] / 1e9, least, max(limits.values()) / 1e9,
+        )  # fmt: skip
+    return limits[least]
+
+
+@contextlib.contextmanager
+def gloo_of_all_hosts() -> Iterator[None]:
+    """Makes the first gloo group inside.
+
+    Raises:
+        ConfigurationError: This host gives an address that the others cannot reach, as Debian and Ubuntu do for
+            their own name; plain data parallelism over NCCL does not notice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        host = socket.gethostname()
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "no address"
+        raise ConfigurationError(
+            f"processes cannot reach each other over gloo, which carries losses and errors beside NCCL: this host "
+            f"({host}) gives its address as {address}. Set GLOO_SOCKET_IFNAME on every host to the network "
+            f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
+            f"torch said: {error}"
+        ) from error

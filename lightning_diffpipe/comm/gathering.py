@@ -1,0 +1,83 @@
+"""What the ranks of a pipeline noted about a step, brought together on its first rank.
+
+Every rank has a clock of its own. How far it is ahead is estimated by a few messages there and back: the
+answer carries the peer's time, which is taken to lie half-way between departure and arrival of the
+quickest round, so that the error is at most half of that round.
+
+    first rank   t0 ------------.                 .------------> t1
+    peer                         '--> t (its) ---'               ahead by t - (t0 + t1) / 2
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.planning.timeline import Span
+
+_TAG = 3_888_888
+_ROUNDS = 6
+
+
+def gather_spans(
+    mesh: Mesh, spans: Sequence[Span], clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[list[Span]], list[float]] | None:
+    """Brings the spans of all ranks of a pipeline to its first rank; a collective call.
+
+    Args:
+        mesh: This rank's groups.
+        spans: What this rank noted.
+        clock: The clock that stamped the spans.
+
+    Returns:
+        On the first rank of the pipeline, by position: the spans, and by how many seconds the clock is
+        ahead of the first rank's. None elsewhere.
+
+    Raises:
+        PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+    """
+    if mesh.layout.ranks_per_pipeline == 1:
+        return [list(spans)], [0.0]
+    first = mesh.local_rank == 0
+    found: list[list[Span]] | None = [[]] * mesh.layout.ranks_per_pipeline if first else None
+    with mesh.naming(mesh.pipeline_ranks):
+        offsets_s = clock_offsets_s(mesh, clock)
+        dist.gather_object(list(spans), found, dst=mesh.world_rank(0), group=mesh.transfers)
+    return None if found is None else (found, offsets_s)
+
+
+def clock_offsets_s(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Seconds by which each rank's clock is ahead of the first rank's; a collective call.
+
+    Returns:
+        By position on the first rank of the pipeline; empty elsewhere.
+    """
+    if mesh.local_rank:
+        for _ in range(_ROUNDS):
+            _answer(mesh, clock)
+        return []
+    peers = range(1, mesh.layout.ranks_per_pipeline)
+    return [0.0, *(_ahead_s(mesh, peer, clock) for peer in peers)]
+
+
+def _ahead_s(mesh: Mesh, peer: int, clock: Callable[[], float]) -> float:
+    rounds = []
+    answer = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        start_s = clock()
+        dist.send(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
+        dist.recv(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
+        stop_s = clock()
+        rounds.append((stop_s - start_s, float(answer) - (start_s + stop_s) / 2))
+    return min(rounds)[1]
+
+
+def _answer(mesh: Mesh, clock: Callable[[], float]) -> None:
+    buffer = torch.zeros(1, dtype=torch.float64)
+    dist.recv(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)
+    buffer.fill_(clock())
+    dist.send(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)

@@ -1,0 +1,599 @@
+"""How the ranks of one sampler talk: tensors of known shapes between positions 0 .. N - 1.
+
+Both ends of a message know its shape, dtype and turn, so no header travels. Receives are posted early and
+sends keep their buffer until it has left. Everything is point-to-point: an all-gather is one message to each
+peer, so that what is counted is what is sent.
+
+On NCCL a receive occupies the device until its message is there, and a host that waits for its whole device waits
+for it, too. So a posted receive has its buffer, and begins when it is waited for, or when it is told to `begin`.
+What all positions send each other at the same point of their programs begins at once, as one operation.
+
+    a = links.receive(TensorShape((4, 96, 64), torch.float16), source=0, kind="hidden")   # returns at once
+    ...
+    x = a.wait()                                                              # blocks, or times out
+
+A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
+are waited for as long as their maker lives: its heartbeat tells.
+
+* `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
+  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
+  positions together have one for what they do at the same point.
+* `LoopbackLinks` (`loopback.py`): positions are threads of one process.
+* `Alone`: one position, no network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import pickle
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_diffpipe.comm.heartbeat import Heartbeat
+from lightning_diffpipe.comm.mesh import open_edge
+from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.comm.streams import SideStreams
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
+
+MessageKind = Literal[
+    "hidden",  # what crosses from stage to stage
+    "latents",  # from the last rank back to the first
+    "key_value",  # keys and values of attention
+    "sequence",  # heads for tokens inside attention, and back
+    "halo",  # rows at the border of a band
+    "statistics",  # of normalisation
+    "prediction",  # of the model, to all
+    "result",  # final latents, to all
+    "control",  # whether synchronous steps go on
+]
+_KINDS: tuple[MessageKind, ...] = MessageKind.__args__  # type: ignore[attr-defined]
+_TURNS = 1 << 20
+
+
+@dataclass
+class Traffic:
+    """Bytes and messages of one rank, counted where they are sent and received, by kind.
+
+    Attributes:
+        bytes_sent: Payload bytes put on the wire.
+        bytes_received: Payload bytes taken from it.
+        messages_sent: Messages put on the wire.
+    """
+
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    bytes_received: Counter[str] = field(default_factory=Counter)
+    messages_sent: Counter[str] = field(default_factory=Counter)
+
+    def copy(self) -> Traffic:
+        """A snapshot."""
+        return Traffic(
+            Counter(self.bytes_sent), Counter(self.bytes_received), Counter(self.messages_sent)
+        )
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was counted after a snapshot."""
+        return Traffic(
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_received - before.bytes_received,
+            self.messages_sent - before.messages_sent,
+        )
+
+    def plus(self, other: Traffic) -> Traffic:
+        """What was counted here and there."""
+        return Traffic(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.messages_sent + other.messages_sent,
+        )
+
+
+class Incoming(Protocol):
+    """A tensor under way."""
+
+    def begin(self) -> None:
+        """Begins the receive, behind those of earlier messages on its edge, if it has not begun."""
+
+    def wait(self) -> Tensor:
+        """Blocks until it is here. May be called once.
+
+        Raises:
+            PipelineTimeoutError: It did not come in time, or the peer is gone.
+        """
+
+
+class Links(Protocol):
+    """One position's way to all others.
+
+    Attributes:
+        rank: This position.
+        num_ranks: All positions.
+        device: Where received tensors live.
+        traffic: What was sent and received here.
+        occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    traffic: Traffic
+    occupies_device: bool
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Starts sending; the caller must not change the tensor afterwards."""
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Posts a receive and returns at once."""
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Starts to send and to receive; all peers concerned do so at the same point of their programs.
+
+        Args:
+            outgoing: Tensors by receiver.
+            shapes: Shapes of what comes, by sender.
+            kind: What it is.
+        """
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on position 0, on all positions; not counted.
+
+        If it raises there, the exception is raised everywhere.
+        """
+
+    def finish(self) -> None:
+        """Waits until every send has left; what comes has been waited for."""
+
+
+def start_all_gather(
+    links: Links, tensor: Tensor, shapes: Sequence[TensorShape], kind: MessageKind
+) -> Callable[[], list[Tensor]]:
+    """Sends a tensor to all peers and posts the receives of theirs.
+
+    Args:
+        links: Of this position.
+        tensor: This position's part.
+        shapes: Shapes of all parts, by position.
+        kind: What it is.
+
+    Returns:
+        A function that waits, and returns the parts of all positions, in order.
+    """
+    peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
+    expected = {rank: shapes[rank] for rank in peers}
+    incoming = links.start_exchange(dict.fromkeys(peers, tensor), expected, kind)
+    return lambda: [
+        tensor if rank == links.rank else incoming[rank].wait() for rank in range(links.num_ranks)
+    ]
+
+
+def exchange(
+    links: Links,
+    outgoing: Mapping[int, Tensor],
+    shapes: Mapping[int, TensorShape],
+    kind: MessageKind,
+) -> dict[int, Tensor]:
+    """Sends one tensor to each of some peers and receives one from each of some peers.
+
+    Args:
+        links: Of this position.
+        outgoing: Tensors by receiver.
+        shapes: Shapes of what comes, by sender.
+        kind: What it is.
+    """
+    incoming = links.start_exchange(outgoing, shapes, kind)
+    return {peer: posted.wait() for peer, posted in incoming.items()}
+
+
+def start_one_by_one(
+    links: Links,
+    outgoing: Mapping[int, Tensor],
+    shapes: Mapping[int, TensorShape],
+    kind: MessageKind,
+) -> dict[int, Incoming]:
+    """`Links.start_exchange` where receives that have begun are in nobody's way."""
+    incoming = {peer: links.receive(shape, peer, kind) for peer, shape in shapes.items()}
+    for peer, tensor in outgoing.items():
+        links.send(tensor, peer, kind)
+    return incoming
+
+
+@dataclass
+class Alone:
+    """The links of a sampler that has one rank."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    num_ranks: int = 1
+    traffic: Traffic = field(default_factory=Traffic)
+    occupies_device: bool = False
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """There is nobody to send to."""
+        raise AssertionError(f"one rank alone sends {kind} to {to}")
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """There is nobody to receive from."""
+        raise AssertionError(f"one rank alone waits for {kind} of {source}")
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """There is nobody."""
+        return start_one_by_one(self, outgoing, shapes, kind)
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """What it returns."""
+        return make()
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """What is given."""
+        return [value]
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+class ProcessLinks:
+    """Links between processes; `connect` makes them.
+
+    Args:
+        ranks: World ranks of the positions, in order.
+        device: Where tensors live.
+        backend: "gloo" or "nccl".
+        timeout_s: How long a wait for a message may last.
+        groups: Group of each directed edge (from, to) between positions.
+        control: A gloo group of all positions.
+        together: A group of all positions in the given backend.
+        heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup],
+        control: dist.ProcessGroup,
+        together: dist.ProcessGroup,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self.ranks, self.device, self.timeout_s = tuple(ranks), device, timeout_s
+        self.num_ranks = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.traffic = Traffic()
+        self.control, self.heartbeat = control, heartbeat
+        self._groups, self._together, self._backend = dict(groups), together, backend
+        self.occupies_device = backend != "gloo"
+        self.is_under_way = False
+        """Whether anything was sent, or is to be received, since all of it was `finish`ed."""
+        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
+        self._streams = SideStreams()
+        self._turns: Counter[tuple[bool, int, str]] = Counter()
+        self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
+        # gloo moves host memory only; tensors of a GPU then travel by way of the host.
+        self._by_host = backend == "gloo" and device.type != "cpu"
+
+    @classmethod
+    def connect(
+        cls,
+        groups_of_ranks: Sequence[Sequence[int]],
+        device: torch.device,
+        backend: str = "gloo",
+        timeout_s: float = 300.0,
+        heartbeat: Heartbeat | None = None,
+    ) -> ProcessLinks:
+        """Makes links inside each of some groups of world ranks.
+
+        Collective: every rank of the world calls it at the same time with the same groups, because
+        process groups must be made in the same order everywhere.
+
+        Args:
+            groups_of_ranks: Disjoint groups; this rank must be in one of them.
+            device: Where tensors of this rank live.
+            backend: "gloo" or "nccl".
+            timeout_s: How long a wait for a message may last.
+            heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
+
+        Returns:
+            The links of this rank's group.
+
+        Raises:
+            PipelineTimeoutError: A rank was lost meanwhile.
+        """
+        mine, timeout = None, datetime.timedelta(seconds=timeout_s)
+        patience = timeout if heartbeat is None else max(timeout, default_pg_timeout)
+
+        def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
+            def make() -> dist.ProcessGroup | None:
+                return dist.new_group(list(ranks), backend=backend, timeout=limit)
+
+            return make() if heartbeat is None else heartbeat.call("new connections", make)
+
+        for ranks in groups_of_ranks:
+            control = group_of(ranks, "gloo", patience)
+            together, groups = control, {}
+            if backend != "gloo" and len(ranks) > 1:
+                together = group_of(ranks, backend, timeout)
+                if dist.get_rank() in ranks:  # makes its communicator
+                    dist.all_reduce(torch.zeros(1, device=device), group=together)
+            for a, b in itertools.permutations(range(len(ranks)), 2):
+                groups[a, b] = control
+                if backend != "gloo":
+                    pair = [ranks[a], ranks[b]]
+                    groups[a, b] = group_of(pair, backend, timeout)
+                    open_edge(groups[a, b], *pair, device)
+            if dist.get_rank() in ranks:
+                mine = cls(ranks, device, backend, timeout_s, groups, control, together, heartbeat)
+        assert mine is not None, "this rank is in no group"
+        return mine
+
+    def disconnect(self) -> None:
+        """Destroys the groups, once every send has left."""
+        self.finish()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Destroys the groups as they are. Over gloo, peers that wait for this position are told at once."""
+        if not self._groups:
+            return
+        groups = {id(g): g for g in (*self._groups.values(), self._together, self.control)}
+        self._held.clear()
+        self._posted.clear()
+        self._groups.clear()
+        del self.control, self._together  # a connection breaks when nobody holds its group
+        while groups:
+            dist.destroy_process_group(groups.popitem()[1])
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Starts sending; the buffer is kept alive until it has left."""
+        self.is_under_way = True
+        buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
+        try:
+            work = dist.isend(
+                buffer,
+                dst=self.ranks[to],
+                group=self._groups[self.rank, to],
+                tag=self._tag(True, to, kind),
+            )
+        except RuntimeError as error:  # the peer has gone since the last message
+            raise self._lost(kind, to, 0.0) from error
+        self._count_sent(buffer, kind)
+        self._hold(work, [buffer])
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Starts to send and to receive; over NCCL as one operation, in one communicator of all positions.
+
+        Many communicators at a time could wait for each other: a GPU has few queues, and a send may stand
+        behind a receive that needs it at the other end.
+        """
+        if not self.occupies_device:
+            return start_one_by_one(self, outgoing, shapes, kind)
+        if not outgoing and not shapes:
+            return {}
+        self.is_under_way = True
+        buffers = {to: _as_bytes(tensor) for to, tensor in outgoing.items()}
+        incoming = {peer: self._expected(shape, peer, kind) for peer, shape in shapes.items()}
+        group, ranks = self._together, self.ranks
+        operations = [
+            *(dist.P2POp(dist.isend, b, ranks[to], group) for to, b in buffers.items()),
+            *(dist.P2POp(dist.irecv, i.buffer, ranks[p], group) for p, i in incoming.items()),
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._lost(kind, None, 0.0) from error
+        for each in incoming.values():
+            each.works = works
+        for buffer in buffers.values():
+            self._count_sent(buffer, kind)
+        for work in works:
+            self._hold(work, list(buffers.values()))
+        return dict(incoming)
+
+    def _count_sent(self, buffer: Tensor, kind: MessageKind) -> None:
+        self.traffic.bytes_sent[kind] += buffer.numel()
+        self.traffic.messages_sent[kind] += 1
+
+    def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
+        """Keeps what is sent until it has left."""
+        self._held.append((work, buffers))
+        while self._held and self._held[0][0].is_completed():
+            self._await(self._held.popleft()[0], "a sent message", None)
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Posts a receive."""
+        self.is_under_way = True
+        incoming = self._expected(shape, source, kind)
+        self._posted[source].append(incoming)
+        if not self.occupies_device:
+            incoming.begin()
+        return incoming
+
+    def _expected(self, shape: TensorShape, source: int, kind: MessageKind) -> _FromProcess:
+        host = torch.device("cpu") if self._by_host else self.device
+        buffer = torch.empty(shape.nbytes, dtype=torch.uint8, device=host)
+        memory = self._streams.memory_of(buffer) if self.occupies_device else None
+        return _FromProcess(self, buffer, memory, shape, source, kind)
+
+    def _begin_next(self, source: int) -> None:
+        """Begins the first posted receive of an edge that has not begun."""
+        incoming = self._posted[source].popleft()
+        try:
+            with self._streams.beside(source, incoming.buffer, incoming.memory):
+                work = dist.irecv(
+                    incoming.buffer,
+                    src=self.ranks[source],
+                    group=self._groups[source, self.rank],
+                    tag=self._tag(False, source, incoming.kind),
+                )
+        except RuntimeError as error:
+            raise self._lost(incoming.kind, source, 0.0) from error
+        assert work is not None
+        incoming.works = [work]
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """Position 0 makes it, all get it."""
+        outcome: Outcome = (None, None)
+        size, source = torch.zeros(1, dtype=torch.int64), self.ranks[0]
+        packed = torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            outcome, packed = _pickled(outcome_of(make))
+            size += len(packed)
+        self._collective(lambda: dist.broadcast(size, source, group=self.control, async_op=True))
+        if self.rank > 0:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        self._collective(lambda: dist.broadcast(packed, source, group=self.control, async_op=True))
+        return value_of(outcome if self.rank == 0 else _unpickled(packed))
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Plain data of all positions, on all positions; what cannot be sent is an error of its position."""
+        _, packed = _pickled((value, None))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([len(packed)])
+        self._collective(lambda: dist.all_gather(sizes, own, group=self.control, async_op=True))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(packed)] = packed
+        found = [torch.empty_like(padded) for _ in self.ranks]
+        self._collective(lambda: dist.all_gather(found, padded, group=self.control, async_op=True))
+        return [
+            value_of(_unpickled(each[: int(size)])) for each, size in zip(found, sizes, strict=True)
+        ]
+
+    def _collective(self, start: Callable[[], dist.Work | None]) -> None:
+        """Runs a collective of the host to its end."""
+        started_s = time.monotonic()
+        if self.heartbeat is None:
+            try:
+                work = start()
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:
+                source = None if self.rank == 0 else 0
+                waited_s = time.monotonic() - started_s
+                raise self._lost("plain data", source, waited_s) from error
+            return
+        with self.heartbeat.naming("the other ranks"):
+            work = start()
+            assert work is not None
+            self.heartbeat.wait(work.is_completed, "the other ranks")
+            work.wait()
+
+    def finish(self) -> None:
+        """Waits until every send has left."""
+        while self._held:
+            self._await(self._held.popleft()[0], "a sent message", None)
+        self.is_under_way = False
+
+    def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
+        turn = self._turns[sends, peer, kind]
+        self._turns[sends, peer, kind] += 1
+        return _KINDS.index(kind) * _TURNS + turn % _TURNS
+
+    def _await(self, work: dist.Work, what: str, source: int | None) -> None:
+        started_s = time.monotonic()
+        try:
+            if self._backend == "gloo":
+                work.wait(datetime.timedelta(seconds=self.timeout_s))
+            else:  # with a timeout NCCL would block the host; its groups have one of their own
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(what, source, time.monotonic() - started_s) from error
+
+    def _lost(self, what: str, source: int | None, waited_s: float) -> PipelineTimeoutError:
+        peer = "a peer" if source is None else f"rank {self.ranks[source]}"
+        reason = (
+            f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self.timeout_s:g})"
+            if waited_s >= 0.9 * self.timeout_s
+            else f"lost {peer}, which stopped; its own error says why"
+        )
+        phase = "" if self.heartbeat is None else f" while {self.heartbeat.phase}"
+        return PipelineTimeoutError(
+            f"rank {self.ranks[self.rank]} waited for {what}{phase}: {reason}"
+        )
+
+
+@dataclass
+class _FromProcess:
+    links: ProcessLinks
+    buffer: Tensor
+    memory: torch.cuda.Event | None
+    shape: TensorShape
+    source: int
+    kind: MessageKind
+    works: Sequence[dist.Work] = ()
+
+    def begin(self) -> None:
+        while not self.works:
+            self.links._begin_next(self.source)
+
+    def wait(self) -> Tensor:
+        self.begin()
+        for work in self.works:
+            self.links._await(work, self.kind, self.source)
+        self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
+        return _from_bytes(self.buffer, self.shape).to(self.links.device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(buffer: Tensor, shape: TensorShape) -> Tensor:
+    return buffer.view(shape.dtype).view(shape.shape)
+
+
+Outcome = tuple[Any, Exception | None]
+
+
+def outcome_of(make: Callable[[], Any]) -> Outcome:
+    """What a function returned or raised, as data."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _pickled(outcome: Outcome) -> tuple[Outcome, Tensor]:
+    """An outcome, and as bytes; in place of what cannot be sent, or not be received, the error that says so."""
+    try:
+        packed = pickle.dumps(outcome)
+        if outcome[1] is not None:
+            pickle.loads(packed)  # an exception may take other arguments than it was given
+    except Exception as error:
+        reason = DiffPipeError(f"{type(outcome[1]).__name__}: {outcome[1]}")
+        if outcome[1] is None:
+            reason = ConfigurationError(
+                f"ranks share a request, but a part of it cannot be sent to other processes: {error}; most often "
+                "it is a function without a name, such as a lambda in a scheduler or an argument: take another one"
+            )
+        outcome = (None, reason)
+        packed = pickle.dumps(outcome)
+    return outcome, torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _unpickled(packed: Tensor) -> Any:
+    return pickle.loads(packed.numpy().tobytes())
+
+
+def value_of(outcome: Outcome) -> Any:
+    """The value of an outcome, or its exception."""
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,191 @@
+"""Links between threads of one process: the network of emulators and tests.
+
+A dict is the network. With a `Link`, messages take as long as they would on it, so that a schedule can be tried on
+any number of ranks and any speed of network. Every rank has one adapter, through which all its messages leave one
+after the other, whoever they are for: as with one network card in each host, or with one GPU's way to the switch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.comm.links import (
+    Incoming,
+    MessageKind,
+    Traffic,
+    outcome_of,
+    start_one_by_one,
+    value_of,
+)
+from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.cluster import Link
+
+
+class LoopbackNetwork:
+    """Positions that are threads of one process.
+
+    Args:
+        num_ranks: Positions.
+        device: Where tensors live.
+        link: How fast messages leave a rank; None means at once.
+        timeout_s: How long any wait may last.
+
+    Example:
+        >>> network = LoopbackNetwork(2)
+        >>> def rank(links):
+        ...     if links.rank == 0:
+        ...         links.send(torch.arange(3), 1, "hidden")
+        ...         return None
+        ...     return links.receive(TensorShape((3,), torch.int64), 0, "hidden").wait().tolist()
+        >>> network.run(rank)
+        [None, [0, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        device: torch.device | str = "cpu",
+        link: Link | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.num_ranks, self.link, self.timeout_s = num_ranks, link, timeout_s
+        self.device = torch.device(device)
+        self.links = [LoopbackLinks(self, rank) for rank in range(num_ranks)]
+        self._changed = threading.Condition()
+        self._mail: dict[Any, tuple[Any, float]] = {}
+        self._adapter_free_s: dict[int, float] = {}
+        self._failed: int | None = None
+
+    def run(self, function: Callable[[LoopbackLinks], Any]) -> list[Any]:
+        """Calls `function(links)` once for each position, each in a thread of its own.
+
+        Returns:
+            What each returned.
+
+        Raises:
+            Exception: The first that was raised on any position; the others are stopped.
+        """
+        results: list[Any] = [None] * self.num_ranks
+        errors: list[tuple[int, BaseException]] = []
+
+        def main(links: LoopbackLinks) -> None:
+            try:
+                results[links.rank] = function(links)
+            except BaseException as error:
+                errors.append((links.rank, error))
+                self._fail(links.rank)
+
+        threads = [threading.Thread(target=main, args=(links,)) for links in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0][1]
+        return results
+
+    def put(self, key: Any, value: Any, nbytes: int = 0) -> None:
+        """Delivers a value; it can be taken when it would have arrived."""
+        with self._changed:
+            now = time.monotonic()
+            if self.link is not None and nbytes:
+                sender = key[0]
+                start = max(now, self._adapter_free_s.get(sender, 0.0))
+                self._adapter_free_s[sender] = now = start + self.link.seconds(nbytes)
+            self._mail[key] = (value, now)
+            self._changed.notify_all()
+
+    def take(self, key: Any, what: str) -> Any:
+        """Takes a value out of the mail, or waits for it."""
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: key in self._mail or self._failed is not None, self.timeout_s
+            )
+            if key not in self._mail:
+                reason = (
+                    f"lost rank {self._failed}, which stopped; its own error says why"
+                    if there
+                    else f"rank {key[0]} sent nothing for {self.timeout_s:g} s"
+                )
+                raise PipelineTimeoutError(f"rank {key[1]} waited for {what}: {reason}")
+            value, arrival_s = self._mail.pop(key)
+        time.sleep(max(arrival_s - time.monotonic(), 0.0))
+        return value
+
+    def _fail(self, rank: int) -> None:
+        with self._changed:
+            self._failed = rank if self._failed is None else self._failed
+            self._changed.notify_all()
+
+
+class LoopbackLinks:
+    """One position of a `LoopbackNetwork`."""
+
+    def __init__(self, network: LoopbackNetwork, rank: int) -> None:
+        self._network, self.rank = network, rank
+        self.num_ranks, self.device = network.num_ranks, network.device
+        self.traffic = Traffic()
+        self.occupies_device = False
+        self._turns: Counter[tuple[bool, int, str]] = Counter()
+
+    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
+        """Puts a copy into the peer's mail."""
+        turn = self._turns[True, to, kind]
+        self._turns[True, to, kind] += 1
+        nbytes = TensorShape.of(tensor).nbytes
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self._network.put((self.rank, to, kind, turn), copy, nbytes)
+        self.traffic.bytes_sent[kind] += nbytes
+        self.traffic.messages_sent[kind] += 1
+
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+        """Remembers which message is meant."""
+        turn = self._turns[False, source, kind]
+        self._turns[False, source, kind] += 1
+        return _FromThread(self, (source, self.rank, kind, turn), shape, kind)
+
+    def start_exchange(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        """Messages one by one."""
+        return start_one_by_one(self, outgoing, shapes, kind)
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """Position 0 makes it, all get the same object."""
+        turn = self._turns[True, -1, "control"]
+        self._turns[True, -1, "control"] += 1
+        if self.rank == 0:
+            outcome = outcome_of(make)
+            for peer in range(1, self.num_ranks):
+                self._network.put((0, peer, "object", turn), outcome)
+            return value_of(outcome)
+        return value_of(self._network.take((0, self.rank, "object", turn), "plain data"))
+
+    def finish(self) -> None:
+        """Nothing is under way: sends are copies."""
+
+
+@dataclass
+class _FromThread:
+    links: LoopbackLinks
+    key: tuple[int, int, str, int]
+    shape: TensorShape
+    kind: MessageKind
+
+    def begin(self) -> None:
+        """Messages need no receiver to travel."""
+
+    def wait(self) -> Tensor:
+        tensor: Tensor = self.links._network.take(self.key, self.kind)
+        assert TensorShape.of(tensor) == self.shape, (TensorShape.of(tensor), self.shape)
+        self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
+        return tensor

@@ -1,0 +1,163 @@
+"""Several tensors of different types, sent as one message.
+
+What crosses a stage boundary is rarely one tensor: a U-Net's skips, a time embedding, masks of another
+dtype. Sending them one by one costs a rendezvous each, so a message packs them into one flat byte
+buffer. Its layout is known on both ends beforehand (shapes, dtypes and strides travel with the layer
+graph), so no header is ever sent.
+
+Strides are kept: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
+laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
+have no padding either, so that the bytes counted are those of the papers' formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_diffpipe.graph.layer import TensorSpec
+
+_ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any offset
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where each tensor lies in the flat buffer of a message.
+
+    Attributes:
+        specs: Shape, strides and dtype of each tensor, in order.
+        offsets_bytes: Start of each tensor in the buffer.
+        num_bytes: Length of the buffer.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets_bytes: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> MessageLayout:
+        """Lays out tensors one after the other, aligned.
+
+        Args:
+            specs: What the message holds.
+        """
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end += -(-spec.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cls(tuple(specs), tuple(offsets), end)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocates the flat byte buffer of one message on `device`."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Copies tensors into one buffer, or views a single dense tensor without a copy.
+
+        Args:
+            tensors: One tensor for each spec, of its shape and dtype; autograd history is dropped.
+            device: Where the buffer shall live.
+
+        Returns:
+            A flat `uint8` tensor of `num_bytes` bytes. It may share memory with the only tensor
+            given, which must then stay unchanged until the message has left.
+        """
+        if len(tensors) == 1 and (flat := self._alias(tensors[0].detach(), device)) is not None:
+            return flat
+        buffer = self.empty(device)
+        for view, tensor in zip(self.unpack(buffer), tensors, strict=True):
+            view.copy_(tensor.detach())
+        return buffer
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        """Views the tensors of a message inside its buffer, strides as they were sent."""
+        views = []
+        for spec, offset in zip(self.specs, self.offsets_bytes, strict=True):
+            flat = buffer[offset : offset + spec.nbytes].view(spec.dtype)
+            views.append(flat.as_strided(spec.shape, spec.stride))
+        return views
+
+    def _alias(self, tensor: Tensor, device: torch.device) -> Tensor | None:
+        """The bytes of one tensor that already lies in memory as the message would."""
+        spec = self.specs[0]
+        same_place = tensor.device == device and tensor.stride() == spec.stride
+        if not same_place or spec.nbytes != self.num_bytes:
+            return None
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+_ALLOCATED_BYTES = 64  # bytes; of everything torch allocates
+
+
+class TensorShape(NamedTuple):
+    """All that a receiver must know about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorShape:
+        """The shape of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+def packed_shape(shapes: Sequence[TensorShape]) -> TensorShape:
+    """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
+    if len(shapes) == 1:
+        return shapes[0]
+    return TensorShape((sum(shape.nbytes for shape in shapes),), torch.uint8)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One message of several tensors; each is copied once, whatever its strides."""
+    if len(tensors) == 1:
+        return tensors[0]
+    shapes = [TensorShape.of(x) for x in tensors]
+    message = tensors[0].new_empty(packed_shape(shapes).shape, dtype=torch.uint8)
+    places = message.split([shape.nbytes for shape in shapes])
+    for place, x in zip(places, tensors, strict=True):
+        if place.storage_offset() % x.element_size():
+            place.copy_(x.contiguous().view(-1).view(torch.uint8))
+        else:
+            place.view(x.dtype).view(x.shape).copy_(x)
+    return message
+
+
+def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
+    """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
+    if len(shapes) == 1:
+        return [message]
+    return [p.clone().view(s.dtype).view(s.shape) for p, s in _pieces(message, shapes)]
+
+
+def look_into(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
+    """The tensors of a message where they lie, for those who only copy them elsewhere."""
+    if len(shapes) == 1:
+        return [message]
+    return [
+        (p.clone() if p.storage_offset() % s.dtype.itemsize else p).view(s.dtype).view(s.shape)
+        for p, s in _pieces(message, shapes)
+    ]
+
+
+def _pieces(message: Tensor, shapes: Sequence[TensorShape]) -> Iterable[tuple[Tensor, TensorShape]]:
+    return zip(message.split([shape.nbytes for shape in shapes]), shapes, strict=True)
+
+
+def as_received(x: Tensor) -> Tensor:
+    """The tensor laid out as if it had come in a message, since strides and alignment decide about last bits."""
+    stride = 1
+    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if own != stride:
+            return x.clone(memory_format=torch.contiguous_format)
+        stride *= size
+    return x.clone() if x.data_ptr() % _ALLOCATED_BYTES else x

@@ -1,0 +1,410 @@
+"""How messages travel: between processes, or inside one for tests.
+
+A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
+and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
+travels. Receives are posted early. Sends keep their buffer alive until a later message tells that it has arrived:
+nothing else does on gloo, and on NCCL the host is ahead of the device.
+
+* `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
+  posting cannot deadlock, and a posted receive begins at once. On NCCL each directed edge has a communicator of its
+  own, and a receive occupies the device: it begins where no host that waits for its device can wait for it in vain
+  (`planning/receiving.py`), in a stream of its own, since what was computed after it was posted has no say in it.
+* `LoopbackTransport`: all ranks in one process; a dict is the network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.streams import SideStreams
+from lightning_diffpipe.comm.waiter import Pending, Waiter
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.planning.instruction import Instruction
+
+MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
+_KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen", "end")
+_TAGS_PER_KIND = 1 << 20
+
+
+class MessageKey(NamedTuple):
+    """Names one message of a step: what it is, who consumes it, for which microbatch."""
+
+    kind: MessageKind
+    stage: int
+    microbatch: int
+
+    def tag(self, num_stages: int) -> int:
+        """A number no other message of the step has."""
+        return _KINDS.index(self.kind) * _TAGS_PER_KIND + self.microbatch * num_stages + self.stage
+
+
+class Parcel(NamedTuple):
+    """A message of a many-to-many exchange: its key, buffer, and the peer's position."""
+
+    key: MessageKey
+    buffer: Tensor
+    peer: int
+
+
+class Transport(Protocol):
+    """Carries flat byte buffers between the positions of one pipeline.
+
+    Attributes:
+        num_bytes_sent: Bytes of all messages sent so far.
+    """
+
+    num_bytes_sent: int
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Starts sending; the buffer is kept alive until it has left."""
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Posts a receive into `buffer`; returns at once."""
+
+    def come_to(self, instruction: Instruction) -> None:
+        """This rank's program has come to an instruction: begins posted receives that are due in front of it."""
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Whether `wait` would return at once; the rank waits for no other message until it does."""
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Blocks until the posted receive has its message, and hands out the buffer."""
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Starts sending and receiving many messages at once."""
+
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Operations that were started elsewhere, to be waited for in the same way.
+
+        Args:
+            works: The operations.
+            what: Their name in the error of a timeout.
+            then: Is called by `wait` when they are over.
+        """
+
+    def finish(self) -> None:
+        """Waits until every send has left."""
+
+    def close(self) -> None:
+        """Gives back what it holds; nothing is in flight any more."""
+
+
+class Exchange(Protocol):
+    """Many operations under way."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self) -> None:
+        """Blocks until all are over."""
+
+
+@dataclass
+class _Posted:
+    buffer: Tensor
+    source: int
+    staging: Tensor | None
+    memory: torch.cuda.Event | None
+    work: dist.Work | None = None
+    pending: Pending | None = None
+
+
+class P2PTransport:
+    """Point-to-point messages over `torch.distributed`, on gloo or NCCL.
+
+    Args:
+        mesh: Positions and groups.
+        num_stages: Stages of the plan; keeps tags apart.
+        delivered: By message: what this rank has sent that has arrived when the message has. What no
+            message tells is kept until `finish`.
+        due: By instruction: the receives that begin in front of it, over NCCL. Others begin when they are
+            waited for.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        num_stages: int,
+        delivered: Mapping[MessageKey, Sequence[MessageKey]] | None = None,
+        due: Mapping[Instruction, Sequence[MessageKey]] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._num_stages = num_stages
+        self._delivered = delivered or {}
+        self._due = due or {}
+        self._streams = SideStreams()
+        self._posted: dict[MessageKey, _Posted] = {}
+        self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
+        self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
+        # gloo moves host memory only; buffers of a GPU then travel by way of the host.
+        self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
+        # NCCL works are ordered by the stream: a wait never blocks the host.
+        self._blocks_host = mesh.backend == "gloo"
+        self._waiter = Waiter()
+        self.num_bytes_sent = 0
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Starts sending a flat buffer to the position `to` of this pipeline."""
+        if self._stages_on_host:
+            buffer = buffer.cpu()
+        mesh = self._mesh
+        work = dist.isend(
+            buffer,
+            dst=mesh.world_rank(to),
+            group=mesh.messages[mesh.local_rank, to],
+            tag=key.tag(self._num_stages),
+        )
+        self.num_bytes_sent += buffer.numel()
+        self._sent[key] = work, buffer
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Posts a receive from the position `source` of this pipeline."""
+        staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
+        memory = None if self._blocks_host else self._streams.memory_of(buffer)
+        self._posted[key] = _Posted(buffer, source, staging, memory)
+        if self._blocks_host:
+            self._begin(key)
+
+    def come_to(self, instruction: Instruction) -> None:
+        """Begins posted receives that are due in front of an instruction."""
+        for key in self._due.get(instruction, ()):
+            self._begin(key)
+
+    def _begin(self, key: MessageKey) -> dist.Work:
+        mesh, posted = self._mesh, self._posted[key]
+        with self._streams.beside(posted.source, posted.buffer, posted.memory):
+            work = dist.irecv(
+                posted.buffer if posted.staging is None else posted.staging,
+                src=mesh.world_rank(posted.source),
+                group=mesh.messages[posted.source, mesh.local_rank],
+                tag=key.tag(self._num_stages),
+            )
+        assert work is not None
+        posted.work = work
+        return work
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Whether `wait` would return at once; asking starts to wait, in a thread."""
+        if not self._blocks_host:
+            return True
+        posted = self._posted[key]
+        if posted.pending is None:
+            posted.pending = self._waiter.watch(lambda: self._await_posted(key, posted))
+        return posted.pending.is_over()
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Waits for a posted receive.
+
+        Raises:
+            PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
+        """
+        posted = self._posted[key]
+        if posted.pending is not None:
+            posted.pending.result()
+        else:
+            self._await_posted(key, posted)
+        del self._posted[key]
+        if posted.staging is not None:
+            posted.buffer.copy_(posted.staging)
+        for sent in self._delivered.get(key, ()):
+            # Not every form of a step sends all messages, or the pipeline has been drained since.
+            if sent in self._sent:
+                work, _ = self._sent.pop(sent)
+                # It is over; on NCCL the stream learns it.
+                self.await_work(work, "a sent message", None)
+        return posted.buffer
+
+    def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
+        work = posted.work or self._begin(key)
+        self.await_work(work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
+
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Operations that were started elsewhere; see `Transport`."""
+        return _P2PExchange(self, list(works), what, then)
+
+    def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
+        """Waits for operations in a thread, on behalf of the stream that computes here."""
+        entered = self._streams.entered(self._mesh.device)
+
+        def wait() -> None:
+            with entered:
+                self.await_works(works, what)
+
+        return self._waiter.watch(wait)
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether waiting for a message stops the host, so that it could do something else."""
+        return self._blocks_host
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Starts many messages at once, as one group of point-to-point operations."""
+        staging = [
+            torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
+            for parcel in receives
+        ]
+        outgoing = [
+            parcel.buffer.cpu() if self._stages_on_host else parcel.buffer for parcel in sends
+        ]
+        operations = [
+            *map(self._operation, [dist.isend] * len(sends), sends, outgoing),
+            *map(self._operation, [dist.irecv] * len(receives), receives, staging),
+        ]
+        self.num_bytes_sent += sum(buffer.numel() for buffer in outgoing)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        arriving = list(zip(receives, staging, strict=True))
+        del staging
+
+        def unstage() -> None:
+            outgoing.clear()  # kept alive until sent
+            for parcel, buffer in arriving:
+                if buffer is not parcel.buffer:
+                    parcel.buffer.copy_(buffer)
+            arriving.clear()  # whoever asked may hold this exchange longer than what it brought
+
+        return self.awaited(works, "frozen results", unstage)
+
+    def _operation(self, operation: Any, parcel: Parcel, buffer: Tensor) -> dist.P2POp:
+        return dist.P2POp(
+            operation,
+            buffer,
+            self._mesh.world_rank(parcel.peer),
+            self._mesh.pipeline_group,
+            parcel.key.tag(self._num_stages),
+        )
+
+    def finish(self) -> None:
+        """Waits until every send has left, and drops their buffers."""
+        self.await_works([work for work, _ in self._sent.values()], "a sent message")
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Ends the waiting thread."""
+        self._waiter.close()
+
+    def await_works(self, works: Sequence[dist.Work], what: str) -> None:
+        """Waits for several operations; see `await_work`."""
+        for work in works:
+            self.await_work(work, what, None)
+
+    def await_work(self, work: dist.Work, what: str, source: int | None) -> None:
+        """Waits for one operation; a timeout or a lost peer becomes a `PipelineTimeoutError`."""
+        started_s = time.monotonic()
+        try:
+            if self._blocks_host:
+                work.wait(self._timeout)
+            else:  # with a timeout NCCL would block the host; its groups have one of their own
+                work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
+            lost = waited_s < 0.9 * self._mesh.timeout_s
+            reason = (
+                f"lost {peer}, which stopped; its own error says why"
+                if lost
+                else f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self._mesh.timeout_s:g})"
+            )
+            raise PipelineTimeoutError(
+                f"rank {self._mesh.rank} waited for {what}: {reason}"
+            ) from error
+
+
+@dataclass
+class _P2PExchange:
+    transport: P2PTransport
+    works: list[dist.Work]
+    what: str
+    then: Callable[[], None]
+    pending: Pending | None = None
+
+    def is_ready(self) -> bool:
+        if not self.transport.blocks_host:
+            return True
+        if self.pending is None:
+            self.pending = self.transport.watch(self.works, self.what)
+        return self.pending.is_over()
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+        else:
+            self.transport.await_works(self.works, self.what)
+        self.works.clear()  # gloo's hold what they sent
+        self.then()
+
+
+class LoopbackTransport:
+    """All ranks of a pipeline in one process; messages are copied through a shared dict.
+
+    Args:
+        network: The dict that all ranks of the pipeline share.
+        rank: This rank's position.
+    """
+
+    def __init__(self, network: dict[tuple[int, MessageKey], Tensor], rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._posted: dict[MessageKey, Tensor] = {}
+        self.num_bytes_sent = 0
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Puts a copy of the buffer into the peer's mailbox."""
+        self._network[to, key] = buffer.clone()
+        self.num_bytes_sent += buffer.numel()
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Remembers where the message shall go."""
+        self._posted[key] = buffer
+
+    def come_to(self, instruction: Instruction) -> None:
+        """Nothing has to begin: messages lie in the mailbox."""
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Whether the peer has sent."""
+        return (self._rank, key) in self._network
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Takes the message out of the mailbox; the caller has checked `is_ready`."""
+        buffer = self._posted.pop(key)
+        buffer.copy_(self._network.pop((self._rank, key)))
+        return buffer
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+        """Puts all sends into their mailboxes."""
+        for parcel in sends:
+            self.send(parcel.key, parcel.buffer, parcel.peer)
+        for parcel in receives:
+            self.receive(parcel.key, parcel.buffer, parcel.peer)
+        return _LoopbackExchange(self, [parcel.key for parcel in receives])
+
+    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+        """Nothing is started elsewhere in one process."""
+        raise NotImplementedError(f"no {what} between processes in one process")
+
+    def finish(self) -> None:
+        """Nothing is in flight: sends are copies."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass
+class _LoopbackExchange:
+    transport: LoopbackTransport
+    keys: list[MessageKey]
+
+    def is_ready(self) -> bool:
+        return all(map(self.transport.is_ready, self.keys))
+
+    def wait(self) -> None:
+        for key in self.keys:
+            self.transport.wait(key)

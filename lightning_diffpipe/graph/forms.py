@@ -1,0 +1,313 @@
+"""Forms of a step: the sequences of layer calls that a coin, a counter or a flag chooses between.
+
+    random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
+
+Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
+microbatch's seed with a stub for every layer. It is left as soon as no other known form is possible any more, in
+front of the code behind the last layer. Every rank does so from the same seed, and finds the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.attributes import Attributes
+from lightning_diffpipe.graph.cut import tail
+from lightning_diffpipe.graph.fake import is_single_draw, untouched
+from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
+from lightning_diffpipe.graph.inputs import StepCall
+from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, RunPlan, Stop
+
+StepForm = tuple[tuple[str, bool], ...]
+"""The layers that a step calls, in order, each with whether gradients were on."""
+_Pattern = Sequence[tuple[str, bool | None]]
+
+
+def names_of(form: StepForm) -> tuple[str, ...]:
+    """The modules of the layers of a form, in call order."""
+    return tuple(name for name, _ in form)
+
+
+@dataclass(frozen=True)
+class Exemplar:
+    """How to make a step take a form again: what its coins showed, and what it was told.
+
+    Attributes:
+        seed: Seed of the microbatch.
+        arguments: Further arguments of the step, such as `batch_idx`.
+        draws: The single numbers that it drew from torch between layers, in order.
+        host: It drew from `random` or `numpy.random`, too.
+    """
+
+    seed: int
+    arguments: tuple[Any, ...] = ()
+    draws: tuple[Tensor, ...] = ()
+    host: bool = False
+
+    @property
+    def has_coins(self) -> bool:
+        """Whether it drew something that may have been a coin."""
+        return self.host or bool(self.draws)
+
+    def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same step, whose coins always fall as they did; what else it draws is drawn."""
+
+        def repeated(module: nn.Module, batch: Any, *_arguments: Any) -> Any:
+            if self.host:
+                rng.seed_host(self.seed)
+            with _Repeated(self.draws) if self.draws else contextlib.nullcontext():
+                return step(module, batch, *self.arguments)
+
+        return repeated
+
+
+class FormView:
+    """Recognises the forms of a step, for microbatches of one signature.
+
+    Args:
+        root: The module whose step it is.
+        graph: The step as it was probed in one of its forms; tells what layers give.
+        interception: Installed on the root.
+        memory: What dummies are made of.
+        lenient: Layers that were not called when the step was probed are run, instead of refused.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: LayerGraph,
+        interception: Interception,
+        memory: DummyMemory | None = None,
+        lenient: bool = False,
+    ) -> None:
+        self._root, self._graph = root, graph
+        self._interception, self._lenient = interception, lenient
+        interception.watch(graph.site_names)
+        self._plan = RunPlan(graph, replace(tail(graph), needed=frozenset()), memory)
+        self._attributes = Attributes(root, graph.toggled | graph.left)
+
+    def form_of(
+        self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
+    ) -> StepForm:
+        """The form of one microbatch; one of those that are known, or another.
+
+        Args:
+            call: Runs the user's step on it.
+            seed: Seeds what the step draws between layers.
+            known: The run ends where only one of these is possible, and complete; the graph's, if there are none.
+                If it is none of them, the step runs to its end, and what that changes is put back.
+
+        Raises:
+            GraphError: The step calls a layer that it did not call when it was probed.
+        """
+        patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
+        with rng.preserved(host=True), self._attributes.preserved():
+            form = self._walked(_FormRun(self._plan, patterns), call, seed)
+            if form is None:
+                with untouched(self._root):
+                    form = self._walked(_FormRun(self._plan, None, self._lenient), call, seed)
+        assert form is not None
+        return form
+
+    def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
+        with self._interception.running(run):
+            rng.seed_all(seed, host=True)
+            return run.form_of(call)
+
+    def exemplar(
+        self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
+    ) -> tuple[StepForm, Exemplar]:
+        """The form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
+        run, drawn = _FormRun(self._plan, None, self._lenient), _Noted()
+        with rng.preserved(host=True), self._attributes.preserved():
+            rng.seed_all(seed, host=True)
+            before = rng.host_state()
+            with drawn:
+                form = self._walked(run, call, seed)
+            assert form is not None
+            host = rng.host_state() != before
+        return form, Exemplar(seed, arguments, tuple(drawn.values), host)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms that a step took in some trials.
+
+    Attributes:
+        exemplars: Makes it take each of them again, the one with most calls first; it calls all layers.
+        shares: How often each was taken.
+        is_shared: All microbatches of a batch took the same.
+        throws_coins: The step drew something that may have been a coin, for each microbatch by itself.
+    """
+
+    exemplars: tuple[Exemplar, ...] = ()
+    shares: tuple[float, ...] = (1.0,)
+    is_shared: bool = True
+    throws_coins: bool = True
+
+    @property
+    def widest(self) -> Exemplar | None:
+        """Of the form that is planned; None if there is one only."""
+        return self.exemplars[0] if len(self.exemplars) > 1 else None
+
+
+_FEW, _MANY = 4, 32
+
+
+def survey(
+    root: nn.Module,
+    step: Callable[..., Any],
+    batch: Any,
+    graph: LayerGraph,
+    seed_of: Callable[[int, int], int],
+    arguments: tuple[Any, ...] = (),
+) -> tuple[StepForm, Forms]:
+    """Finds forms of a step by trials, with the seeds of its first batches; takes milliseconds.
+
+    Args:
+        root: The module, on the host; left as it is.
+        step: Module, batch and further arguments to loss.
+        batch: A microbatch.
+        graph: One of the forms, probed.
+        seed_of: The seed of a batch's microbatch.
+        arguments: Of the first batch; the first of them is its number.
+
+    Returns:
+        The form with most calls, and all.
+
+    Raises:
+        GraphError: None of the forms calls all layers.
+    """
+    interception = Interception(root).install()
+    found: list[tuple[StepForm, Exemplar]] = []
+    try:
+        with untouched(root):
+            view = FormView(root, graph, interception, lenient=True)
+            for trial in range(_MANY):
+                number, microbatch = divmod(trial, 2)
+                told = (arguments[0] + number, *arguments[1:]) if arguments else ()
+                call = StepCall(step, root, batch, told, graph.batch_writes)
+                found.append(view.exemplar(call, seed_of(number, microbatch), told))
+                tossed = any(exemplar.has_coins for _, exemplar in found)
+                if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
+                    break
+    finally:
+        interception.uninstall()
+    return _of_trials(found)
+
+
+def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
+    counts = Counter(form for form, _ in found)
+    exemplars = dict(reversed(found))
+    forms = sorted(counts, key=lambda form: (-len(form), -counts[form], form))
+    known = {name for name, _ in forms[0]}
+    for form in forms[1:]:
+        if more := sorted({name for name, _ in form} - known):
+            raise GraphError(
+                f"the step takes {len(forms)} forms, none of which calls all layers: the one with most calls "
+                f"({len(forms[0])}) does not call {more[0]}, which another does. Let one of them call all "
+                "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
+            )
+    pairs = zip(found[::2], found[1::2], strict=False)
+    return forms[0], Forms(
+        tuple(exemplars[form] for form in forms),
+        tuple(counts[form] / len(found) for form in forms),
+        all(a[0] == b[0] for a, b in pairs),
+        any(exemplar.has_coins for _, exemplar in found),
+    )
+
+
+class _FormRun(LayerRun):
+    """One walk through a step with a stub for every layer."""
+
+    def __init__(
+        self, plan: RunPlan, known: Collection[_Pattern] | None, lenient: bool = False
+    ) -> None:
+        super().__init__(plan)
+        self._lenient, self._stops = lenient, known is not None
+        self._calls: list[tuple[str, bool]] = []
+        self._possible = list(known or ())
+        self._layers: dict[str, list[Layer]] = defaultdict(list)
+        for layer in plan.graph.layers:
+            self._layers[layer.name].append(layer)
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def form_of(self, call: Callable[[], Any]) -> StepForm | None:
+        """The form; None if it is none of those that are known."""
+        hooks = NoHooksWithoutGradients() if self._plan.graph.hooks else contextlib.nullcontext()
+        with contextlib.suppress(Stop), torch.enable_grad(), hooks:
+            call()
+        self._plan.dummy_memory.require_unwritten()
+        return None if self._stops and not self._possible else tuple(self._calls)
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Notes the call of a layer, and hands out dummies."""
+        name = site.name
+        if name not in self._plan.sites:
+            return site.diffpipe_original(*args, **kwargs)
+        if name not in self._layers and self._lenient:
+            self._calls.append((name, torch.is_grad_enabled()))
+            return site.diffpipe_original(*args, **kwargs)
+        if name not in self._layers:
+            raise GraphError(
+                f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
+                "run it. Let the step call it from the first batch on (multiply by 0 what shall not count yet), "
+                "or move the branch inside the forward of one module"
+            )
+        count = self._counts[name]
+        self._counts[name] = count + 1
+        layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
+        for _ in range(layer.num_seeds):
+            rng.draw_seed()
+        position, has_grad = len(self._calls), torch.is_grad_enabled()
+        self._calls.append((name, has_grad))
+        fitting = ((name, has_grad),), ((name, None),)
+        self._possible = [f for f in self._possible if f[position : position + 1] in fitting]
+        if self._stops and not self._possible:
+            raise Stop
+        if len(self._possible) == 1 and len(self._possible[0]) == position + 1:
+            raise Stop
+        return self._stub(layer)
+
+
+class _Noted(TorchDispatchMode):
+    """Notes single numbers that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_single_draw(func, args):
+            self.values.append(out.detach().cpu().clone())
+        return out
+
+
+class _Repeated(TorchDispatchMode):
+    """Gives single numbers that are drawn the values that were noted, also where tensors have none."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._values: Iterator[Tensor] = iter(values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not is_single_draw(func, args) or (value := next(self._values, None)) is None:
+            return out
+        if isinstance(out, FakeTensor):  # a constant, which fake tensors know the value of
+            return torch.tensor(value.tolist(), dtype=out.dtype)
+        return out.copy_(value)

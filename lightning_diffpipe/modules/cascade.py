@@ -1,0 +1,309 @@
+"""A cascade: a denoiser of small pictures, and one that draws them larger, both in pixels and conditioned on text.
+
+Both are trained at once, each on a loss of its own. The upscaler sees the training picture made small, with noise
+of a random level that it is told (noise-conditioning augmentation): what the base draws later is no more perfect
+than that. As neither knows of the other, stages of both run in opposite directions under `schedule=bidirectional`.
+
+Denoisers see patches: squares of pixels are folded into channels, so that a U-Net of few levels sees far.
+
+Sources:
+    Cascaded Diffusion Models, Ho et al. (2021), https://arxiv.org/abs/2106.15282
+    Text-conditional cascades: Imagen, Saharia et al. (2022), https://arxiv.org/abs/2205.11487
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from diffusers import SchedulerMixin, UNet2DConditionModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_diffpipe.data.captioned import Batch
+from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.modules.latent_diffusion import denoised
+from lightning_diffpipe.modules.noise import noise_schedule_of
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.parts import PartsModule
+from lightning_diffpipe.modules.text import (
+    Tokens,
+    drop_captions,
+    text_states,
+    tokenize,
+    uses_mask,
+)
+
+
+class CascadedDiffusion(PartsModule):
+    """A text-conditional cascade of two pixel denoisers in training, and a plain sampler.
+
+    Args:
+        unet: The base: takes and gives `colors p p` channels for patches of `p` pixels; draws
+            `sample_size * p` pixels.
+        upscaler: Takes `2 colors p p` channels, the noisy picture and the small one as large as that, and gives
+            half of them; has `class_embed_type="timestep"`, for the level of noise in the small one.
+        text_encoder: Frozen text encoder, for both.
+        tokenizer: Its tokenizer, with a `model_max_length`.
+        scheduler: Names the prediction target of both, and samples.
+        caption_dropout: Share of the training samples that lose their caption.
+        colors: 3, or 1 for grey pictures: of those the mean of the colors is trained and drawn.
+        most_noise: Highest level of noise in the small picture, in [0, 1]; levels are drawn evenly below it.
+        optimization: Optimizer and learning rate.
+
+    Raises:
+        ConfigurationError: A denoiser of other channels or sizes, or a number out of its range.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = (
+        "unet",
+        "upscaler",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+    )
+
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        upscaler: UNet2DConditionModel,
+        text_encoder: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler: SchedulerMixin,
+        caption_dropout: float = 0.1,
+        colors: int = 3,
+        most_noise: float = 0.5,
+        optimization: Optimization | None = None,
+    ) -> None:
+        super().__init__()
+        require_number("caption_dropout", caption_dropout, 0, 1)
+        require_number("most_noise", most_noise, 0, 1)
+        _check_denoisers({"unet": unet.config, "upscaler": upscaler.config}, colors)
+        self.save_hyperparameters("caption_dropout", "colors", "most_noise")
+        self.unet, self.upscaler = unet, upscaler
+        self.text_encoder, self.tokenizer = text_encoder, tokenizer
+        self.scheduler = scheduler
+        self.optimization = optimization or Optimization()
+        self.noise_schedule = noise_schedule_of(scheduler)
+        self.frozen_parts = ("text_encoder",)
+        self.freeze_parts()
+
+    def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"_class_name": type(self).__name__}
+        return own | {name: [None, None] for name in index if name in ("vae", "transformer")}
+
+    # ------------------------------------------------------------------ training
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Returns the sum of both losses.
+
+        Args:
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size; and `caption`, B strings.
+            batch_idx: Not used.
+        """
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
+        base, upscaled = self._losses(batch["image"], tokens)
+        size = len(batch["image"])
+        self.log("train/base_loss", base, batch_size=size)
+        self.log("train/upscaler_loss", upscaled, batch_size=size)
+        self.log("train/loss", base + upscaled, prog_bar=True, batch_size=size)
+        return base + upscaled
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs both losses with the same noise in every validation, so that losses compare."""
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        base, upscaled = self._losses(batch["image"], tokens, generator)
+        for name, loss in (
+            ("base_loss", base),
+            ("upscaler_loss", upscaled),
+            ("loss", base + upscaled),
+        ):
+            self.log(f"val/{name}", loss, batch_size=len(batch["image"]), sync_dist=True)
+
+    def _losses(
+        self, images: Tensor, tokens: Tokens, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of the base, and of the upscaler."""
+        states, pixels = text_states(self.text_encoder, tokens), self._pixels(self.unet)
+        if images.shape[-1] != self._pixels(self.upscaler):
+            raise ConfigurationError(
+                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but pictures have {images.shape[-1]}; "
+                "set data.resolution, or the upscaler's sample_size"
+            )
+        if self.hparams.colors == 1:
+            images = images.mean(1, keepdim=True)
+        small = F.interpolate(images, (pixels, pixels), mode="area")
+        corrupted = self.noise_schedule.corrupt(self._folded(small, self.unet), generator)
+        prediction = self._predict(self.unet, corrupted.noisy, corrupted.timesteps, states, tokens)
+        base = F.mse_loss(prediction, corrupted.target)
+
+        corrupted = self.noise_schedule.corrupt(self._folded(images, self.upscaler), generator)
+        level = self.hparams.most_noise * torch.rand(
+            len(images), device=images.device, generator=generator
+        )
+        noise = torch.randn(
+            small.shape, generator=generator, device=images.device, dtype=small.dtype
+        )
+        told = self._told(small, level, noise)
+        prediction = self._predict(
+            self.upscaler, corrupted.noisy, corrupted.timesteps, states, tokens, *told
+        )
+        return base, F.mse_loss(prediction, corrupted.target)
+
+    def _told(self, small: Tensor, level: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """What the upscaler is told of the small picture: with noise, as large as its own; and the level of it."""
+        spread = level.view(-1, 1, 1, 1)
+        noisy = (1 - spread.square()).sqrt() * small + spread * noise
+        size = (self._pixels(self.upscaler),) * 2
+        large = F.interpolate(noisy, size, mode="bilinear", align_corners=False)
+        return self._folded(large, self.upscaler), level
+
+    def _predict(
+        self,
+        denoiser: UNet2DConditionModel,
+        noisy: Tensor,
+        timesteps: Tensor,
+        states: Tensor,
+        tokens: Tokens,
+        small: Tensor | None = None,
+        level: Tensor | None = None,
+    ) -> Tensor:
+        """The target of the noise schedule, fp32."""
+        mask = tokens.attention_mask if uses_mask(self.text_encoder) else None
+        seen = noisy if small is None else torch.cat([noisy, small], 1)
+        return denoiser(
+            seen.to(denoiser.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=states.to(denoiser.dtype),
+            encoder_attention_mask=mask,
+            class_labels=None if level is None else 1000 * level,
+        ).sample.float()
+
+    def _folded(self, images: Tensor, denoiser: UNet2DConditionModel) -> Tensor:
+        return F.pixel_unshuffle(images, _patch(denoiser.config, self.hparams.colors))
+
+    def _pixels(self, denoiser: UNet2DConditionModel) -> int:
+        """Width of the pictures that a denoiser draws."""
+        return denoiser.config.sample_size * _patch(denoiser.config, self.hparams.colors)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with the schedule of `optimization`."""
+        return self.optimization.configure(self)
+
+    # ------------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[str],
+        num_inference_steps: int = 25,
+        guidance_scale: float = 4.0,
+        generator: torch.Generator | None = None,
+        noise_level: float = 0.1,
+        small: Tensor | None = None,
+    ) -> Tensor:
+        """Draws one picture per prompt: first the base, then the upscaler.
+
+        Args:
+            prompts: What to draw.
+            num_inference_steps: Denoising steps of each.
+            guidance_scale: Strength of classifier-free guidance; 1 for none.
+            generator: Of all noise; its device may be another.
+            noise_level: Of the noise added to what the base has drawn, in [0, 1].
+            small: Small pictures to draw larger, `(len(prompts), 3, h, w)` in [0, 1]; the base draws them if not
+                given.
+
+        Returns:
+            `(len(prompts), 3, H, W)` in [0, 1].
+        """
+        require_number("noise_level", noise_level, 0, 1)
+        was_training = self.training
+        self.eval()
+        try:
+            return self._sample(
+                prompts, num_inference_steps, guidance_scale, generator, noise_level, small
+            )
+        finally:
+            self.train(was_training)
+
+    def _sample(
+        self,
+        prompts: Sequence[str],
+        num_inference_steps: int,
+        guidance_scale: float,
+        generator: torch.Generator | None,
+        noise_level: float,
+        small: Tensor | None,
+    ) -> Tensor:
+        twice = 1 + (guidance_scale != 1)
+        captions = [""] * len(prompts) * (twice - 1) + list(prompts)
+        tokens = tokenize(self.tokenizer, captions, self.device)
+        states = text_states(self.text_encoder, tokens)
+
+        def draw(denoiser: UNet2DConditionModel, *told: Tensor) -> Tensor:
+            told = tuple(torch.cat([one] * twice) for one in told)
+            patch = _patch(denoiser.config, self.hparams.colors)
+            start = self._noise(len(prompts), self._pixels(denoiser), generator)
+            found = denoised(
+                self.scheduler,
+                F.pixel_unshuffle(start, patch),
+                lambda noisy, t: self._predict(denoiser, noisy, t, states, tokens, *told),
+                num_inference_steps,
+                guidance_scale,
+                generator,
+            )
+            return F.pixel_shuffle(found, patch).clamp(-1, 1)
+
+        given = None if small is None else 2 * small.to(self.device)[:, : self.hparams.colors] - 1
+        small = draw(self.unet) if given is None else given
+        level = torch.full((len(prompts),), noise_level, device=self.device)
+        noise = self._noise(len(prompts), small.shape[-1], generator)
+        return draw(self.upscaler, *self._told(small, level, noise)).expand(-1, 3, -1, -1) / 2 + 0.5
+
+    def _noise(self, count: int, pixels: int, generator: torch.Generator | None) -> Tensor:
+        device = generator.device if generator is not None else self.device
+        shape = (count, self.hparams.colors, pixels, pixels)
+        return torch.randn(shape, generator=generator, device=device).to(self.device)
+
+
+def _patch(config: Mapping[str, Any], colors: int) -> int:
+    """Width of the squares of pixels that a denoiser sees as one."""
+    return isqrt(config["out_channels"] // colors)
+
+
+def _check_denoisers(configs: Mapping[str, Mapping[str, Any]], colors: int) -> None:
+    if colors not in (1, 3):
+        raise ConfigurationError(f"colors must be 3, or 1 for grey pictures; got {colors}")
+    for name, config in configs.items():
+        takes, gives = config.get("in_channels", 4), config.get("out_channels", 4)
+        wanted = gives * (1 + (name == "upscaler"))
+        if isqrt(gives // colors) ** 2 * colors != gives or takes != wanted:
+            told = " and takes twice as many, half of them of the small picture" * (
+                name == "upscaler"
+            )
+            raise ConfigurationError(
+                f"{name} takes {takes} channels and gives {gives}: in a cascade it gives {colors} p p, for "
+                f"colors of patches of p x p pixels{told}"
+            )
+        if not isinstance(config.get("sample_size"), int):
+            raise ConfigurationError(
+                f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it draws"
+            )
+    if configs["upscaler"].get("class_embed_type") != "timestep":
+        raise ConfigurationError(
+            "the upscaler is told the level of noise in the small picture by class_embed_type=timestep; got "
+            f"{configs['upscaler'].get('class_embed_type')!r}"
+        )
+    small, large = (
+        configs[name]["sample_size"] * _patch(configs[name], colors)
+        for name in ("unet", "upscaler")
+    )
+    if small >= large:
+        raise ConfigurationError(
+            f"the upscaler draws {large} pixels (sample_size times its patches), and the base {small}: not fewer"
+        )

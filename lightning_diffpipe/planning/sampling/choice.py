@@ -1,0 +1,143 @@
+"""Which method samples fastest: the best of all methods on all meshes, and its reason.
+
+Stale activations need steps that differ little, so few-step models get an exact method. An exact method is also
+taken where it costs at most a tenth more. What needs more memory than a rank has is left out, and so is what is not
+as wished, or was chosen before and did not work. What the methods cost is in `candidates.py` and
+`memory.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.sampling.candidates import (
+    MIN_STEPS,
+    DenoiserProfile,
+    SamplingChoice,
+    candidates,
+)
+from lightning_diffpipe.planning.sampling.memory import memory_of_rank
+from lightning_diffpipe.planning.sampling.wish import SamplingWish
+
+_TOLERANCE = 1.1
+
+
+def choose_sampling(
+    profile: DenoiserProfile,
+    link: Link,
+    num_ranks: int,
+    num_steps: int,
+    memory_bytes: int | None = None,
+    wish: SamplingWish | None = None,
+) -> SamplingChoice:
+    """The fastest way to sample a request, and why.
+
+    Args:
+        profile: Of the denoiser.
+        link: Between any two ranks.
+        num_ranks: All of them are used, unless nothing is gained.
+        num_steps: Denoising steps.
+        memory_bytes: What every rank has left for the denoiser; None means that it is no limit. If nothing
+            fits, what needs least is taken.
+        wish: What is given and not chosen, and what was refused.
+
+    Raises:
+        ConfigurationError: Nothing is as wished; the message lists what there is.
+
+    Example:
+        >>> profile = DenoiserProfile(1.0, 0.01, 1, 1, 28, 64, 10**7, 10**5, 10**9, 2 * 10**9, 28)
+        >>> slow = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+        >>> choice = choose_sampling(profile, slow, num_ranks=4, num_steps=20)
+        >>> choice.method, choice.num_patches
+        ('pipefusion', 4)
+        >>> choose_sampling(profile, slow, num_ranks=4, num_steps=4).method
+        'sequence'
+    """
+    wish = wish or SamplingWish()
+    every = list(candidates(profile, link, num_ranks, num_steps, wish))
+    if not every:
+        there_is = candidates(profile, link, num_ranks, num_steps)
+        raise ConfigurationError(_refusal(wish, list(there_is), num_ranks))
+    needs = {choice: memory_of_rank(profile, choice) for choice in every}
+    limit = math.inf if memory_bytes is None else max(memory_bytes, min(needs.values()))
+    found = [choice for choice in every if needs[choice] <= limit]
+    best = min(found, key=lambda choice: choice.seconds)
+    exact = [c for c in found if c.is_exact and c.seconds <= _TOLERANCE * best.seconds]
+    chosen = min(exact, key=lambda choice: choice.seconds, default=best)
+    reason = _reason(chosen, found, profile, num_ranks, num_steps)
+    if memory_bytes is not None:
+        reason += _ruled_out(needs, memory_bytes)
+    if profile.num_blocks and (wish.num_patches or 0) > profile.num_units:
+        reason += f"; no pipefusion: num_patches={wish.num_patches}, but there are {profile.num_units} rows"
+    reason += "".join(f"; {refusal}" for refusal in wish.refused)
+    return replace(chosen, reason=reason)
+
+
+def _refusal(wish: SamplingWish, there_is: Sequence[SamplingChoice], num_ranks: int) -> str:
+    meshes: dict[str, list[str]] = {}
+    for choice in there_is:
+        named = meshes.setdefault(choice.method, [])
+        named += [choice.mesh] * (choice.mesh not in named)
+    said = "; ".join(f"{method} on {', '.join(names)}" for method, names in meshes.items())
+    return f"method=auto cannot use {num_ranks} ranks as {wish}; these fit this request: {said}"
+
+
+def _ruled_out(needs: Mapping[SamplingChoice, int], memory_bytes: int) -> str:
+    """Says which methods do not fit on any mesh, and what they need."""
+    least = _best_by(needs, lambda choice: choice.method, needs.__getitem__)
+    too_large = {method: need for method, need in least.items() if need > memory_bytes}
+    if not too_large:
+        return ""
+    said = ", ".join(f"{method} {need / 1e9:.3g} GB" for method, need in sorted(too_large.items()))
+    reason = f"; a rank has {memory_bytes / 1e9:.3g} GB left, too little for {said}"
+    return reason + (": what needs least is taken" if len(too_large) == len(least) else "")
+
+
+def _reason(
+    chosen: SamplingChoice,
+    found: Sequence[SamplingChoice],
+    profile: DenoiserProfile,
+    num_ranks: int,
+    num_steps: int,
+) -> str:
+    if num_ranks == 1:
+        return "there is one rank"
+    others = _best_by([c for c in found if c.method != chosen.method], lambda c: c.method)
+    reason = f"{chosen.method} is expected to take {chosen.seconds:.3g} s"
+    reason += f" against {_listed(others)}" if others else ""
+    meshes = _best_by([c for c in found if c.method == chosen.method], lambda c: c.mesh)
+    meshes.pop(chosen.mesh)
+    if meshes:
+        reason += f"; on {chosen.mesh}, since other meshes take longer: {_listed(meshes, 2)}"
+    if chosen.sequence_mode == "ring":
+        ranks = chosen.axes["sequence"]
+        reason += f"; in a ring, since heads cannot be spread over {ranks} ranks"
+    if num_steps < MIN_STEPS:
+        reason += f"; {num_steps} steps are too few for stale activations, which need {MIN_STEPS}"
+    elif chosen.is_exact and any(not c.is_exact and c.seconds < chosen.seconds for c in found):
+        reason += "; it is exact and at most a tenth slower than the fastest"
+    if profile.refusal and not profile.num_blocks:
+        reason += f"; no pipefusion: {profile.refusal}"
+    return reason
+
+
+def _best_by(
+    found: Iterable[SamplingChoice],
+    name: Callable[[SamplingChoice], str],
+    cost: Callable[[SamplingChoice], float] = lambda choice: choice.seconds,
+) -> dict[str, float]:
+    """The lowest cost of each name: seconds, or what is asked for."""
+    best: dict[str, float] = {}
+    for choice in found:
+        best[name(choice)] = min(cost(choice), best.get(name(choice), math.inf))
+    return best
+
+
+def _listed(seconds: dict[str, float], most: int | None = None) -> str:
+    """The fastest first."""
+    named = sorted(seconds.items(), key=lambda item: item[1])[:most]
+    return ", ".join(f"{name} {value:.3g} s" for name, value in named)

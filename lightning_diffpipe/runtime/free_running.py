@@ -1,0 +1,339 @@
+"""A rank's loop without flushes: PipeDream's, with weights in several versions.
+
+    batch k -> forward of k, backward of one that went out before -> a step of this rank's own optimizer
+                    '- with the weights that it went forward with -'      '- older weights are stored -'
+
+Messages skew the ranks; nothing else ties them: rank 0 is ahead of the last rank by as many batches as
+are under way. So the loss of a batch is known some batches later, on all ranks behind the same one. Draining takes
+back what is under way; afterwards weights have one version, and all ranks have trained on the same batches.
+
+Of gradients a parameter has only those of the batch that comes back: another may have begun, if several
+microbatches make a batch, and then its sum stays in `.grad` until the next batch.
+
+Sources: see `planning/schedules/pipedream.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_diffpipe.comm.transport import Exchange, P2PTransport, Transport
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.instruction import Program
+from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
+from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
+from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
+from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
+from lightning_diffpipe.runtime.executor import run_alone
+from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.stage import MicrobatchWork
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""What learning-rate schedulers change in a parameter group."""
+
+
+class WeightVersions:
+    """Weights of a rank as they are, and as they were when batches under way began.
+
+    Version v is there after v steps of the optimizer since the pipeline was empty. A parameter stays the same
+    object and gets other memory, so that whoever holds it holds the right version.
+
+    Args:
+        parameters: What is trained here.
+        behind: By how many steps the weights of a batch are behind its number.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], behind: int) -> None:
+        self._parameters, self._behind = tuple(parameters), behind
+        self._stored: dict[int, list[torch.Tensor]] = {}
+        self._latest = 0
+
+    @property
+    def num_stored(self) -> int:
+        """Versions there are now, the latest included."""
+        return 1 + len(self._stored)
+
+    @contextlib.contextmanager
+    def of(self, batch: int) -> Iterator[None]:
+        """Inside, parameters are those that this batch is trained on."""
+        version = self._version_of(batch)
+        if version == self._latest:
+            yield
+            return
+        latest = [parameter.data for parameter in self._parameters]
+        self._put(self._stored[version])
+        try:
+            yield
+        finally:
+            self._put(latest)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, the optimizer steps, in batches' order; what a batch under way has read stays as it was."""
+        if self._behind == 0:
+            yield
+            self._latest += 1
+            return
+        self._stored[self._latest] = [parameter.data for parameter in self._parameters]
+        self._put([parameter.data.clone() for parameter in self._parameters])
+        # Autograd has noted which version of a tensor it will need: that is stored, not written to.
+        with torch.autograd._unsafe_preserve_version_counter(self._parameters):
+            yield
+        self._latest += 1
+        for version in [v for v in self._stored if v < self._version_of(self._latest)]:
+            del self._stored[version]
+
+    def forget(self) -> None:
+        """Nothing is under way any more: the latest is version 0."""
+        self._stored.clear()
+        self._latest = 0
+
+    def _version_of(self, batch: int) -> int:
+        return max(batch - self._behind, 0)
+
+    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.data = tensor
+
+
+@dataclass
+class _UnderWay:
+    """A batch whose results are still to come."""
+
+    batch_index: int
+    num_samples: int
+    sharing: Exchange
+
+
+class FreeRunningEngine(Engine):
+    """One rank's side of a pipeline that is not flushed between batches.
+
+    Args:
+        layout: Lays batches out; one stage on each rank.
+        reducer: Sums gradients over pipelines side by side.
+        parameters: What is trained here.
+        weights_behind: By how many batches the weights are behind that this rank runs a batch with.
+        check_finite: Look for NaN and infinity at stage boundaries.
+        transport: Carries messages; made from the mesh if not given.
+
+    Attributes:
+        optimizers: Step behind every batch that has come back.
+        clip_value: Bound of every single gradient.
+        versions: The weights.
+    """
+
+    def __init__(
+        self,
+        layout: BatchLayout,
+        reducer: GradientReducer,
+        parameters: Sequence[nn.Parameter],
+        weights_behind: int,
+        check_finite: bool = False,
+        transport: Transport | None = None,
+    ) -> None:
+        mesh, schedule = layout.mesh, layout.schedule
+        self._per_batch = schedule.num_microbatches
+        # More than can be under way anywhere, and twice that, until the last message has told of another.
+        self._ring = self._per_batch * (2 * schedule.num_ranks + 2)
+        told = _told_in_loop(schedule, mesh.local_rank, self._ring)
+        stages = schedule.placement.num_stages
+        super().__init__(
+            layout, reducer, check_finite, transport or P2PTransport(mesh, stages, told)
+        )
+        self.optimizers: Sequence[Optimizer] = ()
+        self.clip_value: float | None = None
+        self.versions = WeightVersions(parameters, weights_behind)
+        self._parameters = tuple(parameters)
+        self._runner.weights_of = lambda work: self.versions.of(work.batch)
+        self.executor.update = self._update
+        self._num_batches = 0
+        self._recording = self.executor.recording
+        self._works: dict[int, MicrobatchWork] = {}
+        self._settings: dict[int, list[dict[str, Any]]] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        # Behind so many batches the first rank has what the last one sent, without waiting for it.
+        self._results_after = -(-warmup_forwards(schedule.placement, 0) // self._per_batch)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch is under way."""
+        return not self._num_batches
+
+    def advance(
+        self,
+        batch: Any,
+        batch_index: int,
+        arguments: tuple[Any, ...] = (),
+        alarm: bool = False,
+    ) -> list[StepResult]:
+        """Forwards a batch, takes back what is due, and steps the optimizers behind it.
+
+        Args:
+            batch: This pipeline's batch, on this rank's device.
+            batch_index: Number of the batch since training began; seeds its random numbers.
+            arguments: Further arguments of the step.
+            alarm: What this rank wants all ranks of the pipeline to hear of, with this batch's results.
+
+        Returns:
+            Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.
+            Their recording is that of this step.
+
+        Raises:
+            As `run_step`.
+        """
+        works, program, frozen = self.begin(batch, batch_index, arguments)
+        self._run(program, frozen, flushes=False)
+        started = self._results.start(works, alarm)
+        sharing = self._transport.awaited(started, "loss and metrics", lambda: None)
+        num_samples = sum(work.num_samples for work in works)
+        self._recording = self.executor.recording
+        self._under_way.append(_UnderWay(batch_index, num_samples, sharing))
+        return self._finished(self._results_after)
+
+    def drain(self) -> list[StepResult]:
+        """Takes back all that is under way, and steps the optimizers; results as for `advance`."""
+        if self.is_empty:
+            return []
+        self._run(self.begin_drain(), None, flushes=True)
+        return self._finished(0)
+
+    def begin(
+        self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = ()
+    ) -> tuple[list[MicrobatchWork], Program, FrozenWork | None]:
+        """Lays the next batch out: its microbatches, what this rank runs now, and the frozen parts."""
+        step = self.layout.lay_out(batch, batch_index, 1, arguments)
+        if len(step.works) != self._per_batch:
+            raise ConfigurationError(
+                f"a batch of {sum(w.num_samples for w in step.works)} samples cannot be cut into "
+                f"{self._per_batch} microbatches, and without a flush every batch has as many; give the data "
+                "loader drop_last=True, or plan fewer microbatches"
+            )
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        for work in step.works:
+            work.batch = number
+            work.index = (number * self._per_batch + work.index) % self._ring
+            self._works[work.index] = work
+        self._settings[number] = _settings(self.optimizers)
+        program = self._loop(range(number, number + 1), front=frozen_front(step.program))
+        return step.works, program, step.frozen
+
+    def begin_drain(self) -> Program:
+        """What this rank runs to take back all that is under way."""
+        return self._loop(range(self._num_batches, self._num_batches), drains=True)
+
+    def end_drain(self) -> None:
+        """Nothing is under way any more."""
+        self._num_batches = 0
+        self._works.clear()
+        self._settings.clear()
+        self.versions.forget()
+
+    def close(self) -> None:
+        """Gives back threads and tensors that outlive a step."""
+        self.end_drain()
+        self._under_way.clear()
+        self._results.clear()
+        super().close()
+
+    def _loop(self, batches: range, **options: Any) -> Program:
+        schedule, rank = self.layout.schedule, self.layout.mesh.local_rank
+        program = loop_program(schedule.placement, rank, self._per_batch, batches, **options)
+        return lower_loop(schedule, program, self._ring)
+
+    def _run(self, program: Program, frozen: FrozenWork | None, *, flushes: bool) -> None:
+        self.executor.flushes = flushes
+        try:
+            run_alone(self.executor, program, self._works, frozen)
+        except BaseException:
+            self._under_way.clear()
+            self.end_drain()
+            raise
+        finally:
+            self.executor.flushes = True
+        if flushes:
+            self.end_drain()
+
+    def _finished(self, left: int) -> list[StepResult]:
+        """Results of all batches under way but the latest ones."""
+        results = []
+        while len(self._under_way) > left:
+            done = self._under_way.popleft()
+            done.sharing.wait()
+            loss, _, logged = self._results.finish()
+            results.append(
+                StepResult(
+                    loss,
+                    logged,
+                    done.num_samples,
+                    self._recording,
+                    self._results.alarm,
+                    done.batch_index,
+                )
+            )
+        return results
+
+    def _update(self, work: MicrobatchWork) -> None:
+        """Steps the optimizers with the gradients of the batch whose last microbatch has come back."""
+        summing = self.reducer.start(self._transport.awaited)
+        if summing is not None:
+            summing.wait()
+        settings = self._settings.pop(work.batch)
+        if self.clip_value:
+            nn.utils.clip_grad_value_(self._parameters, self.clip_value)
+        with self.versions.updating(), _as_then(self.optimizers, settings):
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        for index in [index for index, w in self._works.items() if w.batch == work.batch]:
+            del self._works[index]
+
+
+def _told_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequence[Any]]:
+    """What a message tells of those that this rank sent, wherever in the loop."""
+    num_batches = 3 * ring // schedule.num_microbatches
+    told = delivered(lower(unrolled(schedule, num_batches)))[rank]
+    return {
+        message_key(wait, ring): [message_key(send, ring) for send in sends]
+        for wait, sends in told.items()
+        if ring <= wait.microbatch < 2 * ring
+    }
+
+
+def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """What learning-rate schedulers have set by now, by parameter group."""
+    return [
+        {name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+@contextlib.contextmanager
+def _as_then(
+    optimizers: Sequence[Optimizer], settings: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Inside, parameter groups have what they had when the batch went out: all ranks train on it alike."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    now = [
+        {name: group[name] for name in then} for group, then in zip(groups, settings, strict=True)
+    ]
+    for group, then in zip(groups, settings, strict=True):
+        group.update(then)
+    try:
+        yield
+    finally:
+        for group, latest in zip(groups, now, strict=True):
+            group.update(latest)

@@ -1,0 +1,403 @@
+"""What all ranks need to know to sample one request: plain values that can be sent.
+
+Rank 0 runs the pipeline's call once with a denoiser that predicts zeros (`loop.py`); what it saw is a `Call`. Every
+rank, that one included, makes a `Request` of it for its own copy, or its own part, of the denoiser:
+
+    rank 0      prompts -> pipeline's own code, first run -> Call ── broadcast ──> all ranks
+    all ranks   Call + denoiser -> Request -> sampler, which runs the pipeline's loop -> final latents
+    rank 0      final latents -> pipeline's own code -> pictures
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.loop import (
+    Exchange,
+    Outline,
+    PipelineCall,
+    PipelineLoop,
+    Prediction,
+    latents_name,
+    restored,
+)
+from lightning_diffpipe.sampling.request import Denoise, Request
+from lightning_diffpipe.sampling.schedulers import (
+    drawing_from,
+    for_samples,
+    on_host,
+    random_states,
+)
+
+_SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
+"""Arguments of denoisers without a row per sample, whatever their size."""
+
+
+@dataclass
+class Call:
+    """One request, without the model.
+
+    Attributes:
+        pipeline: Its call.
+        steps: For the first and the last step, arguments of each call of the denoiser.
+        num_calls: For every step, calls of the denoiser that ranks share.
+        num_others: Calls of further denoisers in all steps.
+        timesteps: One for each step.
+        whole: Latents of all ranks, as the first step is given them.
+        scheduler: As it is in front of that.
+        num_samples: Pictures the request draws.
+        step_arguments: Further arguments of `scheduler.step`, such as `eta`.
+        channels: Channels of a prediction that the loop looks at; None means all.
+        mixes: The loop's own code brings rows of latents together.
+        rows: Of the latents, that this rank draws; None means all.
+        divided: Where the branches of guidance were before they were divided over two halves of the
+            ranks: `"batch"`, `"calls"`, or None if they are together.
+        index: Which of the branches this rank computes.
+        random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
+            drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
+        loop: The one that draws here, once it has begun.
+    """
+
+    pipeline: PipelineCall
+    steps: list[list[dict[str, Any]]]
+    num_calls: list[int]
+    num_others: int
+    timesteps: Tensor
+    whole: Tensor
+    scheduler: Any
+    num_samples: int
+    step_arguments: dict[str, Any] = field(default_factory=dict)
+    channels: int | None = None
+    mixes: bool = False
+    rows: list[int] | None = None
+    divided: str | None = None
+    index: int = 0
+    random_states: list[Tensor] = field(default_factory=list)
+    loop: list[PipelineLoop] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pipeline: PipelineCall, outline: Outline) -> Call:
+        """What the first run of a pipeline's call has shown."""
+        rows, decoded = len(outline.latents), outline.record.num_decoded
+        with_calls = [calls for calls in outline.calls if calls] or [[]]
+        return cls(
+            replace(pipeline, record=outline.record),
+            [with_calls[0], with_calls[-1]],
+            outline.num_calls,
+            outline.num_others,
+            torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in outline.timesteps]),
+            outline.latents,
+            outline.scheduler,
+            decoded if decoded and rows % decoded == 0 else rows,
+            outline.step_arguments,
+            outline.channels,
+            outline.mixes,
+        )
+
+    @property
+    def latents(self) -> Tensor:
+        """Start noise of the samples that this rank draws."""
+        return self.whole if self.rows is None else self.whole[self.rows]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Type of the latents that the denoiser takes."""
+        arguments = self.steps[0][0]
+        dtype: torch.dtype = arguments[latents_name(arguments)].dtype
+        return dtype
+
+    @property
+    def expansion(self) -> int:
+        """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch."""
+        arguments = self.steps[0][0]
+        rows = len(arguments[latents_name(arguments)])
+        if rows % len(self.whole):
+            raise ConfigurationError(
+                f"the denoiser takes {rows} rows for {len(self.whole)} latents, which ranks cannot share; sample "
+                "in one process, with method=single"
+            )
+        return rows // len(self.whole)
+
+    def refuse_steps(self, method: str) -> None:
+        """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need.
+
+        Args:
+            method: For the message.
+        """
+        if self.num_others:
+            raise ConfigurationError(
+                f"{type(self.pipeline.pipeline).__name__} denoises with {' and '.join(self.pipeline.denoisers)} in "
+                f"turn, and method={method} can share one denoiser among ranks; sample it with method=single, "
+                "which divides the prompts"
+            )
+        if len(set(self.num_calls)) > 1:
+            raise ConfigurationError(
+                f"the pipeline's steps call its denoiser {', '.join(map(str, sorted(set(self.num_calls))))} times, "
+                f"and with method={method} every step must look alike; leave out options that change single steps, "
+                "such as skipped layers, or sample with method=single"
+            )
+
+    def refuse_rows(self, method: str) -> None:
+        """Raises ConfigurationError if the loop's own code would need rows that other ranks have.
+
+        Args:
+            method: For the message.
+        """
+        if self.mixes:
+            raise ConfigurationError(
+                f"between its calls of the denoiser {type(self.pipeline.pipeline).__name__} brings rows of the "
+                f"latents together, such as guidance_rescale and ControlNets do, and with method={method} a rank "
+                "has some of the rows only; leave such options out, or sample with method=distrifusion or single"
+            )
+
+    def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
+        """Binds the call to a denoiser.
+
+        Args:
+            model: The denoiser, or this rank's part of it.
+            exchange: For one branch of guidance: makes both predictions, in order, of this one.
+        """
+        divided = self.divided == "batch"
+        return Request(
+            model=model,
+            denoise=self.denoise(model),
+            scheduler=copy.deepcopy(self.scheduler),  # schedulers count their steps
+            timesteps=self.timesteps,
+            latents=self.latents,
+            scale_input=hasattr(self.scheduler, "scale_model_input"),
+            step_kwargs=restored(self.step_arguments),
+            branches_in_batch=1 if divided else self._expansion_or_1 * self._copies,
+            begin=lambda: self._begin(model, exchange),
+        )
+
+    @property
+    def _expansion_or_1(self) -> int:
+        try:
+            return self.expansion
+        except ConfigurationError:
+            return 1
+
+    def _begin(self, model: nn.Module, exchange: Exchange | None) -> PipelineLoop:
+        loop = PipelineLoop(
+            replace(
+                self.pipeline, parts={**self.pipeline.parts, self.pipeline.denoisers[0]: model}
+            ),
+            lambda arguments: self._compute(model, arguments),
+            self.rows,
+            None if self.divided is None else self.index,
+            self.divided == "calls",
+            exchange,
+            self.channels,
+        )
+        self.loop.append(loop)
+        return loop
+
+    def _compute(self, model: nn.Module, arguments: dict[str, Any]) -> Any:
+        """Answers a call of the denoiser with what this rank computes of it; the rest is NaN."""
+        num_rows = len(arguments[latents_name(arguments)])
+        own = self._own_rows(num_rows)
+        if own is None:
+            return model(**arguments)
+        out = model(**_rows(arguments, own, num_rows))[0]
+        if self.divided == "batch":
+            num_rows, own = len(self.whole), self.rows
+        if own is None:
+            return Prediction((out,))
+        whole = out.new_full((num_rows, *out.shape[1:]), float("nan"))
+        whole[own] = out
+        return Prediction((whole,))
+
+    def _own_rows(self, num_rows: int) -> list[int] | None:
+        """Rows of the denoiser's input that this rank computes; None means all."""
+        if self.rows is None and self.divided != "batch":
+            return None
+        size = len(self.whole)
+        copies = [self.index] if self.divided == "batch" else range(num_rows // size)
+        here = self.rows if self.rows is not None else range(size)
+        return [c * size + i for c in copies for i in here]
+
+    def denoise(self, model: nn.Module) -> Denoise:
+        """All calls of the denoiser in one step, alone: `(latents, timestep) ->` a prediction of their shape.
+
+        For looking at the model, not for sampling: what the loop does with predictions is left out.
+        """
+
+        def denoise(latents: Tensor, timestep: Tensor) -> Tensor:
+            found: Tensor | None = None
+            for number, arguments in enumerate(self._arguments_at(timestep)):
+                if self.divided == "calls" and number != self.index:
+                    continue
+                name = latents_name(arguments)
+                own = self._own_rows(len(arguments[name]))
+                if own is not None:
+                    arguments = _rows(arguments, own, len(arguments[name]))
+                given = arguments | {name: _given(arguments[name], latents)}
+                out = model(**given)[0][tuple(map(slice, latents.shape))]
+                found = out if found is None else found + out
+            assert found is not None
+            return found
+
+        return denoise
+
+    def _arguments_at(self, timestep: Tensor) -> list[dict[str, Any]]:
+        """Arguments of the denoiser's calls in the first or the last step; of NaN, NaN where these two differ.
+
+        Args:
+            timestep: That of one of them, or NaN.
+        """
+        first, last = self.steps
+        if not timestep.isnan():
+            is_last = len(self.timesteps) > 1 and bool(timestep == self.timesteps[-1])
+            return last if is_last else first
+
+        def unknown(one: Any, other: Any) -> Any:
+            if not isinstance(one, Tensor) or (
+                one.shape == other.shape and torch.equal(one, other)
+            ):
+                return one
+            dtype = one.dtype if one.is_floating_point() else torch.get_default_dtype()
+            return torch.full_like(one, float("nan"), dtype=dtype)
+
+        return [
+            pytree.tree_map(unknown, one, other) for one, other in zip(first, last, strict=True)
+        ]
+
+    @property
+    def branches(self) -> int:
+        """Predictions that guidance combines and that two halves of the ranks could share."""
+        return max(len(self.steps[0]), self._expansion_or_1)
+
+    def branch(self, index: int) -> Call:
+        """The same request with one branch of guidance only, for one half of the ranks.
+
+        Where guidance is in the batch, rows `index::` of every per-sample argument; where the denoiser is
+        called once per branch, that call.
+        """
+        if len(self.steps[0]) == 2:
+            return replace(self, index=index, divided="calls")
+        if len(self.steps[0]) > 2 or self.expansion != 2:
+            raise ConfigurationError(
+                "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
+                "that can be divided: raise guidance_scale above 1, or leave guidance at 1 (always so with "
+                "pipelines whose latents hold both, and with more than two branches)"
+            )
+        return replace(self, index=index, divided="batch")
+
+    def samples(self, start: int, stop: int) -> Call:
+        """The same request for samples `start` to `stop` only, for data parallel ranks.
+
+        Noise drawn on the way is that of these samples in the whole request.
+
+        Raises:
+            ConfigurationError: The scheduler cannot step samples apart.
+        """
+        here, steps, scheduler = (
+            self.rows_of(start, stop),
+            dict(self.step_arguments),
+            self.scheduler,
+        )
+        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
+            steps["generator"] = [steps["generator"][i] for i in here]
+        else:
+            scheduler = for_samples(scheduler, here, self.whole, self.timesteps)
+        return replace(self, rows=here, scheduler=scheduler, step_arguments=steps)
+
+    def rows_of(self, start: int, stop: int) -> list[int]:
+        """Rows of the latents that belong to samples `start` to `stop`."""
+        return [c * self.num_samples + i for c in range(self._copies) for i in range(start, stop)]
+
+    @property
+    def _copies(self) -> int:
+        """Copies of every sample in the latents themselves."""
+        return len(self.whole) // self.num_samples
+
+    def finish(self, latents: Tensor) -> Any:
+        """What the pipeline makes of the final latents; on the rank that leads."""
+        try:
+            return self.loop[0].finish(latents)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends all loops that have begun."""
+        while self.loop:
+            self.loop.pop().close()
+
+    def packed(self) -> Call:
+        """The call as it travels: on the host."""
+        steps, whole, timesteps = pytree.tree_map(
+            _to("cpu"), (self.steps, self.whole, self.timesteps)
+        )
+        return replace(
+            self,
+            steps=steps,
+            whole=whole,
+            timesteps=timesteps,
+            scheduler=on_host(self.scheduler),
+            random_states=random_states(self.whole.device),
+        )
+
+    def unpacked(self, device: torch.device) -> Call:
+        """The inverse of `packed`, on a rank's own device."""
+        steps, whole, timesteps = pytree.tree_map(
+            _to(device), (self.steps, self.whole, self.timesteps)
+        )
+        twin = copy.copy(self.scheduler)
+        if torch.is_tensor(getattr(twin, "timesteps", None)):
+            twin.timesteps = twin.timesteps.to(device)
+        return replace(self, steps=steps, whole=whole, timesteps=timesteps, scheduler=twin)
+
+    @contextmanager
+    def drawing_alike(self, rank: int) -> Iterator[None]:
+        """A context in which default generators go on from where those of rank 0 were.
+
+        Args:
+            rank: This one; on all but rank 0 default generators are as they were behind the context.
+        """
+        with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
+            yield
+
+
+def _to(device: torch.device | str) -> Callable[[Any], Any]:
+    return lambda value: value.to(device) if isinstance(value, Tensor) else value
+
+
+def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:
+    """Takes rows of every argument that has one row per input of the denoiser."""
+    return {
+        name: value
+        if name in _SHARED
+        else pytree.tree_map(
+            lambda leaf: (
+                leaf[list(rows)]
+                if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num_rows
+                else leaf
+            ),
+            value,
+        )
+        for name, value in arguments.items()
+    }
+
+
+def _given(seen: Tensor, latents: Tensor) -> Tensor:
+    """What the denoiser is given for other latents than those it was seen with; conditions behind them stay.
+
+    Args:
+        seen: Its input: copies of the latents, perhaps with further channels or tokens.
+        latents: Of one row for each sample.
+    """
+    given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
+    for axis in range(1, seen.ndim):
+        behind = seen.shape[axis] - given.shape[axis]
+        if behind > 0:
+            return torch.cat([given, seen.narrow(axis, given.shape[axis], behind)], axis)
+    return given

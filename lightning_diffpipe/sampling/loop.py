@@ -1,0 +1,752 @@
+"""A pipeline's own loop, run step by step: its `__call__`, paused where it calls the denoiser and its scheduler.
+
+    pipeline(prompt, ...)     its own code: checks, prompts to embeddings, start noise, timesteps
+      loop, each step:
+        denoiser(...)         pauses; a sampler computes the answer, alone or with other ranks
+        scheduler.step(...)   pauses; a sampler steps, or gives the latents that another rank has stepped
+      its own code            unpacks and decodes the final latents, on rank 0
+
+So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and pictures
+as input are its own code. The call is run several times. The first run, of rank 0, has a denoiser that predicts
+zeros: it records what text encoders and the like answer (`record.py`), counts the steps and shows what the denoiser
+is called with. Further runs, on any rank, are answered from that record. They always see latents of full shape;
+what this rank does not compute is NaN there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import re
+import types
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_diffpipe.errors import ConfigurationError, SamplingError
+from lightning_diffpipe.graph.coroutine import Coroutine
+from lightning_diffpipe.sampling.record import LoopEnds, Record, Recorder, Replayed, moved
+
+_DENOISER = re.compile(r"(transformer|unet|prior)(_\d+)?")
+_LATENTS = ("sample", "hidden_states", "x", "latents")
+_METHODS = ("encode_prompt",)
+"""Recorded as a whole, since they answer much less than the parts that they ask."""
+_NAN = float("nan")
+
+
+def denoisers_among(names: Any) -> list[str]:
+    """Names of the parts that denoise; the first is the one that ranks share."""
+    return sorted(name for name in names if _DENOISER.fullmatch(name))
+
+
+# ------------------------------------------------------------------------------------ running the call
+
+
+@dataclass
+class PipelineCall:
+    """The call of a pipeline, as something that can be run many times.
+
+    Attributes:
+        pipeline: It, or a shallow copy without its parts.
+        method: Its method that draws.
+        arguments: Of that.
+        parts: The parts that are here, by name.
+        names: Of all parts; those that are not here are answered from the record.
+        absent: Parts that the pipeline does without.
+        device: Where this rank computes.
+        record: What parts answered.
+    """
+
+    pipeline: Any
+    method: str
+    arguments: Mapping[str, Any]
+    parts: dict[str, Any]
+    names: tuple[str, ...]
+    device: torch.device
+    absent: frozenset[str] = frozenset()
+    record: Record | None = None
+
+    @property
+    def denoisers(self) -> list[str]:
+        """Names of the parts that denoise."""
+        return denoisers_among(n for n in self.names if n not in self.absent)
+
+    @property
+    def needed(self) -> list[str]:
+        """Parts besides the first denoiser that every rank needs, since the loop calls them."""
+        assert self.record is not None
+        return [*self.denoisers[1:], *sorted(self.record.in_loop)]
+
+    def run(
+        self,
+        on_denoise: Callable[[str, dict[str, Any]], Any],
+        on_step: Callable[[Any, Callable[..., Any], dict[str, Any]], Any],
+        record: Record | None = None,
+        is_looping: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        """Runs the call.
+
+        Args:
+            on_denoise: (denoiser, arguments by name) -> what it returns.
+            on_step: (scheduler, its own step, arguments of that by name) -> what it returns.
+            record: Record into this, instead of answering from the one that is there.
+            is_looping: Whether the loop has begun, for the record.
+
+        Returns:
+            What the pipeline returns.
+        """
+        shell = copy.copy(self.pipeline)
+        own = vars(shell)
+        if isinstance(shell, nn.Module):
+            own["_modules"] = {}
+        turns: Counter[str] = Counter()
+        for name in self.names:
+            part = self.parts.get(name)
+            if name in self.absent:
+                own[name] = None
+            elif name == "scheduler":
+                own[name] = _stepping_by(part, on_step)
+            elif name in self.denoisers:
+                own[name] = _denoising_by(part, functools.partial(on_denoise, name))
+            elif record is not None:
+                own[name] = Recorder(part, name, record, is_looping)
+            elif self.record is not None and name in self.record.in_loop:
+                own[name] = part
+            else:
+                own[name] = Replayed(name, self.record or Record(), part, self.device, turns)
+        for name in _METHODS:
+            if callable(getattr(shell, name, None)):
+                own[name] = self._method(shell, name, record, turns)
+        own["_progress_bar_config"] = {"disable": True}
+        call = getattr(shell, self.method) if self.method != "__call__" else shell
+        arguments = restored(snapshot(self.arguments))  # every run draws the same
+        result = call(**arguments)
+        if record is None:  # as if it had run once
+            for name, value in self.arguments.items():
+                if isinstance(value, torch.Generator):
+                    value.set_state(arguments[name].get_state())
+        return result
+
+    def _method(
+        self, shell: Any, name: str, record: Record | None, turns: Counter[str]
+    ) -> Callable[..., Any]:
+        method, path = getattr(shell, name), f"self.{name}"
+
+        @functools.wraps(method)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            assert record is not None
+            before = {known: len(answers) for known, answers in record.answers.items()}
+            answer = method(*args, **kwargs)
+            for known, answers in list(record.answers.items()):
+                del answers[before.get(known, 0) :]
+                if not answers:
+                    del record.answers[known]
+            record.answers.setdefault(path, []).append(answer)
+            return pytree.tree_map(_cloned, answer)
+
+        @functools.wraps(method)
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            assert self.record is not None
+            turns[path] += 1
+            return pytree.tree_map(_cloned, self.record.answers[path][turns[path] - 1])
+
+        return recorded if record is not None else replayed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks: without parts but the scheduler, and without functions among the arguments."""
+        shell = copy.copy(self.pipeline)
+        own = vars(shell)
+        for name in (*self.names, "_modules", "_trainer", "_fabric"):
+            own.pop(name, None)
+        if isinstance(shell, nn.Module):
+            own["_modules"] = {}
+        assert self.record is not None
+        return {
+            "pipeline": shell,
+            "method": self.method,
+            "arguments": snapshot(
+                {n: moved(v, "cpu") for n, v in self.arguments.items() if not callable(v)}
+            ),
+            "parts": {"scheduler": self.parts["scheduler"]},
+            "names": self.names,
+            "absent": self.absent,
+            "device": torch.device("cpu"),
+            "record": self.record.on("cpu"),
+        }
+
+    def here(
+        self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
+    ) -> PipelineCall:
+        """The same on another rank.
+
+        Args:
+            parts: Those that this rank has.
+            device: Where it computes.
+            functions: Among the arguments, which do not travel.
+        """
+        assert self.record is not None
+        arguments = {n: moved(value, device) for n, value in restored(self.arguments).items()}
+        twin = copy.copy(self.pipeline)
+        if isinstance(twin, nn.Module):
+            vars(twin)["_device"] = device
+        return replace(
+            self,
+            pipeline=twin,
+            arguments=arguments | functions,
+            parts={**self.parts, **parts},
+            device=device,
+            record=self.record.on(device),
+        )
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
+    """A copy of a scheduler whose steps are answered; so are those of its own copies."""
+    plain = type(scheduler)
+    signature = inspect.signature(plain.step)
+
+    @functools.wraps(plain.step)  # pipelines look which arguments it takes
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return on_step(self, plain.step, dict(signature.bind(self, *args, **kwargs).arguments))
+
+    twin = copy.deepcopy(scheduler)
+    twin.__class__ = type(plain.__name__, (plain,), {"step": step})
+    return twin
+
+
+def _denoising_by(denoiser: nn.Module, on_denoise: Callable[[dict[str, Any]], Any]) -> nn.Module:
+    """A shallow copy of a denoiser whose calls are answered."""
+    twin = copy.copy(denoiser)
+    vars(twin).update(vars(denoiser))
+    for name, value in vars(denoiser).items():
+        if isinstance(value, OrderedDict) and "hooks" in name:
+            vars(twin)[name] = OrderedDict()  # the denoiser itself runs them
+    vars(twin)["_compiled_call_impl"] = None
+    signature = inspect.signature(type(denoiser).forward)
+
+    @functools.wraps(type(denoiser).forward)  # pipelines look which arguments it takes
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments.pop(next(iter(signature.parameters)))
+        return on_denoise(arguments | arguments.pop("kwargs", {}))
+
+    vars(twin)["forward"] = types.MethodType(forward, twin)
+    return twin
+
+
+def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the states of their generators in place of these."""
+    return {name: _Generator.of(value) for name, value in arguments.items()}
+
+
+def restored(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with generators of their own, in the states that were taken."""
+    return {name: _Generator.restored(value) for name, value in arguments.items()}
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A random number generator on its way to another process, or to another run."""
+
+    state: Tensor
+    device: str
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(cls.of(v) for v in value)
+        if not isinstance(value, torch.Generator):
+            return value
+        return cls(value.get_state(), str(value.device))
+
+    @classmethod
+    def restored(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(cls.restored(v) for v in value)
+        if not isinstance(value, cls):
+            return value
+        generator = torch.Generator(value.device)
+        generator.set_state(value.state)
+        return generator
+
+
+# ------------------------------------------------------------------------------------ the first run
+
+
+@dataclass
+class Outline:
+    """What a loop will do, found by running it with a denoiser that predicts zeros.
+
+    Attributes:
+        timesteps: One for each step, as the scheduler is told.
+        calls: For the first and the last step, arguments of the calls of the first denoiser.
+        num_calls: For each step, how many these are.
+        num_others: Calls of further denoisers.
+        latents: What the first step is given.
+        scheduler: As it is in front of the first step.
+        step_arguments: Further arguments of that.
+        channels: Channels of predictions that are looked at; None means all.
+        mixes: The loop's own code brings rows of latents together, between calls of the denoiser.
+        record: What other parts answered.
+    """
+
+    timesteps: list[Any] = field(default_factory=list)
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    num_calls: list[int] = field(default_factory=list)
+    num_others: int = 0
+    latents: Tensor = field(default_factory=lambda: torch.empty(0))
+    scheduler: Any = None
+    step_arguments: dict[str, Any] = field(default_factory=dict)
+    channels: int | None = None
+    mixes: bool = False
+    record: Record = field(default_factory=Record)
+
+
+def outline_of(call: PipelineCall) -> Outline:
+    """Runs the call on the rank that has all parts, without computing anything but what is in front of the loop.
+
+    Raises:
+        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
+        Exception: What the pipeline's own checks raise.
+    """
+    found, main = Outline(), call.denoisers[0]
+    waiting: list[dict[str, Any]] = []
+    begun = False
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal begun
+        begun = True
+        found.record.in_loop |= found.record.asked_last
+        if name == main:
+            waiting.append(arguments)
+        else:
+            found.num_others += 1
+        return _stub(call.parts[name], arguments, _NAN)
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        prediction, t, sample = list(arguments.values())[1:4]
+        if not found.timesteps:
+            _refuse_predicted_variance(scheduler, prediction, sample)
+            found.latents, found.scheduler = sample, _plain_copy(scheduler)
+            found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
+            found.step_arguments.pop("return_dict", None)
+            if sample.ndim > 3 and not prediction.isnan().any():
+                found.channels = sample.shape[1]
+        found.timesteps.append(t)
+        found.num_calls.append(len(waiting))
+        found.calls = [*found.calls[:1], list(waiting)]
+        waiting.clear()
+        values = dict(arguments, **{list(arguments)[1]: prediction.nan_to_num()})
+        return plain(**values)
+
+    devices = [call.device] if call.device.type == "cuda" else []
+    quiet = replace(call, arguments=_without_callbacks(call.arguments))
+    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
+        quiet.run(on_denoise, on_step, found.record, lambda: begun)
+    if not found.timesteps or not any(found.num_calls):
+        raise ConfigurationError(
+            f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with "
+            f"{sum(found.num_calls)} calls of its {main}; a loop that can be sampled has at least one of each"
+        )
+    # What a ControlNet and its like make of latents, the denoiser is given.
+    found.mixes = bool(found.record.in_loop) or mixes_rows(
+        replace(quiet, record=found.record), min(2, len(found.timesteps))
+    )
+    return found
+
+
+def mixes_rows(call: PipelineCall, num_steps: int) -> bool:
+    """Whether the loop's own code brings rows of latents together, found by NaN in half of them.
+
+    Args:
+        call: With its record.
+        num_steps: To look at.
+    """
+    found, left = False, num_steps
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        out = _stub(call.parts[name], arguments)
+        draw = torch.Generator().manual_seed(len(out[0]))
+        return Prediction(_half_marked(torch.randn(x.shape, generator=draw).to(x)) for x in out)
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        nonlocal found, left
+        step = _Step(plain, arguments)
+        marks, own = step[1].isnan(), _half_marked(torch.zeros_like(step[1])).isnan()
+        found |= not torch.equal(marks, own)
+        left -= 1
+        if found or not left:
+            raise LoopEnds
+        return step.answer(_half_marked(step[3].nan_to_num()))
+
+    quiet = replace(call, arguments=_without_callbacks(call.arguments))
+    with (
+        torch.random.fork_rng([call.device] if call.device.type == "cuda" else []),
+        torch.no_grad(),
+        contextlib.suppress(LoopEnds),
+    ):
+        quiet.run(on_denoise, on_step)
+    return found
+
+
+def _half_marked(x: Tensor) -> Tensor:
+    """With NaN in the first half of the rows, or of the tokens."""
+    axis = 1 if x.ndim == 3 else -2
+    x = x.clone()
+    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
+    return x
+
+
+def _without_callbacks(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks are for true latents."""
+    return {name: value for name, value in arguments.items() if not name.startswith("callback")}
+
+
+def _plain_copy(scheduler: Any) -> Any:
+    twin = copy.deepcopy(scheduler)
+    twin.__class__ = type(scheduler).__mro__[1]
+    return twin
+
+
+def latents_name(arguments: Mapping[str, Any]) -> str:
+    """The argument of a denoiser that takes the latents."""
+    for name in _LATENTS:
+        if isinstance(arguments.get(name), Tensor):
+            return name
+    return next(
+        name for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim >= 3
+    )
+
+
+class Prediction(tuple):
+    """What a denoiser returns: a tuple, or an object with `sample`."""
+
+    __slots__ = ()
+
+    @property
+    def sample(self) -> Tensor:
+        """The prediction."""
+        return self[0]
+
+
+def _stub(denoiser: nn.Module, arguments: Mapping[str, Any], beyond: float = 0.0) -> Prediction:
+    """A prediction of zeros, with something else in channels beyond those of the latents."""
+    latents = arguments[latents_name(arguments)]
+    channels = getattr(denoiser.config, "out_channels", None)
+    given = getattr(denoiser.config, "in_channels", None)
+    if latents.ndim < 4 or channels is None or latents.shape[1] != given:
+        return Prediction((torch.zeros_like(latents),))
+    out = latents.new_zeros(len(latents), channels, *latents.shape[2:])
+    if channels == 2 * latents.shape[1]:
+        out[:, latents.shape[1] :] = beyond
+    return Prediction((out,))
+
+
+def _refuse_predicted_variance(scheduler: Any, prediction: Tensor, sample: Tensor) -> None:
+    """Raises ConfigurationError if the scheduler wants what the pipeline cuts off, which no step would survive."""
+    plain = type(scheduler).__mro__[1]
+    if "variance_type" not in inspect.signature(plain.__init__).parameters:
+        return  # a config keeps settings of the scheduler it was made from
+    kind = scheduler.config.variance_type
+    if kind in ("learned", "learned_range") and prediction.shape[1] != 2 * sample.shape[1]:
+        raise ConfigurationError(
+            f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
+            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
+            "take another scheduler"
+        )
+
+
+# ------------------------------------------------------------------------------------ step by step
+
+
+@dataclass(eq=False)
+class _Denoise:
+    """The loop is paused in a call of a denoiser.
+
+    Attributes:
+        name: Which.
+        arguments: By name.
+        answer: What it is answered, as far as it is known.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    answer: Any = None
+
+
+@dataclass(eq=False)
+class _Step:
+    """The loop is paused in a step of its scheduler; `arguments` begin with it, prediction, timestep and sample."""
+
+    plain: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    def __getitem__(self, index: int) -> Any:
+        return list(self.arguments.values())[index]
+
+    def stepped(self, prediction: Tensor) -> Any:
+        """What the scheduler itself returns."""
+        return self.plain(**self.arguments | {list(self.arguments)[1]: prediction})
+
+    def answer(self, latents: Tensor) -> Any:
+        """What a scheduler returns that has stepped elsewhere."""
+        if self.arguments.get("return_dict", True):
+            return types.SimpleNamespace(prev_sample=latents, pred_original_sample=latents)
+        return (latents, latents)
+
+    def count(self) -> None:
+        """Lets the scheduler take this step on zeros: some scale model inputs by what they have stepped."""
+        zeros, options = torch.zeros((1,) * self[3].ndim), {}
+        if "generator" in inspect.signature(self.plain).parameters:
+            options["generator"] = torch.Generator()
+        with torch.random.fork_rng(devices=[]):
+            self.plain(self[0], zeros, self[2], zeros, **options)
+
+
+Compute = Callable[[dict[str, Any]], Any]
+Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
+Rows = Callable[[Tensor], Tensor]
+
+
+def _all_rows(x: Tensor) -> Tensor:
+    return x
+
+
+def _put_all(x: Tensor, values: Tensor) -> None:
+    x.copy_(values)
+
+
+class PipelineLoop:
+    """A pipeline's call in the middle of its loop. One thread owns it.
+
+    Args:
+        call: What is run.
+        compute: Answers a call of the first denoiser, given its arguments.
+        rows: Of the latents, that this rank draws; None means all. What goes in and comes out has these only.
+        branch: Which branch of guidance `compute` computes, another rank computing the other; None if both.
+        by_calls: Branches are two calls of the denoiser, and not two halves of its batch.
+        exchange: Sends this branch's prediction, and returns those of both.
+        channels: Channels of a prediction that the loop looks at; None means all.
+
+    Attributes:
+        is_divided: Another rank computes the other branch of guidance.
+    """
+
+    def __init__(
+        self,
+        call: PipelineCall,
+        compute: Compute,
+        rows: list[int] | None = None,
+        branch: int | None = None,
+        by_calls: bool = False,
+        exchange: Exchange | None = None,
+        channels: int | None = None,
+    ) -> None:
+        self._call, self._compute, self._rows = call, compute, rows
+        self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
+        self._exchange, self._channels = exchange, channels
+        self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
+        self._event: _Denoise | _Step | None = None
+        self._answer: Any = None
+        self._asked: list[_Denoise] = []  # calls of the first denoiser in this step
+        self._stepped: Any = None
+        self._result: Any = None
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._result = self._call.run(
+            lambda name, arguments: self._wait(_Denoise(name, arguments)),
+            lambda _, plain, arguments: self._wait(_Step(plain, arguments)),
+        )
+        self._event = None
+
+    def _wait(self, event: _Denoise | _Step) -> Any:
+        self._event = event
+        self._coroutine.pause()
+        answer, self._answer = self._answer, None
+        return answer
+
+    # --- what its owner does ------------------------------------------------------------------------
+
+    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+        """Goes on to the next step of the scheduler.
+
+        Args:
+            latents: After the step before, where another has stepped; None where `step` has, and at the start.
+            again: Compute the predictions of this step anew, those before being incomplete.
+
+        Returns:
+            The prediction; where another rank computes the other branch of guidance, that of this one.
+        """
+        if again:
+            for number, event in enumerate(self._asked):
+                if event is not self._event and self._branch in (None, number):
+                    anew = self._compute(event.arguments)
+                    for old, new in zip(event.answer, anew, strict=True):
+                        old.copy_(new)
+        else:
+            self._leave_step(latents)
+        while isinstance(self._event, _Denoise):
+            own = self._answered(self._event)
+            if own is not None:
+                return self._cut(own[0] if self._channels is None else own[0][:, : self._channels])
+        return self._cut(self._at_step()[1])
+
+    def skip(self, latents: Tensor | None) -> None:
+        """Takes a step along that another loop computes; see `predict`."""
+        self._leave_step(latents)
+
+    def _answered(self, event: _Denoise) -> Any:
+        """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
+        if event.name != self._call.denoisers[0]:
+            self._go_on(self._call.parts[event.name](**event.arguments))
+            return None
+        if event not in self._asked:
+            self._asked.append(event)
+        if self._branch is None:
+            event.answer = self._compute(event.arguments)
+            self._go_on(event.answer)
+            return None
+        if not self._by_calls:
+            return self._compute(event.arguments)
+        number = len(self._asked) - 1
+        if number == self._branch:
+            event.answer = tuple(self._compute(event.arguments))
+        else:
+            event.answer = _filled(self._call.parts[event.name], event.arguments)
+        if number == 1:
+            return self._asked[self._branch].answer
+        self._go_on(Prediction(event.answer))
+        return None
+
+    def guided(
+        self, prediction: Tensor, take: Rows = _all_rows, put: Callable[..., None] = _put_all
+    ) -> Tensor:
+        """The prediction after guidance.
+
+        Args:
+            prediction: What `predict` returned.
+            take: Of it, what counts; only that is sent to the rank that computes the other branch.
+            put: Puts something of that shape back into a prediction.
+        """
+        if self._branch is None:
+            return prediction
+        assert isinstance(self._event, _Denoise)
+        assert self._exchange is not None
+        event = self._event
+        both = []
+        for values in self._exchange(take(prediction).contiguous()):
+            whole = torch.full_like(prediction, _NAN)
+            put(whole, values)
+            both.append(self._embedded(whole))
+        if self._by_calls:
+            other = self._asked[1 - self._branch].answer[0]
+            other[:, : both[0].shape[1]].copy_(both[1 - self._branch])
+            self._go_on(Prediction(event.answer))
+        else:
+            answer = _filled(self._call.parts[event.name], event.arguments)[0]
+            answer[:, : both[0].shape[1]].copy_(torch.cat(both))
+            self._go_on(Prediction((answer,)))
+        return self._cut(self._at_step()[1])
+
+    @property
+    def sample(self) -> Tensor:
+        """The latents that the scheduler is given in this step."""
+        return self._cut(self._at_step()[3])
+
+    def step(self, prediction: Tensor) -> Tensor:
+        """Takes the step with the pipeline's own scheduler; returns the latents after it."""
+        self._stepped = self._at_step().stepped(self._embedded(prediction))
+        latents: Tensor = self._stepped[0]
+        return self._cut(latents)
+
+    def finish(self, latents: Tensor) -> Any:
+        """Runs what follows the last step; returns what the pipeline returns.
+
+        Args:
+            latents: The final ones, of all ranks.
+
+        Raises:
+            SamplingError: It has further steps.
+        """
+        self._run_to_step()
+        step = self._at_step()
+        alone = self._stepped is not None and self._rows is None
+        self._go_on(self._stepped if alone else step.answer(latents))
+        if self._event is not None:
+            raise SamplingError(
+                f"{type(self._call.pipeline).__name__} goes on denoising behind the last step that its first run, "
+                "with a denoiser that predicts zeros, had shown"
+            )
+        return self._result
+
+    def close(self) -> None:
+        """Ends it where it is, and lets go of what it holds."""
+        self._coroutine.cancel()
+        self._event = self._stepped = None
+        self._asked.clear()
+
+    def _leave_step(self, latents: Tensor | None) -> None:
+        """Answers the step before."""
+        self._run_to_step()
+        self._asked = []
+        if self._event is None:
+            self._go_on(None)
+            return
+        if latents is None:
+            self._go_on(self._stepped)
+        else:
+            self._event.count()
+            self._go_on(self._event.answer(self._embedded(latents)))
+
+    def _run_to_step(self) -> None:
+        """Leaves predictions that this rank has no need of."""
+        while isinstance(self._event, _Denoise):
+            self._go_on(_filled(self._call.parts[self._event.name], self._event.arguments))
+
+    def _go_on(self, answer: Any) -> None:
+        self._answer = answer
+        self._coroutine.resume()
+
+    def _at_step(self) -> _Step:
+        if not isinstance(self._event, _Step):
+            raise SamplingError(
+                f"{type(self._call.pipeline).__name__} ended its loop earlier than its first run had shown"
+            )
+        return self._event
+
+    def _cut(self, x: Tensor) -> Tensor:
+        return x if self._rows is None else x[self._rows]
+
+    def _embedded(self, x: Tensor) -> Tensor:
+        if self._rows is None:
+            return x
+        shape = self._call_rows, *x.shape[1:]
+        whole = x.new_full(shape, _NAN)
+        whole[self._rows] = x
+        return whole
+
+    @property
+    def _call_rows(self) -> int:
+        """Rows of all latents."""
+        if isinstance(self._event, _Step):
+            return len(self._event[3])
+        assert isinstance(self._event, _Denoise)
+        rows = len(self._event.arguments[latents_name(self._event.arguments)])
+        return rows if self._by_calls else rows // 2
+
+
+def _filled(denoiser: nn.Module, arguments: Mapping[str, Any]) -> Prediction:
+    """A prediction that is not known."""
+    return Prediction(torch.full_like(x, _NAN) for x in _stub(denoiser, arguments))

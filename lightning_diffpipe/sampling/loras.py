@@ -1,0 +1,207 @@
+"""LoRA files at sampling: their low-rank products are added to weights as each rank reads its own.
+
+    W + sum over files: scale * alpha / rank * B A
+
+So no rank holds more than its part of the denoiser, and nothing is computed besides in a step. What form a file has
+(of peft, of Kohya's scripts, of diffusers before peft) is for the loader of the pipeline's class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+
+_PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
+
+
+class _Weights(Protocol):
+    origin: str
+
+    def names(self) -> set[str]: ...
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+    def digests(self) -> dict[str, str]: ...
+
+
+class Lora:
+    """One file, read whole; such files are small.
+
+    Args:
+        path: A file, a folder with `pytorch_lora_weights.safetensors`, or a hub id on this machine.
+        scale: Of its outputs.
+        cls: The pipeline's class, which knows how such files are named.
+
+    Raises:
+        ConfigurationError: The pipeline takes no such files, or the scale is no number.
+        CheckpointError: The file cannot be read, or holds something else.
+    """
+
+    def __init__(self, path: str | Path, scale: float, cls: Any) -> None:
+        self.path = str(path)
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise ConfigurationError(f"loras[{self.path!r}] must be a number; got {scale!r}")
+        if not hasattr(cls, "lora_state_dict"):
+            raise ConfigurationError(f"{cls.__name__} of diffusers takes no LoRA; leave loras out")
+        known = inspect.signature(cls.lora_state_dict).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        asked = {
+            n: True for n in ("return_alphas", "return_lora_metadata") if n in known or takes_all
+        }
+        try:
+            found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
+        except Exception as error:
+            raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
+        weights, *more = found if isinstance(found, tuple) else (found,)
+        alphas: dict[str, float] = {}
+        for each in more:
+            alphas |= each or {}
+        self._products: dict[str, tuple[Tensor, Tensor, float]] = {}
+        for down, up in _PAIRS:
+            for name in (n for n in weights if n.endswith(down)):
+                layer = name.removesuffix(down)
+                a, b = weights[name], weights[layer + up]
+                self._products[layer] = a, b, scale * _alpha(alphas, layer, len(a)) / len(a)
+        if not self._products:
+            raise CheckpointError(
+                f"{self.path} has no adapters ({', '.join(sorted(weights)[:3]) or 'nothing'}); a LoRA has pairs "
+                "such as unet.mid_block.to_q.lora_A.weight and lora_B.weight"
+            )
+
+    def parts(self) -> set[str]:
+        """The parts of a pipeline that it has adapters of."""
+        return {layer.partition(".")[0] for layer in self._products}
+
+    def layers(self, part: str) -> set[str]:
+        """The layers of a part that have adapters."""
+        return {n.partition(".")[2] for n in self._products if n.startswith(f"{part}.")}
+
+    def require_fit(self, part: str, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Compares with the weights of a part, by name.
+
+        Raises:
+            CheckpointError: Layers are not there, or have other shapes.
+        """
+        layers = self.layers(part)
+        unknown = sorted(layer for layer in layers if f"{layer}.weight" not in shapes)
+        if unknown:
+            raise CheckpointError(
+                f"{self.path} is of another model: {len(unknown)} of the {len(layers)} layers that it changes in "
+                f"the {part} are not there, such as {unknown[0]}"
+            )
+        for layer in sorted(layers):
+            a, b, _ = self._products[f"{part}.{layer}"]
+            changed, weight = (len(b), a[0].numel()), shapes[f"{layer}.weight"]
+            if changed != (weight[0], math.prod(weight[1:])):
+                raise CheckpointError(
+                    f"{self.path} is of another model: it changes {part}.{layer} by {changed}, which has "
+                    f"{tuple(weight)}"
+                )
+
+    def added(self, part: str, layer: str, weight: Tensor) -> Tensor:
+        """The weight of a layer with the product of its adapter, if there is one."""
+        product = self._products.get(f"{part}.{layer}")
+        if product is None:
+            return weight
+        a, b, scale = product
+        change = (b.flatten(1).float() @ a.flatten(1).float()).reshape(weight.shape)
+        return (weight.float() + scale * change.to(weight.device)).to(weight.dtype)
+
+    def digest(self, part: str, layer: str) -> str:
+        """What ranks compare of one product; nothing where there is none."""
+        product = self._products.get(f"{part}.{layer}")
+        if product is None:
+            return ""
+        data = b"".join(t.float().numpy().tobytes() for t in product[:2])
+        return hashlib.sha256(data + str(product[2]).encode()).hexdigest()
+
+
+def _alpha(alphas: Mapping[str, Any], layer: str, rank: int) -> float:
+    """That of a layer, as Kohya's scripts store it, or that of all layers of its part, as peft does."""
+    part = layer.partition(".")[0]
+    for name in (f"{layer}.alpha", f"{part}.lora_alpha", "lora_alpha"):
+        if name in alphas:
+            return float(alphas[name])
+    return float(rank)
+
+
+def read_loras(loras: Mapping[str | Path, float], cls: Any, parts: Collection[str]) -> list[Lora]:
+    """Reads all files.
+
+    Args:
+        loras: Scale of each file.
+        cls: The pipeline's class.
+        parts: Names of the pipeline's parts.
+
+    Raises:
+        ConfigurationError: See `Lora`.
+        CheckpointError: See `Lora`, or a file changes parts that the pipeline does not have.
+    """
+    read = [Lora(path, scale, cls) for path, scale in loras.items()]
+    for lora in read:
+        if others := sorted(lora.parts() - set(parts)):
+            raise CheckpointError(
+                f"{lora.path} is of another model: it changes {', '.join(others)}, and {cls.__name__} here has "
+                f"{', '.join(parts)}"
+            )
+    return read
+
+
+def add_to_part(part: nn.Module, name: str, loras: Collection[Lora]) -> None:
+    """Adds to the weights of a part that is in memory.
+
+    Raises:
+        CheckpointError: A file is of another model.
+    """
+    parameters = dict(part.named_parameters())
+    for lora in loras:
+        lora.require_fit(name, {n: p.shape for n, p in parameters.items()})
+        for layer in lora.layers(name):
+            weight = parameters[f"{layer}.weight"]
+            weight.data = lora.added(name, layer, weight.data)
+
+
+class AdaptedWeights:
+    """Stored weights of a part, with LoRA files added as they are read.
+
+    Args:
+        weights: As stored.
+        part: Name of the part.
+        loras: What is added.
+    """
+
+    def __init__(self, weights: _Weights, part: str, loras: Collection[Lora]) -> None:
+        self._weights, self._part, self._loras = weights, part, loras
+        self.origin = weights.origin
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._weights, name)
+
+    def names(self) -> set[str]:
+        """All stored names."""
+        return self._weights.names()
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Reads some of them, one at a time."""
+        for name, value in self._weights.read(names):
+            for lora in self._loras:
+                value = lora.added(self._part, name.removesuffix(".weight"), value)
+            yield name, value
+
+    def digests(self) -> dict[str, str]:
+        """Of each tensor and what is added to it."""
+        return {
+            name: digest
+            + "".join(lora.digest(self._part, name.removesuffix(".weight")) for lora in self._loras)
+            for name, digest in self._weights.digests().items()
+        }

@@ -1,0 +1,232 @@
+"""What the parts of a pipeline answered, so that its call can be run again without them.
+
+Text encoders and autoencoder live on rank 0 only, and run once for a request, though the pipeline's own call runs
+on all ranks, under PipeFusion once for each patch. Everybody asks the same questions in the same order:
+
+    rank 0, first      Recorder    asks the real part, and keeps the answer
+    everybody, after   Replayed    gives the answers in their order; on rank 0 the real part answers what follows
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_MODES = ("eval", "train", "requires_grad_", "to")
+"""What pipelines tell a module without asking for an answer."""
+
+
+class LoopEnds(BaseException):
+    """Ends a call whose loop has run (no Exception, so that a pipeline does not swallow it)."""
+
+
+@dataclass
+class Record:
+    """Answers of the parts of one call.
+
+    Attributes:
+        answers: Of calls before the loop, by part and method, in order.
+        attributes: Everything else that was looked up.
+        in_loop: Parts that are called inside the loop, such as ControlNets: all ranks need them.
+        asked_last: Those that were called since the last call of the denoiser; in the end, those of the tail.
+        num_decoded: Rows that were to be decoded; None if the call ended without.
+    """
+
+    answers: dict[str, list[Any]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    in_loop: set[str] = field(default_factory=set)
+    asked_last: set[str] = field(default_factory=set)
+    num_decoded: int | None = None
+
+    def on(self, device: torch.device | str) -> Record:
+        """The same with tensors on a device."""
+        answers = {
+            name: [moved(each, device) for each in all_] for name, all_ in self.answers.items()
+        }
+        attributes = {name: moved(each, device) for name, each in self.attributes.items()}
+        return Record(answers, attributes, self.in_loop, num_decoded=self.num_decoded)
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A value with its tensors on a device: those in containers and, one level deep, in attributes of objects."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device)
+        own = getattr(leaf, "__dict__", None)
+        if own and any(isinstance(each, torch.Tensor) for each in own.values()):
+            twin = object.__new__(type(leaf))
+            vars(twin).update(
+                {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in own.items()}
+            )
+            return twin
+        return leaf
+
+    return pytree.tree_map(move, value)
+
+
+class Recorder:
+    """Stands for a part, and keeps what it answers.
+
+    Args:
+        real: The part.
+        path: Its name.
+        record: Where to.
+        is_looping: Whether the loop has begun.
+    """
+
+    def __init__(
+        self, real: Any, path: str, record: Record, is_looping: Callable[[], bool]
+    ) -> None:
+        self.__dict__.update(_real=real, _path=path, _record=record, _is_looping=is_looping)
+        record.attributes[f"{path}.__class__"] = type(real)
+
+    @property
+    def __class__(self) -> Any:  # pipelines look of which kind a part is
+        return type(self.__dict__["_real"])
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        path = f"{self._path}.{name}"
+        if name == "decode" and isinstance(self._real, nn.Module):
+            return self._decode
+        if name in _MODES and isinstance(self._real, nn.Module):
+            return _then(value, self)
+        if isinstance(value, nn.Module):
+            return Recorder(value, path, self._record, self._is_looping)
+        if callable(value) and not isinstance(value, type):
+            return lambda *args, **kwargs: self._ask(name, args, kwargs)
+        self._record.attributes.setdefault(path, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Asks the part."""
+        return self._ask("__call__", args, kwargs)
+
+    def __len__(self) -> int:
+        return self._ask("__len__", (), {})
+
+    def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
+        path = f"{self._path}.{name}"
+        given = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if self._is_looping() and given:
+            # Latents are not real here, so that one answer of a shape is as good as another.
+            self._record.asked_last.add(self._path.partition(".")[0])
+            known = self.__dict__.setdefault("_known", {})
+            key = path, str(given)
+            if key not in known:
+                known[key] = getattr(self._real, name)(*args, **kwargs)
+            return known[key]
+        answer = getattr(self._real, name)(*args, **kwargs)
+        if self._is_looping():
+            return answer
+        self._record.answers.setdefault(path, []).append(answer)
+        if isinstance(
+            answer, Iterator
+        ):  # parameters, of which type and device are looked at, or modules
+            kinds = [x.new_empty(0) for x in itertools.islice(answer, 1) if torch.is_tensor(x)]
+            self._record.answers[path][-1] = _Iterated(kinds)
+            return getattr(self._real, name)(*args, **kwargs)
+        return answer
+
+    def _decode(self, latents: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_looping():
+            self._record.num_decoded = len(latents)
+            raise LoopEnds
+        return self._ask("decode", (latents, *args), kwargs)
+
+
+class Replayed:
+    """Stands for a part whose answers are known.
+
+    Args:
+        path: Its name.
+        record: Of the answers.
+        real: The part, where it is; it answers what was not asked before.
+        device: Where this rank computes.
+        turns: How many answers were given, by path.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        record: Record,
+        real: Any,
+        device: torch.device,
+        turns: Counter[str] | None = None,
+    ) -> None:
+        self.__dict__.update(_path=path, _record=record, _real=real, _device=device)
+        self.__dict__["_turns"] = Counter() if turns is None else turns
+
+    @property
+    def __class__(self) -> Any:  # pipelines look of which kind a part is
+        own = self.__dict__
+        return own["_record"].attributes.get(f"{own['_path']}.__class__", Replayed)
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}.{name}"
+        if name in _MODES and (self._real is None or isinstance(self._real, nn.Module)):
+            return _then(getattr(self._real, name, None), self)
+        if path in self._record.answers:
+            return lambda *args, **kwargs: self._answer(name, args, kwargs)
+        if name == "device":
+            return self._device
+        if path in self._record.attributes:
+            return self._record.attributes[path]
+        known = (*self._record.answers, *self._record.attributes)
+        if any(each.startswith(f"{path}.") for each in known):
+            inner = getattr(self._real, name, None)
+            return Replayed(path, self._record, inner, self._device, self._turns)
+        if self._real is None:
+            raise AttributeError(
+                f"{self._path} is on rank 0 only, which was not asked for its {name}"
+            )
+        return getattr(self._real, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answers."""
+        return self._answer("__call__", args, kwargs)
+
+    def __len__(self) -> int:
+        return self._answer("__len__", (), {})
+
+    def _answer(self, name: str, args: Any, kwargs: Any) -> Any:
+        path = f"{self._path}.{name}"
+        answers, turn = self._record.answers.get(path, []), self._turns[path]
+        self._turns[path] += 1
+        if turn < len(answers):
+            return _copied(answers[turn])
+        if self._real is None:
+            raise AttributeError(
+                f"{self._path} is on rank 0 only, which asked for {name} {turn} times"
+            )
+        return getattr(self._real, name)(*args, **kwargs)
+
+
+def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
+    """A method of a module that changes it, if it is here, and returns what stands for it."""
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if method is not None:
+            method(*args, **kwargs)
+        return part
+
+    return changed
+
+
+class _Iterated(list[Any]):
+    """What an iterator gives."""
+
+
+def _copied(answer: Any) -> Any:
+    """An answer that its reader may change."""
+    if isinstance(answer, _Iterated):
+        return iter(answer)
+    return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, answer)

@@ -1,0 +1,425 @@
+"""Where prompts become requests and latents become pictures.
+
+A source knows a model on disk. On the rank that leads it has text encoders and autoencoder, too; on all
+others only the denoiser, without weights until it is known which ones they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+from unittest import mock
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.digests import as_texts
+from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, outline_of
+from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
+from lightning_diffpipe.sampling.skeleton import (
+    SafetensorsFolder,
+    Weights,
+    check_weights,
+    refuse_names,
+    skeleton,
+)
+
+Sample = Callable[[Call], Tensor]
+
+_PROMPTS = ("prompt", "class_labels")
+_OURS = {"return_dict": "the pictures themselves"}
+
+_LONGEST_SIDE = 65535  # of a JPEG
+_LARGEST = 3.4e38  # of numbers in float32
+_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to draw, and how.
+
+    Attributes:
+        prompts: One picture each; class numbers for class-conditional models.
+        num_inference_steps: Denoising steps; None takes the pipeline's default.
+        guidance_scale: Strength of guidance; None takes the pipeline's default.
+        seed: Of the start noise: the generator is `torch.Generator().manual_seed(seed)`.
+        height: In pixels; None takes the pipeline's default.
+        width: In pixels.
+        options: Further arguments of the pipeline's `__call__`. A `generator` among them takes the place of the
+            seed, and `prompt_embeds` that of the prompts, which are then None.
+    """
+
+    prompts: Sequence[Any] | None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        embedded = self.prompts is None and isinstance(self.options.get("prompt_embeds"), Tensor)
+        if not embedded and (not isinstance(self.prompts, list | tuple) or not self.prompts):
+            raise ConfigurationError(
+                f"prompts must be a list with at least one prompt; got {self.prompts!r}"
+            )
+        counted = {name: getattr(self, name) for name in ("num_inference_steps", "height", "width")}
+        counted |= {k: v for k, v in self.options.items() if k in _PER_PROMPT}
+        for name, value in counted.items():
+            if value is not None:
+                refuse_unless_whole(name, value, 1)
+        refuse_unless_whole("seed", self.seed)
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigurationError(f"seed must have 64 bits; got {self.seed}")
+        if not isinstance(self.guidance_scale, Real | None):
+            raise ConfigurationError(
+                f"guidance_scale must be a number; got {self.guidance_scale!r}"
+            )
+        for name, value in self.given().items():
+            if isinstance(value, Real) and not abs(value) <= _LARGEST:
+                raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
+        for name in ("height", "width"):
+            if (getattr(self, name) or 0) > _LONGEST_SIDE:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} is more than {_LONGEST_SIDE} pixels, the longest side of a "
+                    "picture in most formats"
+                )
+
+    def given(self) -> dict[str, Any]:
+        """Arguments that were set, without the prompts and the seed."""
+        named = ("num_inference_steps", "guidance_scale", "height", "width")
+        values = {name: getattr(self, name) for name in named}
+        return {k: v for k, v in values.items() if v is not None} | dict(self.options)
+
+    def as_texts(self) -> dict[str, str]:
+        """What ranks compare."""
+        return as_texts({"prompts": self.prompts, "seed": self.seed} | self.given())
+
+    def generator(self) -> torch.Generator:
+        """Draws the start noise, on the host, so that it is the same on every device."""
+        return torch.Generator().manual_seed(int(self.seed))
+
+
+class Source(Protocol):
+    """A model that can be sampled.
+
+    Attributes:
+        name: Of the denoiser, among the parts of the pipeline.
+        denoiser: The module that is made parallel, perhaps a skeleton.
+        weights: Where the weights of the skeleton are; None if the denoiser has them.
+    """
+
+    name: str
+    denoiser: nn.Module
+    weights: Weights | None
+
+    def draw(self, settings: Settings, sample: Sample) -> Any:
+        """Draws pictures, with the denoising loop done by `sample`; only on the rank that leads."""
+
+    def part(self, name: str) -> nn.Module:
+        """Another part that the loop calls, with its weights; on any rank."""
+
+
+class DiffusersFolder:
+    """A pipeline saved by diffusers.
+
+    Args:
+        path: Folder with `model_index.json`.
+        leads: Load the other parts, too.
+        device: Where to compute.
+        dtype: Of all weights.
+        variant: Of the files with weights, such as `"fp16"`.
+        parts: To take in place of those in the folder, such as a scheduler; None leaves one out, such as
+            `text_encoder_3` of Stable Diffusion 3, which is large.
+        vae: What the autoencoder shall do for memory: `"tiling"`, `"slicing"`.
+        loras: Scale of each LoRA file.
+
+    Raises:
+        ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
+        CheckpointError: Weights are missing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        leads: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        variant: str | None = None,
+        parts: Mapping[str, Any] = MappingProxyType({}),
+        vae: Collection[str] = (),
+        loras: Mapping[str | Path, float] | None = None,
+    ) -> None:
+        index = dict(_config(diffusers.DiffusionPipeline, path))
+        for name, part in parts.items():
+            if name not in index:
+                value = "None" if part is None else "..."
+                raise ConfigurationError(
+                    f"{name}={value}, but the {index['_class_name']} at {path} has no such part; it has "
+                    + ", ".join(n for n in index if not n.startswith("_"))
+                )
+            if part is None:
+                index[name] = (None, None)
+        if not hasattr(diffusers, index["_class_name"]):
+            raise ConfigurationError(
+                f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
+            )
+        names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
+        if not names:
+            raise ConfigurationError(
+                f"the {index['_class_name']} at {path} has no transformer and no unet, so nothing can be sampled; "
+                "it has " + ", ".join(n for n in index if not n.startswith("_"))
+            )
+        self.name = names[0]
+        folder = path / self.name
+        library, class_name = index[self.name] or ("missing", "part")
+        if library != "diffusers" or not hasattr(diffusers, class_name):
+            raise ConfigurationError(
+                f"{path}: the {self.name} is a {library}.{class_name}, not a model of diffusers "
+                f"{diffusers.__version__}"
+            )
+        cls = getattr(diffusers, class_name)
+        weights: Weights = SafetensorsFolder(folder, variant)
+        present = [n for n, entry in index.items() if isinstance(entry, list | tuple) and entry[0]]
+        pipeline_class = getattr(diffusers, index["_class_name"])
+        added = read_loras(loras or {}, pipeline_class, present)
+        self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
+        check_weights(self.denoiser, weights)
+        if added:
+            for lora in added:
+                shapes = {n: p.shape for n, p in self.denoiser.named_parameters()}
+                lora.require_fit(self.name, shapes)
+            weights = AdaptedWeights(weights, self.name, added)
+        self.weights: Weights | None = weights
+        self._path, self._index, self._device = path, index, device
+        self._options = {"dtype": dtype, "variant": variant}
+        if parts.get(self.name) is not None:
+            raise ConfigurationError(
+                f"{self.name}=... cannot be given: ranks read its weights themselves; save the pipeline with it "
+                "to a folder, and open that"
+            )
+        self._given = {name: part for name, part in parts.items() if part is not None}
+        self._parts: dict[str, nn.Module] = {}
+        self._loras = added
+        self._pipeline = None
+        if leads:
+            loaded = {self.name: self.denoiser, **self._given}
+            self._pipeline = _load_others(path, index, loaded, device, **self._options)
+            for name in set().union(*(lora.parts() for lora in added)) - {self.name}:
+                add_to_part(getattr(self._pipeline, name), name, added)
+            for way in vae:
+                turn_on = getattr(getattr(self._pipeline, "vae", None), f"enable_{way}", None)
+                if turn_on is None:
+                    raise ConfigurationError(
+                        f"vae_{way}=True, but the {index['_class_name']} at {path} has no autoencoder that can"
+                    )
+                turn_on()
+
+    def draw(self, settings: Settings, sample: Sample) -> Any:
+        """Calls the pipeline around `sample`."""
+        assert self._pipeline is not None, "only the rank that leads has text encoders"
+        return draw_with(self._pipeline, self._device, settings, sample)
+
+    def part(self, name: str) -> nn.Module:
+        """Another part that the loop calls."""
+        if self._pipeline is not None:
+            return getattr(self._pipeline, name)
+        if name in self._given:
+            return self._given[name].to(self._device).eval()
+        if name not in self._parts:
+            library, class_name = self._index[name]
+            with contextlib.ExitStack() as checks:
+                _check_as_they_load(checks, library, class_name)
+                cls = getattr(importlib.import_module(library), class_name)
+                options = {k: v for k, v in self._options.items() if v is not None}
+                part = cls.from_pretrained(str(self._path / name), **options)
+            add_to_part(part, name, self._loras)
+            self._parts[name] = part.to(self._device).eval()
+        return self._parts[name]
+
+
+def _config(cls: Any, folder: Path) -> Any:
+    try:
+        return cls.load_config(str(folder))
+    except (OSError, ValueError) as error:  # absent, or no JSON
+        raise ConfigurationError(
+            f"cannot read the config of the {cls.__name__} in {folder}: {error}"
+        ) from error
+
+
+def _load_others(
+    path: Path,
+    index: Mapping[str, Any],
+    parts: Mapping[str, nn.Module],
+    device: torch.device,
+    **options: Any,
+) -> Any:
+    cls = getattr(diffusers, index["_class_name"])
+    absent = {name: None for name, part in index.items() if _is_absent(part)}
+    try:
+        with contextlib.ExitStack() as checks:
+            others = [entry for name, entry in index.items() if name not in parts]
+            for kind in {tuple(each): None for each in others if isinstance(each, list | tuple)}:
+                _check_as_they_load(checks, *kind)
+            pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module) and not any(map(is_placeholder, part.parameters())):
+            part.to(device).eval()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _is_absent(entry: Any) -> bool:
+    """Whether an entry of `model_index.json` says that a part is left out."""
+    return isinstance(entry, list | tuple) and list(entry) == [None, None]
+
+
+def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: str) -> None:
+    """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most.
+
+    Args:
+        checks: Takes the check away again.
+        library: Where the class is.
+        class_name: Of the parts.
+    """
+    if library not in ("diffusers", "transformers"):
+        return
+    cls = getattr(importlib.import_module(library), class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        return
+    load = cls.from_pretrained
+
+    def load_whole(folder: Any, **options: Any) -> Any:
+        try:
+            part, found = load(folder, **options, output_loading_info=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read the {class_name} in {folder}: {error}; a download that broke off? Copy it again"
+            ) from error
+        missing, more = found["missing_keys"], found["unexpected_keys"]
+        refuse_names(class_name, str(folder), missing, len(part.state_dict()))
+        if library == "diffusers":  # text encoders are often stored in a larger model
+            refuse_names(class_name, str(folder), more, None)
+        return part
+
+    checks.enter_context(mock.patch.object(cls, "from_pretrained", load_whole))
+
+
+def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: Sample) -> Any:
+    """Calls a diffusers pipeline with its denoising loop done by `sample`.
+
+    Raises:
+        ConfigurationError: An option is unknown, or cannot be used here.
+    """
+    known = inspect.signature(type(pipeline).__call__).parameters
+    arguments = settings.given()
+    option = next((name for name in _PROMPTS if name in known), None)
+    for name in arguments:
+        _check_option(name, known, type(pipeline).__name__, option)
+    if settings.prompts is not None:
+        names = denoisers_among(n for n, part in pipeline.components.items() if part is not None)
+        config = getattr(getattr(pipeline, names[0]), "config", None)
+        if option is not None:
+            refuse_prompts(settings.prompts, option, getattr(config, "num_embeds_ada_norm", None))
+            num = len(settings.prompts)
+            arguments = {k: _of_each_prompt(k, v, num) for k, v in arguments.items()}
+            arguments[option] = list(settings.prompts)
+        elif "batch_size" in known:
+            arguments["batch_size"] = len(settings.prompts)
+    arguments.setdefault("generator", settings.generator())
+    if "output_type" in known:
+        arguments.setdefault("output_type", "pil")
+    parts = dict(pipeline.components)
+    absent = frozenset(name for name, part in parts.items() if part is None)
+    call = PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
+    return drawn_by(call, sample, type(pipeline).__name__)
+
+
+def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
+    """What a pipeline's call draws, with its denoising loop done by `sample`.
+
+    Raises:
+        ConfigurationError: The call fails in front of the loop, or with a denoiser that predicts zeros.
+    """
+    try:
+        request = Call.of(call, outline_of(call))
+    except (DiffPipeError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
+        raise ConfigurationError(f"{name}: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name} ends in {type(error).__name__} before anything is denoised, with a denoiser that predicts "
+            f"zeros: {error}; if it does so in diffusers alone, take another scheduler or other arguments"
+        ) from error
+    try:
+        drawn = request.finish(sample(request))
+    finally:
+        request.close()
+    for attribute in ("images", "frames"):
+        if hasattr(drawn, attribute):
+            return getattr(drawn, attribute)
+    return drawn if isinstance(drawn, Tensor | list) else drawn[0]
+
+
+def refuse_prompts(
+    prompts: Sequence[Any], option: str = "prompt", num_classes: int | None = None
+) -> None:
+    """Raises ConfigurationError unless prompts are what a model draws.
+
+    Args:
+        prompts: Of the request.
+        option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
+        num_classes: Classes of the model, behind which comes one for no class; None if they are not known.
+    """
+    for prompt in prompts:
+        if option == "prompt" and not isinstance(prompt, str):
+            raise ConfigurationError(f"prompts of this model are texts, in quotes; got {prompt!r}")
+        if option == "class_labels":
+            refuse_unless_whole("a prompt of this model, a class,", prompt, 0)
+            if num_classes is not None and prompt > num_classes:
+                raise ConfigurationError(
+                    f"{prompt} is none of the {num_classes} classes of this model; choose 0 .. {num_classes - 1}, "
+                    f"or {num_classes} for no class"
+                )
+
+
+def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
+    """One text for all prompts, such as a negative prompt, as one for each: some pipelines take no other."""
+    if not re.fullmatch(r"(negative_)?prompt(_\d+)?", name):
+        return value
+    if isinstance(value, str):
+        return [value] * num_prompts
+    if isinstance(value, list | tuple) and len(value) != num_prompts:
+        raise ConfigurationError(
+            f"{name} has {len(value)} texts for {num_prompts} prompts; give one for each, or a single text for all"
+        )
+    return value
+
+
+def _check_option(name: str, known: Mapping[str, Any], pipeline: str, prompts: str | None) -> None:
+    ours = _OURS | ({prompts: "prompts"} if prompts else {})
+    if name in ours:
+        raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
+        raise ConfigurationError(f"{pipeline} takes no {name!r}; {hint}")

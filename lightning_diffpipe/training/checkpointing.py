@@ -1,0 +1,394 @@
+"""The checkpoint hooks of the strategy: one ordinary Lightning file, however many ranks there are.
+
+Parameters are known by their fully qualified names, optimizer states by their numbers on one device. Rank
+0 collects what the others hold and writes. Reading, every rank loads the whole module before it is cut, and
+later the optimizer states of its own parameters. So a checkpoint moves between strategies and numbers of ranks
+in both directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.serialization import safe_globals
+
+from lightning_diffpipe.checkpoint_files import (
+    WholeFiles,
+    chosen,
+    require_file,
+    types_of_hydra_configs,
+    unreadable,
+    why_unwritable,
+)
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.runtime.checkpoint import (
+    collect,
+    collect_optimizer_state,
+    owners_of_state,
+    refuse_misfit,
+    take_over,
+)
+from lightning_diffpipe.training.metric_sync import MetricSync
+from lightning_diffpipe.training.pipeline import Pipeline
+
+_ADAM = 2.0  # bytes of optimizer state for each byte of a trained weight; optimizers are made later
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what of a module; what optimizers and averages know stays divided when training has ended.
+
+    Attributes:
+        module: The module that was cut.
+        owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
+        mesh: This rank's place.
+    """
+
+    module: nn.Module
+    owners: Mapping[str, int]
+    mesh: Mesh
+
+
+class CheckpointHooks(ParallelStrategy):
+    """What Lightning asks a strategy about states.
+
+    Attributes:
+        pipeline: This rank's part, while there is one.
+        division: Of the latest pipeline, also when that has ended; None before.
+        last_saved: What was saved last; None before.
+    """
+
+    pipeline: Pipeline | None
+    division: Division | None
+    max_diverged_steps: int | None
+    last_saved: str | None
+    _failed: bool
+    _metric_sync: MetricSync | None
+    _found_last: tuple[Any, ...] = ()
+
+    def drain(self) -> None:
+        """Brings weights to those behind the last batch, if ranks run free."""
+        raise NotImplementedError
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes files: the user's plugin, else `WholeFiles`, also inside of a wrapping one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def choose_checkpoint(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Finds the checkpoint to go on from, before there are processes.
+
+        Args:
+            trainer: About to run.
+            arguments: Of `fit` or the like; the path in the place of "last".
+
+        Raises:
+            CheckpointError: There is nothing to read where the user says.
+        """
+        path = arguments.get("ckpt_path")
+        fits = trainer.state.fn == TrainerFn.FITTING
+        found = chosen(trainer, path, fits, arguments.get("weights_only"))
+        self._found_last = (found,) if path == "last" else ()
+        if path is not None:
+            arguments["ckpt_path"] = found
+
+    def require_same_checkpoint(self) -> None:
+        """Refuses ranks that see other files than rank 0, as without a folder for all machines.
+
+        Raises:
+            CheckpointError: They found another checkpoint behind "last", or none.
+        """
+        if self.world_size == 1 or not self._found_last:
+            return
+        paths: list[Any] = [None] * self.world_size
+        dist.all_gather_object(paths, self._found_last[0])
+        for rank, path in enumerate(paths):
+            if path != paths[0]:
+                with raised_by_all():
+                    raise CheckpointError(
+                        f'behind ckpt_path="last" rank 0 found {paths[0]}, and rank {rank} {path}; give all ranks '
+                        "a folder that they share, or the same path"
+                    )
+
+    def check_folders(self, trainer: Any, averages_bytes_factor: float) -> None:
+        """Finds out before anything costly whether checkpoints can be written; tells all ranks.
+
+        Args:
+            trainer: About to fit.
+            averages_bytes_factor: Bytes of averages for each byte of a trained weight.
+
+        Raises:
+            CheckpointError: They cannot.
+        """
+        if trainer.fast_dev_run:
+            return
+        why = None
+        if self.is_global_zero:
+            assert self.lightning_module is not None
+            tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+            states = _ADAM + averages_bytes_factor
+            num_bytes = sum(t.nbytes * (1 + states * t.requires_grad) for t in tensors)
+            why = why_unwritable(trainer, num_bytes)
+        why = self.broadcast(why)
+        if why is not None:
+            with raised_by_all():
+                raise CheckpointError(why)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The module is whole until the set-up; afterwards Lightning forgets what `weights_only` it was given."""
+        return False
+
+    @liveness.inside("saving a checkpoint")
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint, on rank 0."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
+
+    @liveness.inside("saving a checkpoint")
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of all stages; complete on rank 0, empty elsewhere.
+
+        Raises:
+            CheckpointError: Training has failed, and weights of other ranks with it.
+            DivergenceError: Weights are not finite.
+            GraphError: The last step was not the one that was probed, and weights may be NaN.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self._refuse_while_failing()
+        self.drain()
+        if self.pipeline is not None:
+            self.pipeline.watch.finish()
+            self.refuse_diverged("no checkpoint is written")
+        with self._metric_sync.whole() if self._metric_sync else contextlib.nullcontext():
+            state = module.state_dict()
+        if self.pipeline is None:
+            refuse_divided(module)
+            return state
+        owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
+        return collect(state, owners, self.pipeline.mesh)
+
+    def refuse_diverged(self, what: str) -> None:
+        """Looks at all trained weights, on all ranks together.
+
+        Args:
+            what: Happens because of it.
+
+        Raises:
+            DivergenceError: Some are not finite; on all ranks of the pipeline.
+        """
+        pipeline = self.pipeline
+        if pipeline is None or self.max_diverged_steps is None:
+            return
+        own, mesh = pipeline.not_finite(), pipeline.mesh
+        if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
+            return
+        names: list[list[str]] = [[] for _ in mesh.pipeline_ranks]
+        dist.all_gather_object(names, own, group=mesh.transfers)
+        bad = sorted({name for each in names for name in each})
+        assert self.lightning_module is not None
+        error = DivergenceError(
+            f"{what} at step {self.lightning_module.trainer.global_step}: {len(bad)} trained parameters are not "
+            f"finite, e.g. {bad[0]}. Checkpoints from before are as they were: go on from the newest "
+            "(ckpt_path='last') with a lower learning rate or gradient_clip_val; strategy.check_finite=True names "
+            "the layer that is the first"
+        )
+        error.is_of_all_ranks = True
+        raise error
+
+    def _refuse_while_failing(self) -> None:
+        """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
+
+        Lightning asks callbacks before it tells the strategy, and an error of theirs would be all that it tells,
+        so the strategy is told here. On SIGTERM all ranks have agreed on a batch to stop behind.
+        """
+        if self.pipeline is None or self.world_size == 1:
+            return
+        assert self.lightning_module is not None
+        first = sys.exc_info()[1] if self.lightning_module.trainer.interrupted else None
+        if first is None or isinstance(first, SIGTERMException):
+            return
+        self.on_exception(first)
+        raise CheckpointError(
+            f"training has failed on rank {self.global_rank} with {type(first).__name__}: {first}. A callback "
+            "then wanted to save, but other ranks stand in the middle of a step, so there is nothing whole. "
+            "Save while all is well: ModelCheckpoint(every_n_train_steps=...)"
+        ) from first
+
+    @liveness.inside("saving a checkpoint")
+    def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Brings tensors that belong to parameters together, for checkpoints; collective.
+
+        Args:
+            tensors: By the parameters' names, in one order on all ranks; those of other ranks'
+                parameters are placeholders.
+
+        Returns:
+            Complete on rank 0, empty elsewhere.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
+        """
+        if self.division is None:
+            return dict(tensors)
+        with self._connected(self.division.mesh):
+            return collect(tensors, self.division.owners, self.division.mesh)
+
+    @liveness.inside("saving a checkpoint")
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer state of all stages, numbered as on one device; empty except on rank 0.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
+        """
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self.drain()
+        state = optimizer.state_dict()
+        if self.division is None or isinstance(optimizer, _MockOptimizer):
+            return state
+        owners = {
+            index: self.division.owners.get(name, 0)
+            for index, name in enumerate(_names(optimizer, self.division.module))
+        }
+        with self._connected(self.division.mesh):
+            whole = collect_optimizer_state(state["state"], owners, self.division.mesh)
+        return {**state, "state": whole} if self.is_global_zero else {}
+
+    @contextlib.contextmanager
+    def _connected(self, mesh: Mesh) -> Iterator[None]:
+        """Inside, the ranks of a pipeline can talk, be it under way or at its end."""
+        if self.pipeline is not None:
+            yield
+            return
+        if self._failed or not _distributed_is_initialized():
+            why = "a run has failed" if self._failed else "the processes have left each other"
+            raise CheckpointError(
+                f"optimizer states and averages are divided over the ranks, and {why}, so rank 0 cannot "
+                "collect them. Save before the end of fit (FinalCheckpoint, ModelCheckpoint), or with "
+                "weights_only=True"
+            )
+        with mesh.reconnected():
+            yield
+
+    @liveness.inside("loading a checkpoint")
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint written by any strategy.
+
+        Raises:
+            CheckpointError: The file is missing (then a FileNotFoundError, too), cut short or no checkpoint.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        require_file(path)
+        try:
+            with safe_globals(types_of_hydra_configs()):
+                return super().load_checkpoint(path, weights_only=weights_only)
+        except Exception as error:
+            raise unreadable(path, error) from error
+
+    @liveness.inside("loading a checkpoint")
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
+
+        Raises:
+            CheckpointError: Names or shapes do not fit the module.
+        """
+        pipeline = self.pipeline
+        if pipeline is None:
+            self._load_whole(checkpoint, strict)
+            return
+        take_over(
+            checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
+            pipeline.mesh, strict,
+        )  # fmt: skip
+        pipeline.count_as_unchanged()
+
+    def _load_whole(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.precision_plugin.convert_module(module)  # or what is loaded would be rounded
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as error:
+            refuse_misfit(checkpoint["state_dict"], module.state_dict(), strict)
+            raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes over the state of this rank's parameters.
+
+        Raises:
+            CheckpointError: There are more or fewer optimizers than there were.
+        """
+        states = checkpoint["optimizer_states"]
+        optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+        states = [state for state in states if state]  # one that does nothing has none
+        if len(states) != len(optimizers):
+            with raised_by_all():
+                raise CheckpointError(
+                    f"the checkpoint has the states of {len(states)} optimizers, and configure_optimizers gives "
+                    f"{len(optimizers)}, so training cannot go on from it. Give those it was written with; "
+                    "to begin anew with its weights, load checkpoint['state_dict'] into the module and leave "
+                    "ckpt_path out"
+                )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if self.pipeline is not None:
+                names = enumerate(_names(optimizer, self.pipeline.module))
+                mine = {index for index, name in names if name in self.pipeline.resident}
+                kept = {index: value for index, value in state["state"].items() if index in mine}
+                state = {**state, "state": kept}
+            optimizer.load_state_dict(state)
+            _optimizer_to_device(optimizer, self.root_device)
+
+
+def refuse_divided(module: nn.Module | None) -> None:
+    """Refuses a module of which a failed run has left one rank's part.
+
+    Raises:
+        CheckpointError: Parameters are on other ranks.
+    """
+    parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
+    gone = [name for name, parameter in parameters if is_placeholder(parameter)]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} parameters, e.g. {gone[0]}, were on other ranks when training failed, so there is "
+            "nothing whole to save or to train; build the module anew, and go on from the latest checkpoint"
+        )
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Names of an optimizer's parameters, in the order in which it numbers them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

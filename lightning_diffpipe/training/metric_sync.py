@@ -1,0 +1,131 @@
+"""Which ranks a torchmetrics metric is synchronized over while a module is cut into stages.
+
+Metrics gather their states over the world, as if each rank had seen other data, and all of them came by:
+
+    inside training_step    the last stage only gets so far, and timing runs it more often here than there: nobody
+    in evaluation           ranks of a pipeline have seen the same batches: the pipelines, through one rank of each
+    in hooks of training    a step has updated them where its loss is: all ranks that have something
+    in checkpoints          those that `self.log` was given are saved as in one process; rank 0 goes on from that
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_diffpipe.comm.mesh import Mesh
+
+
+class MetricSync:
+    """Chooses the ranks for every metric, wherever it is kept, until `uninstall`.
+
+    Args:
+        trainer: Tells whether it evaluates.
+        mesh: This rank's groups, once there are some.
+
+    Attributes:
+        trained: Metrics that steps of training log, by name.
+    """
+
+    def __init__(self, trainer: Any, mesh: Callable[[], Mesh | None]) -> None:
+        # Frozen runs wait in threads of their own, in the middle of a step.
+        self._inside = threading.local()
+        self.trained: dict[str, Metric] = {}
+        self._mesh = mesh
+        self._replaced = original = Metric.sync
+
+        @functools.wraps(original)
+        def sync(
+            metric: Metric,
+            dist_sync_fn: Any = None,
+            process_group: Any = None,
+            should_sync: bool = True,
+            distributed_available: Any = None,
+        ) -> None:
+            known = mesh()
+            if (asked := getattr(self._inside, "asked", None)) is not None:
+                asked.append(metric)
+                should_sync = False
+            elif known and trainer.evaluating and not (process_group or metric.process_group):
+                should_sync = should_sync and known.layout.num_pipelines > 1
+                process_group = known.evaluation
+            elif known and known.layout.world_size > 1 and not (process_group or dist_sync_fn):
+                metric.__dict__["_sync_dist"] = lambda *args, **kwargs: _merge(metric, known)
+            try:
+                original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+            finally:
+                metric.__dict__.pop("_sync_dist", None)
+
+        Metric.sync = sync
+
+    @contextlib.contextmanager
+    def inside_step(self) -> Iterator[None]:
+        """Inside, nothing is gathered."""
+        asked: list[Metric] = []
+        self._inside.asked = asked
+        try:
+            yield
+        finally:
+            self._inside.asked = None
+            # With this rank's value kept, a metric would not join the others at the end of the epoch.
+            for metric in asked:
+                metric._computed = None
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, metrics that steps of training log have the state they would have in one process; collective."""
+        mesh = self._mesh()
+        apart = mesh is not None and mesh.layout.world_size > 1
+        with contextlib.ExitStack() as stack:
+            for _, metric in sorted(self.trained.items()) if apart else ():
+                if any(metric._persistent.values()):
+                    cache = metric._copy_state_dict()
+                    assert mesh is not None
+                    _merge(metric, mesh)
+                    stack.callback(vars(metric).update, cache)
+            yield
+
+    def uninstall(self) -> None:
+        """Gives torchmetrics its own choice back."""
+        Metric.sync = self._replaced  # type: ignore[method-assign]
+
+
+def forget_elsewhere(module: nn.Module, rank: int) -> None:
+    """What a checkpoint told about saved metrics counts on rank 0, and nowhere else again."""
+    for metric in module.modules():
+        if rank and isinstance(metric, Metric) and any(metric._persistent.values()):
+            metric.reset()
+
+
+def _merge(metric: Metric, mesh: Mesh) -> None:
+    """Gives a metric the state of all ranks that have updated theirs; others have lists and sums of nothing."""
+    own = {name: getattr(metric, name) for name in metric._defaults}
+    changed = any(_is_other(value, metric._defaults[name]) for name, value in own.items())
+    on_host = pytree.tree_map_only(Tensor, Tensor.cpu, own) if changed else None
+    box: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(box, on_host, group=mesh.world)
+    states = [state for state in box if state is not None]
+    for name, reduce in metric._reductions.items() if states else ():
+        values = [state[name] for state in states]
+        if isinstance(values[0], list):
+            merged: Any = [part for value in values for part in value]
+            merged = reduce(merged) if merged and reduce is not None else merged
+        else:
+            merged = torch.stack(values)
+            merged = reduce(merged) if reduce is not None else merged
+        setattr(metric, name, pytree.tree_map_only(Tensor, lambda t: t.to(metric.device), merged))
+
+
+def _is_other(value: Any, default: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not torch.equal(value.cpu(), default.cpu())
+    return bool(value)

@@ -1,0 +1,240 @@
+"""One rank's side of a pipeline, and the module around it, from the first step until the module is whole again.
+
+`assembly.py` makes it from a plan. Here is what is asked between steps: whether anything was changed or unfrozen,
+whether all ranks loaded the same batch, who trains what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, restore_parameters
+from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.graph.versions import Versions
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.runtime.checkpoint import spread
+from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.training.step_watch import StepWatch
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs.
+
+    Attributes:
+        rank: World rank.
+        world_size: All ranks.
+        device: Where it computes.
+        backend: `"gloo"` or `"nccl"`.
+        timeout_s: Longest wait for a message.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a plan was made from.
+
+    Attributes:
+        profile: What layers cost.
+        cluster: What ranks and links there are; links count as free where layers were not timed.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+
+
+@dataclass
+class Pipeline:
+    """One rank's pipeline, ready to run.
+
+    Attributes:
+        module: The whole module; foreign parameters are placeholders.
+        plan: What all ranks do.
+        graph: The layers that were cut.
+        mesh: This rank's place and groups.
+        engine: Runs steps.
+        resident: Names of the parameters this rank holds.
+        owners: Position in the pipeline of the first holder, for every entry of the state dict that
+            is not held by all its ranks.
+        trained: Parameters of this rank that get gradients, by name.
+        untrained: Parameters of the module with `requires_grad=False`, by name.
+        watch: Notices a step that is no longer the one that was probed.
+        seed: Seed of the run.
+        basis: What the plan was made from; None if the plan was given.
+        runs_ahead: Frozen layers may still run before their batch is due.
+    """
+
+    module: nn.Module
+    plan: PipelinePlan
+    graph: LayerGraph
+    mesh: Mesh
+    engine: Engine
+    resident: frozenset[str]
+    owners: dict[str, int]
+    trained: dict[str, nn.Parameter]
+    untrained: dict[str, nn.Parameter]
+    watch: StepWatch
+    seed: int
+    _interception: Interception
+    _relay: RelayView
+    basis: Basis | None = None
+    runs_ahead: bool = True
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype a loss is returned in, alike on all ranks: double for modules in double precision."""
+        parameters = dict(self.module.named_parameters())
+        dtypes = {parameters[name].dtype for name in self.graph.trained}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    @property
+    def fills(self) -> bool:
+        """Whether frozen layers of coming batches run in the bubbles of this one."""
+        return (
+            self.plan.options.filling != "none"
+            and self.plan.ranks_per_pipeline > 1
+            and bool(self.graph.frozen)
+        )
+
+    @cached_property
+    def read_ahead(self) -> Versions:
+        """Parameters and buffers that frozen layers read, but for those that layers write themselves."""
+        layers = self.graph.layers
+        written = frozenset().union(*(layer.written_buffers for layer in layers))
+        parameters = frozenset().union(*(layers[i].parameters for i in self.graph.frozen))
+        buffers = frozenset().union(*(layers[i].buffers for i in self.graph.frozen))
+        return Versions(self.module, parameters, buffers - written)
+
+    def stop_ahead_if_changed(self) -> bool:
+        """Runs nothing ahead any more if what frozen layers read was changed between two steps.
+
+        Returns:
+            Whether it stopped just now.
+
+        Raises:
+            ConfigurationError: It became NaN, as what was written came from weights of other ranks.
+        """
+        if not self.runs_ahead or not self.read_ahead.changed():
+            return False
+        self.runs_ahead = False
+        self.engine.drop_prepared()
+        names = self.read_ahead.not_a_number() if self.plan.ranks_per_pipeline > 1 else []
+        if names:
+            raise ConfigurationError(
+                f"{len(names)} tensors that frozen layers read became NaN between two steps, e.g. "
+                f"{names[0]}. If they follow trained weights (a momentum teacher, a target network), mind that a "
+                "rank holds only NaN in place of the weights of other stages: update them inside "
+                "`with self.trainer.strategy.whole_model():`, on all ranks, which fetches what is read there"
+            )
+        return True
+
+    def count_as_unchanged(self) -> None:
+        """Frozen layers read other values from now on, rightly: nothing was changed behind anybody's back."""
+        self.engine.drop_prepared()
+        self.read_ahead.note()
+
+    def refuse_unfrozen(self) -> None:
+        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
+
+        Raises:
+            ConfigurationError: Something was; names the first parameter.
+        """
+        if any(map(_REQUIRES_GRAD, self.untrained.values())):
+            name = next(n for n, p in self.untrained.items() if p.requires_grad)
+            raise ConfigurationError(
+                f"parameters were unfrozen during training, e.g. {name}, but the plan was made with them "
+                "frozen and computes no gradients for them, so they would never be trained. Unfreeze them "
+                "before trainer.fit, and go on from a checkpoint"
+            )
+
+    @torch.no_grad()
+    def not_finite(self) -> list[str]:
+        """Names of trained parameters of this rank that hold NaN or infinity; waits for the device."""
+        named = {n: p for n, p in self.trained.items() if p.is_floating_point() and p.numel()}
+        if not named:
+            return []
+        largest = [torch.linalg.vector_norm(p, torch.inf).isfinite() for p in named.values()]
+        finite = torch.stack(largest).tolist()
+        return [name for name, good in zip(named, finite, strict=True) if not good]
+
+    @property
+    def planned_shares(self) -> tuple[float, ...]:
+        """How much of the frozen work each rank of the pipeline takes, as planned; empty if unknown."""
+        samples = [0.0] * self.plan.ranks_per_pipeline
+        for piece in self.plan.pieces:
+            samples[piece.rank] += piece.num_samples
+        return tuple(samples) if any(samples) else ()
+
+    @contextlib.contextmanager
+    def relayed(self) -> Generator[None, None, None]:
+        """Inside, layers of other ranks answer with their results; all ranks in lock step."""
+        with self._relay.active():
+            yield
+
+    def trained_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """Parameters of an optimizer among `trained`, by name."""
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.trained.items() if id(p) in members}
+
+    def compare_over_pipeline(self, number: int, checksum: int) -> None:
+        """Checks that all ranks of the pipeline loaded the same batch.
+
+        Raises:
+            ConfigurationError: They did not.
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        values = [int(row[0]) for row in self.mesh.gathered([checksum], patient=True)]
+        if len(set(values)) > 1:
+            raise ConfigurationError(
+                f"batch {number} of this pass differs between the ranks of a pipeline (checksums "
+                f"{values}); every stage must see the same samples. Let the data set draw random "
+                "numbers from torch, random or numpy only, and keep the order of samples independent "
+                "of the rank. A stream is shared out by trainer.distributed_sampler_kwargs; one of webdataset "
+                "takes that as nodesplitter, not split_by_node, and rng=random for its shuffle, see "
+                "docs/training.md"
+            )
+
+    def dismantle(self, connected: bool = True) -> None:
+        """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
+
+        Args:
+            connected: Whether the other ranks are still there; if not, placeholders stay.
+        """
+        buffers = dict(self.module.named_buffers())
+        # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
+        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **buffers}
+        whole = spread(tensors, self.owners, self.mesh) if connected else {}
+        self.engine.close()
+        self._interception.uninstall()
+        if not connected:
+            self.mesh.abort()
+            leave_on_host(self.module)
+            return
+        placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
+        restore_parameters(self.module, {name: whole[name] for name in placeholders})
+        for name in buffers.keys() & whole.keys():
+            buffers[name].copy_(whole[name])
+        self.module.cpu()
+        self.mesh.disconnect()

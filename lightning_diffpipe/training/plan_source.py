@@ -1,0 +1,325 @@
+"""Where a plan comes from: given, or searched for measured layers and links.
+
+    given plan ──────────────────────────────────────┐
+    given profile, or layers timed here ─┐           ├─> rank 0's plan, as JSON, on every rank
+    given cluster, or links timed here ──┴─ search ──┘
+
+All ranks time the layers at once, as they will run at once; rank 0 alone plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_cluster
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    LostRankError,
+    PlanError,
+    raised_by_all,
+)
+from lightning_diffpipe.graph.chains import Chains
+from lightning_diffpipe.planning.chains import joined, separated
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.plan_checks import check_wishes
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.profiling.bench import Rounds
+from lightning_diffpipe.profiling.cache import cached_profile
+from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
+from lightning_diffpipe.profiling.pooling import pooled, summed_up
+from lightning_diffpipe.runtime.common_start import agree, close_group
+from lightning_diffpipe.runtime.microbatch import num_samples
+from lightning_diffpipe.training.pipeline import Basis, Process
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+
+_log = logging.getLogger(__name__)
+
+
+def plan_of_rank_0(
+    subject: Subject,
+    chains: Chains,
+    options: PipelineOptions,
+    process: Process,
+    world: dist.ProcessGroup | None,
+) -> tuple[PipelinePlan, Basis | None]:
+    """Rank 0's plan and what it was made from, or its reason why there is none, on every rank.
+
+    All ranks time the layers at once, as they will run at once: cores share caches and memory.
+    """
+    with liveness.inside("measuring links"):
+        cluster, profile = _cluster(options, process, world), None
+    answer: str | DiffPipeError = ""
+    try:
+        if options.plan is None:
+            with liveness.inside("profiling layers"):
+                profile = _in_chains(_profile(subject, options.profile, world), chains)
+        if process.rank == 0:
+            with liveness.inside("planning"):
+                profile = profile and _knowing_what_splits(subject, profile)
+                _require_chains(chains, options)
+                answer = _make_plan(subject, profile, options, cluster, process).to_json()
+    except LostRankError:
+        raise
+    except DiffPipeError as error:
+        answer = error
+    with liveness.inside("waiting for the plan" if process.rank else "planning"):
+        answer = agree(answer, world)
+    if isinstance(answer, DiffPipeError):
+        with raised_by_all():
+            raise answer
+    basis = None if profile is None else Basis(profile, cluster)
+    return PipelinePlan.from_json(answer), basis
+
+
+def _in_chains(profile: ModelProfile, chains: Chains) -> ModelProfile:
+    """The profile with a backbone for every chain of this module."""
+    sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
+    if tuple(accumulate(sizes, initial=0)) == chains.starts:
+        return profile
+    return separated(joined(profile), chains.starts)
+
+
+def _require_chains(chains: Chains, options: PipelineOptions) -> None:
+    """Refuses to run one backbone in opposite directions.
+
+    Raises:
+        ConfigurationError: There is one; says why, and what to do about it.
+    """
+    spec = SCHEDULES.get(options.schedule)
+    if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
+        raise ConfigurationError(
+            f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
+            f"but in this step {chains.joined_by}"
+        )
+
+
+def _make_plan(
+    subject: Subject,
+    profile: ModelProfile | None,
+    options: PipelineOptions,
+    cluster: Cluster,
+    process: Process,
+) -> PipelinePlan:
+    """Reads the plan that was given, or searches one."""
+    if options.plan is not None:
+        _warn_of_unused(options)
+        plan = _given_plan(
+            options.plan, process.world_size, num_samples(subject.batch, subject.graph.form)
+        )
+        num_pipelines = process.world_size // plan.ranks_per_pipeline
+        check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
+        return plan
+    assert profile is not None
+    data_parallel = options.pipelines_beside(process.world_size)
+    wishes = options.wishes(
+        num_samples(subject.batch, subject.graph.form) * data_parallel, data_parallel
+    )
+    plan, samples = find_plan(profile, cluster, wishes), wishes.global_batch_size // data_parallel
+    most = samples // subject.least_samples
+    if plan.num_microbatches <= most:
+        return plan
+    if wishes.num_microbatches != "auto":
+        raise ConfigurationError(
+            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {samples} samples, "
+            f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
+        )
+    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
+
+
+def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
+    """How many pipelines side by side the plan will have that `prepare` makes; one where it will fail."""
+    try:
+        if options.plan is not None:
+            return max(world_size // _read_plan(options.plan).ranks_per_pipeline, 1)
+        return options.pipelines_beside(world_size)
+    except (DiffPipeError, OSError):
+        return 1
+
+
+def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
+    """The plan to follow, if it was made for these ranks and for batches at least as large.
+
+    Raises:
+        PlanError: It was not, or there is none.
+    """
+    plan = _read_plan(plan)
+    if world_size % plan.schedule.num_ranks:
+        raise PlanError(
+            f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
+            f"the {world_size} ranks of this run"
+        )
+    told = (
+        f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
+        f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
+        f"this run has {batch_size}"
+    )
+    if batch_size > plan.samples_per_pipeline:
+        raise PlanError(
+            f"{told}: its memory is not planned. Plan with global_batch_size="
+            f"{batch_size * plan.num_pipelines}, or load batches of {plan.samples_per_pipeline}"
+        )
+    if batch_size < plan.samples_per_pipeline:
+        # As where a run goes on with the last batch of an epoch.
+        warnings.warn(f"{told}: its times are not those of smaller batches", stacklevel=2)
+    return plan
+
+
+def _read_plan(plan: PipelinePlan | str | Path) -> PipelinePlan:
+    if isinstance(plan, PipelinePlan):
+        return plan
+    path = Path(plan)
+    if not path.is_file():
+        raise PlanError(f"there is no plan at {path}")
+    return PipelinePlan.from_json(path.read_text(errors="replace"), str(path))
+
+
+def _warn_of_unused(options: PipelineOptions) -> None:
+    """Names what only matters for planning, where a plan is given."""
+    unset = {
+        "profile": ("measure", None),
+        "cluster": ("measure",),
+        "optimizer_bytes_factor": ("auto",),
+    }
+    unused = [name for name, values in unset.items() if getattr(options, name) not in values]
+    if unused:
+        _log.warning(
+            "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
+            "with it, without plan", " and ".join(unused),
+        )  # fmt: skip
+
+
+def _cluster(
+    options: PipelineOptions, process: Process, world: dist.ProcessGroup | None
+) -> Cluster:
+    """The links between the ranks: given, or measured. A collective call.
+
+    Without measured layers there is nothing to weigh them against, and they count as free. The memory of the
+    smallest device is a limit all the same, on one rank as well, unless another one is given.
+    """
+    if isinstance(options.cluster, Cluster):
+        return options.cluster
+    if isinstance(options.cluster, Mapping):
+        given = Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
+        if given.memory_bytes is not None:
+            return given
+        return replace(given, memory_bytes=least_memory_bytes(world, process.device))
+    if process.world_size == 1 or options.plan is not None or options.profile == "flops":
+        memory_bytes = least_memory_bytes(world, process.device)
+        return Cluster(process.world_size, memory_bytes=memory_bytes)
+    group = dist.new_group(backend=process.backend)
+    cluster = measure_cluster(group, process.device)
+    close_group(group)
+    return cluster
+
+
+def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> ModelProfile:
+    if source == "flops":
+        return estimate_profile(subject.module, subject.graph)
+    profile = _given_profile(source)
+    if profile is None:
+        agreed, pool = partial(agree, group=world), partial(pool_times, group=world)
+        return cached_profile(subject, agree=agreed, pool=pool)
+    _require_layers(profile, subject)
+    return profile
+
+
+def _given_profile(source: Any) -> ModelProfile | None:
+    """The profile that is given; None if there shall be one of this module.
+
+    Raises:
+        ConfigurationError: There is none at the path.
+        ProfileError: The file is not one.
+    """
+    if isinstance(source, ModelProfile):
+        return source
+    if source in (None, "measure", "flops"):
+        return None
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"profile={source!r} is neither 'measure', 'flops' nor a file that exists"
+        )
+    return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
+
+
+def _require_layers(profile: ModelProfile, subject: Subject) -> None:
+    """Refuses a profile of other layers before anything is planned from it.
+
+    Raises:
+        ConfigurationError: It is one; names the first difference.
+    """
+    names, own = _layers_of(profile), subject.graph.path_names
+    if names == own:
+        return
+    pairs = enumerate(zip(names, own, strict=False))
+    odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
+    differ = next(odd, f"from layer {min(len(names), len(own))} on")
+    raise ConfigurationError(
+        f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
+        f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
+        "(diffpipe profile), or leave strategy.profile out"
+    )
+
+
+def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
+    """The profile, with the encoders looked at here if it does not tell whether they can be split.
+
+    It does not where it was estimated, or layers were timed one by one.
+    """
+    if any(encoder.splittable is None for encoder in profile.encoders):
+        known = splittable_encoders(subject)
+        profile = replace(
+            profile,
+            encoders=tuple(
+                replace(e, splittable=known.get(e.name)) if e.splittable is None else e
+                for e in profile.encoders
+            ),
+        )
+    if whole := profile.whole_encoders:
+        _log.warning(
+            "%s mixes samples or draws random numbers: frozen layers run on whole "
+            "microbatches, so that bubbles are filled in larger pieces", ", ".join(whole),
+        )  # fmt: skip
+    return profile
+
+
+def planned_layers(options: PipelineOptions) -> tuple[str, ...]:
+    """The trained layers that a given plan or profile names; none where nothing is given.
+
+    What cannot be read is told where it is needed.
+    """
+    try:
+        if options.plan is not None:
+            return _read_plan(options.plan).layers
+        profile = _given_profile(options.profile)
+    except (DiffPipeError, OSError, TypeError):
+        return ()
+    return () if profile is None else _layers_of(profile)
+
+
+def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
+    return tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
+
+
+def pool_times(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:
+    """The layer times of all ranks of a group; each sends one typical step, not all of its runs."""
+    if group is None:
+        return rounds
+    ranks: list[Rounds] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, summed_up(rounds), group=group)
+    return pooled(ranks)

@@ -1,0 +1,234 @@
+"""From a module and one batch to a running pipeline.
+
+    equal weights -> probe -> profile -> plan (rank 0, broadcast) -> fold -> groups -> place -> engine
+    common_start     graph/   plan_source                            assembly
+
+Every rank builds the whole module on the host, agrees on its weights, and looks at it in the same way;
+rank 0 alone plans. Then each rank keeps its own stages and the frozen layers, and gives the memory of
+everything else back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, raised_by_all
+from lightning_diffpipe.graph.chains import find_chains
+from lightning_diffpipe.graph.forms import Forms, names_of, survey
+from lightning_diffpipe.graph.layer import LayerGraph, other_calls
+from lightning_diffpipe.graph.probe import probe, probe_named
+from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.host_memory import keep_freed_memory
+from lightning_diffpipe.profiling.bench import Progress
+from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.profiler import bar
+from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.runtime.common_start import (
+    agree,
+    align_parameters,
+    close_group,
+    on_all_ranks,
+    require_equal,
+    world_group,
+)
+from lightning_diffpipe.runtime.microbatch import num_samples
+from lightning_diffpipe.runtime.partitioned import MOST_FORMS, Step, too_many_forms
+from lightning_diffpipe.runtime.seeding import microbatch_seed
+from lightning_diffpipe.training.assembly import assemble
+from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import plan_of_rank_0, planned_layers
+from lightning_diffpipe.training.refusals import warn_of_whole_compiled
+
+_log = logging.getLogger(__name__)
+_NUM_PROBED_SAMPLES = 2
+
+
+def prepare(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    options: PipelineOptions,
+    process: Process,
+    arguments: tuple[Any, ...] = (),
+) -> Pipeline:
+    """Plans a module's pipeline and sets this rank's part of it up.
+
+    Args:
+        module: The whole module, on the host.
+        step: Module and batch to loss.
+        batch: A batch of one pipeline, on the host; equal on all ranks.
+        options: The user's decisions.
+        process: Where this rank runs.
+        arguments: Further arguments of the step for the first batch.
+
+    Raises:
+        ConfigurationError: The module trains nothing, or the options do not fit it.
+        PlanError: A given plan was made for another model or world.
+        GraphError: The step cannot be cut at its layers.
+    """
+    with raised_by_all():
+        _require_trainable(module)
+    if process.device.type == "cpu":
+        keep_freed_memory()
+    with liveness.inside("aligning weights"):
+        world = world_group(process.world_size, process.timeout_s)
+        seed = agree(_own_seed(options), world)
+        align_parameters(module, world)
+    with raised_by_all():
+        own = OwnForm.of(module)
+        size = num_samples(batch, own)
+        form = own or Form.of(batch, size)
+        small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
+    with liveness.inside("probing the step"):
+        planned = agree(planned_layers(options) if process.rank == 0 else (), world)
+        with _phase("probing the layers of a step", process, counted=False):
+            graph, forms = on_all_ranks(
+                lambda: _surveyed(module, step, small, form, seed, planned, arguments), world
+            )
+        with raised_by_all():
+            require_equal(graph.digest, world)
+    planned_step = forms.widest.of_step(step) if forms.widest else step
+    chains = find_chains(module, planned_step, small, graph)
+    warn_of_whole_compiled(module, graph)
+    microbatch_size = None
+    if isinstance(options.num_microbatches, int):
+        microbatch_size = math.ceil(size / options.num_microbatches)
+    least = _least_samples(module, planned_step, take_samples(batch, size, 1, own), size, graph)
+    with _phase("timing layers and links, and planning", process) as report:
+        subject = Subject(
+            module,
+            planned_step,
+            batch,
+            graph,
+            device=process.device,
+            microbatch_size=microbatch_size,
+            progress=report,
+            least_samples=least,
+        )
+        plan, basis = plan_of_rank_0(subject, chains, options, process, world)
+    close_group(world)
+    with liveness.inside("placing stages"):
+        pipeline = assemble(
+            module,
+            step,
+            batch,
+            small,
+            graph,
+            plan,
+            process,
+            seed=seed,
+            check_finite=options.check_finite,
+            verify=options.verify,
+            forms=forms,
+        )
+    return replace(pipeline, basis=basis)
+
+
+@contextlib.contextmanager
+def _phase(what: str, process: Process, *, counted: bool = True) -> Iterator[Progress | None]:
+    """Tells what takes a while: a bar in a terminal of rank 0, and a line with its seconds behind it."""
+    begun_s = time.monotonic()
+    shown = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
+    with bar(shown, what, counted=counted, stays=False) as report:
+        yield report
+    if process.rank == 0:
+        _log.info("%s took %.1f s", what, time.monotonic() - begun_s)
+
+
+def _surveyed(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    form: Form | OwnForm,
+    seed: int,
+    planned: tuple[str, ...],
+    arguments: tuple[Any, ...],
+) -> tuple[LayerGraph, Forms]:
+    """The layers of a step, in the form with most calls, and the forms it takes."""
+    graph = _probed(module, step, batch, form, seed, planned)
+    seed_of = partial(microbatch_seed, seed, 0)
+    try:
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+    except DiffPipeError:
+        raise
+    except Exception as error:  # of any code, on numbers that mean nothing
+        _log.info("whether the step takes several forms cannot be found out: %s", str(error))
+        return graph, Forms()
+    if forms.widest is None:
+        return graph, forms
+    if names_of(widest) != graph.layer_names:
+        graph = _probed(module, forms.widest.of_step(step), batch, form, seed, planned)
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        if names_of(widest) != graph.layer_names:
+            raise GraphError(
+                "the form of the step with most calls cannot be probed: run again with what it drew, "
+                f"{other_calls(names_of(widest), graph.layer_names)}"
+            )
+    if len(forms.exemplars) > MOST_FORMS:
+        raise GraphError(too_many_forms(len(forms.exemplars)))
+    shares = ", ".join(f"{share:.0%}" for share in forms.shares)
+    _log.info("the step takes %d forms, in %s of the trials", len(forms.exemplars), shares)
+    return graph, forms
+
+
+def _probed(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    form: Form | OwnForm,
+    seed: int,
+    planned: tuple[str, ...],
+) -> LayerGraph:
+    """The layers of a step: those that a plan or profile names, which may be finer, if this module has them."""
+    graph = probe(module, step, batch, seed=seed, form=form)
+    if not planned or graph.path_names == planned:
+        return graph
+    try:
+        return probe_named(module, step, batch, graph, planned, seed=seed)
+    except GraphError as error:
+        _log.info("the layers of the given plan or profile are not those of this module: %s", error)
+        return graph
+
+
+def _least_samples(module: nn.Module, step: Step, sample: Any, size: int, graph: LayerGraph) -> int:
+    """Samples that each microbatch must have: two, where batch norms would see one value per channel."""
+    norms = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
+    if size == 1 or not norms:
+        return 1
+    try:
+        probe(module, step, sample, mode="fake", layer_names=graph.layer_names, form=graph.form)
+    except ValueError as error:
+        return 2 if "more than 1 value per channel" in str(error) else 1
+    except Exception as error:  # of any code, which needs values, say
+        _log.debug("whether one sample is enough is unknown: %s", error)
+    return 1
+
+
+def _require_trainable(module: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameters, so there is nothing to pipeline; "
+            "check requires_grad, or use another strategy"
+        )
+
+
+def _own_seed(options: PipelineOptions) -> int:
+    """The seed asked for, else `seed_everything`'s, else this process's own."""
+    if options.seed is not None:
+        return options.seed
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))

@@ -1,0 +1,395 @@
+"""The process hooks of the strategy: who runs where, how they start, meet and end.
+
+One process for each device, each started by re-running the script or by torchrun; all of them in
+Lightning's default process group, which the pipeline itself never uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_diffpipe.comm.liveness import LAUNCHER, liveness
+from lightning_diffpipe.comm.streams import ask_for_queues
+from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_number
+from lightning_diffpipe.training.pipeline import Pipeline, Process
+
+_log = logging.getLogger(__name__)
+_GRACE_S = 5.0
+_LONGEST_S = 1e8  # three years; what torch counts in nanoseconds has an end
+
+
+class ProcessHooks(ParallelStrategy):
+    """What Lightning asks a strategy about processes.
+
+    Args:
+        timeout_s: Longest wait for a message, in seconds.
+        backend: `"gloo"` or `"nccl"`; chosen by device if not given.
+
+    Attributes:
+        pipeline: This rank's part, while there is one.
+        last_saved: The checkpoint that was saved last.
+
+    Raises:
+        ConfigurationError: The timeout is no positive number of seconds, or there is no such backend.
+    """
+
+    pipeline: Pipeline | None
+    _ended_by: ClassVar[str | None] = None
+    last_saved: str | None
+
+    def __init__(self, timeout_s: float, backend: str | None) -> None:
+        super().__init__()
+        require_number("timeout_s", timeout_s, above=0, most=_LONGEST_S)
+        if backend is not None and not dist.is_backend_available(backend):
+            raise ConfigurationError(
+                f"process_group_backend={backend!r} is none that this build of torch has; choose gloo or nccl"
+            )
+        self.timeout_s = float(timeout_s)
+        self.num_nodes = 1
+        self._backend = backend
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives only its own strategies a distributed sampler unless they say this."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device this rank computes on."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process(self) -> Process:
+        """Where this rank runs; known once processes have met."""
+        return Process(
+            self.global_rank, self.world_size, self.root_device, str(self._backend), self.timeout_s
+        )
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher.check_run = self.check_run
+
+    def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Looks at what a trainer was asked for, before any process is started or met.
+
+        Args:
+            trainer: About to run.
+            arguments: Of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
+        """
+
+    def refuse_alone(self) -> None:
+        """Refuses to run again where the processes that were started for it have been ended.
+
+        Raises:
+            ConfigurationError: A run of this process has failed before.
+        """
+        if self._ended_by is not None and self.world_size > 1:
+            raise ConfigurationError(
+                f"an earlier run of this process has failed ({self._ended_by.splitlines()[0]}), and the processes "
+                "that it had started were ended with it, so nobody is there to run with. Start the script again, "
+                "with ckpt_path='last'; under torchrun every process catches its error by itself, and can go on"
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Sets the device and joins the default process group."""
+        if self.root_device.type == "cuda":
+            ask_for_queues()
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._backend = self._backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        # Processes start, download and save at their own pace; only messages of a step are urgent.
+        patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
+        _init_dist_connection(
+            self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
+        )
+        if isinstance(self._launcher, _Launcher):
+            self._launcher.meeting_place = None  # all have met
+        liveness.connect(self.global_rank, self.world_size, self.timeout_s)
+
+    def stop_requeueing(self) -> None:
+        """Turns off SLURM's auto-requeue of several ranks; Lightning registers its handler only later.
+
+        The handler saves where the signal finds a rank: one has made a step that another has not, so that the file
+        would be mixed, or they wait for each other's messages for ever.
+        """
+        environment = self.cluster_environment
+        if self.world_size == 1 or not isinstance(environment, SLURMEnvironment):
+            return
+        if environment.auto_requeue:
+            environment.auto_requeue = False
+            rank_zero_warn(
+                "SLURM's auto-requeue is off: on its signal every rank would save where it stands, and ranks of a "
+                "pipeline stand in different steps. Save in time with ModelCheckpoint(every_n_train_steps=...), "
+                "requeue with `#SBATCH --requeue` or in the job script, leave out its `--signal`, and go on with "
+                "ckpt_path. plugins=[SLURMEnvironment(auto_requeue=False)] says so without this warning"
+            )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Gives an object of one rank to all.
+
+        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask behind every batch.
+        """
+        if not _distributed_is_initialized():
+            return obj
+        if self.pipeline is not None:
+            return self.pipeline.mesh.of_rank(src, obj)
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over all ranks.
+
+        Ranks of a pipeline hold equal values, in training and evaluation; in a `"sum"` over all ranks each
+        pipeline counts once.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        reduced = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        if group is not None or reduce_op != "sum" or self.pipeline is None:
+            return reduced
+        copies = self.pipeline.mesh.layout.ranks_per_pipeline
+        return reduced.div_(copies, rounding_mode=None if reduced.is_floating_point() else "floor")
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the processes that this one started.
+
+        They get a few seconds to say what went wrong on their side. On NCCL nobody else would ever end
+        them, as a lost peer closes no connection.
+        """
+        if isinstance(exception, SIGTERMException):
+            self._tell_of_signals()
+        if self._backend == "nccl":
+            # Its watchdog may end the process before Python prints the error.
+            _log.error("rank %d stops: %r", self.global_rank, exception)
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            if self._launcher.procs:
+                ProcessHooks._ended_by = f"{type(exception).__name__}: {exception}"
+            deadline_s = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline_s and any(
+                p.poll() is None for p in self._launcher.procs
+            ):
+                time.sleep(0.1)
+            self._launcher.kill(signal.SIGKILL)
+
+    def _tell_of_signals(self) -> None:
+        """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+        # Ranks may agree to stop before the word of whom the signal reached has come.
+        deadline_s = time.monotonic() + _GRACE_S
+        while self.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        signals = liveness.signals or {self.global_rank: "training"}
+        # Where a rank is lost, torchrun sends SIGTERM to the others, often before they could say whom they lost.
+        loss = liveness.loss() if self.pipeline is None else None
+        lost = loss if loss is not None and loss.kind in ("ended", "failed", "silent") else None
+        if lost is None and self.global_rank != (0 if self.pipeline is not None else min(signals)):
+            return
+        who = ", ".join(f"rank {rank} ({phase})" for rank, phase in sorted(signals.items()))
+        if lost is not None:
+            who += f" after it lost {lost}"
+        where = "nothing was trained"
+        if self.lightning_module is not None and self.pipeline is not None:
+            where = f"training ended behind step {self.lightning_module.trainer.global_step}"
+        saved = (
+            "nothing was saved in this run"
+            if self.last_saved is None
+            else f"last saved: {self.last_saved}"
+        )
+        print(
+            f"lightning_diffpipe: SIGTERM to {who}: {where}; {saved}", file=sys.stderr, flush=True
+        )
+
+
+def take_place_in_slurm() -> None:
+    """Tells the tasks of `srun` what torchrun would: their ranks and a meeting place, in the environment.
+
+    What is there already stays. A batch script without `srun` is one process, whatever it has been granted.
+    """
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return
+    if "WORLD_SIZE" not in os.environ:
+        job, nodes = int(os.environ["SLURM_JOB_ID"]), os.environ["SLURM_NODELIST"]
+        os.environ |= {
+            "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+            "RANK": os.environ["SLURM_PROCID"],
+            "MASTER_ADDR": SLURMEnvironment.resolve_root_node_address(nodes),
+            "MASTER_PORT": str(15000 + job % 10000),  # no other job's, most probably
+        }
+    os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
+
+
+def open_meeting_place() -> dist.TCPStore:
+    """Opens the store where processes of this machine will meet, on a port that it takes at once.
+
+    A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
+    default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
+
+    Returns:
+        To be kept until that group is there; its port is `.port`.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Starts the other processes of this machine, if nobody has, and sees a run through to its end.
+
+    The meeting place of the processes is open before they look for it. Where a rank is lost, `liveness` ends the
+    others; Lightning's own observer would kill them before they have said anything.
+    """
+
+    meeting_place: dist.TCPStore | None = None
+    check_run: Callable[[Any, dict[str, Any]], None]
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """A notebook cannot be started again for each process."""
+        return bool(self.cluster_environment.creates_processes_externally)
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
+    ) -> Any:
+        """Calls the function on this process, once there are others, unless the run is refused.
+
+        Raises:
+            LostRankError: A rank was lost.
+            SIGTERMException: A rank got SIGTERM.
+        """
+        call = inspect.signature(function).bind(*args, **kw)
+        self.check_run(trainer, call.arguments)
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            if self.num_processes > 1:
+                _log.info("starting %d processes", self.num_processes)
+            self._call_children_scripts()
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+        if max(self.num_processes * self.num_nodes, environment.world_size()) == 1:
+            return function(*call.args, **call.kwargs)
+        liveness.children = dict(enumerate(self.procs, 1))
+        rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
+        try:
+            with _stopping_at_signals(trainer), liveness.run(rank):
+                return function(*call.args, **call.kwargs)
+        except LostRankError as error:
+            if error.by_signal:
+                raise _stop_by_signal() from None
+            raise
+
+    def _call_children_scripts(self) -> None:
+        if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
+            self.meeting_place = open_meeting_place()
+            os.environ["MASTER_PORT"] = str(self.meeting_place.port)
+        os.environ[LAUNCHER] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[LAUNCHER]
+
+
+@contextlib.contextmanager
+def _stopping_at_signals(trainer: Any) -> Iterator[None]:
+    """Stops at SIGTERM where Lightning does not: in front of its loops, where a process would end silently."""
+    found, process = trainer._signal_connector, os.getpid()
+
+    def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:  # forked, with this handler
+            _die(b"")
+        elif not (found._original_handlers and liveness.agrees_on_signals):  # else it is noted
+            liveness.note_signal()
+            raise _stop_by_signal()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield
+        return
+    after: Any = before
+    signal.signal(signal.SIGTERM, stop)
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if not fits:  # Lightning's would broadcast from wherever it finds a rank
+        found._sigterm_notifier_fn = lambda *_: None
+    try:
+        yield
+    except LostRankError as error:
+        after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
+        raise
+    finally:
+        if not fits:
+            del found._sigterm_notifier_fn
+        signal.signal(signal.SIGTERM, after)
+        if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
+            found._original_handlers[signal.SIGTERM] = after
+
+
+def _die(last_words: bytes, *_: Any) -> None:
+    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is told."""
+    os.write(2, last_words)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop_by_signal() -> SIGTERMException:
+    """Ends with the exit code of the signal before Lightning listens to it, and as Lightning does later."""
+    return SIGTERMException(*[] if liveness.agrees_on_signals else [128 + signal.SIGTERM])

@@ -1,0 +1,345 @@
+"""What cannot work with a pipeline, refused with its reason: before training starts, or else where it happens.
+
+Silent wrongness is worse than a refusal: Lightning's weight averaging, for one, copies the module
+before it is cut and would then average the weights of one stage into another, without any error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.calltree import is_compiled
+from lightning_diffpipe.graph.layer import LayerGraph
+
+
+def refuse_unsupported(trainer: Any, strategy: Any) -> None:
+    """Checks module, callbacks, precision and what has been made already.
+
+    Args:
+        trainer: The trainer being set up.
+        strategy: The strategy, connected to the module.
+
+    Raises:
+        ConfigurationError: Something cannot work; says what, why and what to do instead.
+    """
+    module = strategy.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "manual optimization (automatic_optimization=False) cannot be pipelined: the schedule runs "
+            "forward and backward of all microbatches itself. Return the loss from training_step"
+        )
+    if is_overridden("backward", module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
+            "before Lightning would call it. Scale the loss in training_step instead"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging) or (
+            isinstance(callback, WeightAveraging)
+            and not (strategy.world_size == 1 or strategy.is_one_stage)
+        ):
+            raise ConfigurationError(
+                f"{type(callback).__name__} copies the module before it is cut into stages and would "
+                "average weights of different stages. Use lightning_diffpipe.EMA"
+                + (", or num_stages=1" if isinstance(callback, WeightAveraging) else "")
+            )
+    precision = strategy.precision_plugin
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
+            "use precision='bf16-mixed' or '32-true'"
+        )
+    if trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
+        _refuse_early_loader(trainer)
+        _refuse_saving_on_exception(trainer)
+        _refuse_synchronized_norms(module, strategy)
+
+
+def refuse_without_flush(trainer: Any, schedule: str) -> None:
+    """Refuses what looks at gradients or weights of all stages at a time, where stages step at different times.
+
+    Args:
+        trainer: The trainer being set up.
+        schedule: One that does not flush.
+
+    Raises:
+        ConfigurationError: Something does; says what to do instead.
+    """
+    from lightning_diffpipe.callbacks.ema import EMA
+
+    remedy = "choose a schedule that flushes, such as 1f1b"
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with schedule={schedule}: every batch has "
+            f"weights of its own, and its stages step as soon as it has come back. Leave it out and give "
+            "larger batches, which pipedream_2bw cuts into microbatches"
+        )
+    by_value = trainer.gradient_clip_algorithm == "value"
+    if trainer.gradient_clip_val and not by_value:
+        raise ConfigurationError(
+            f"gradient_clip_val={trainer.gradient_clip_val} clips by the norm over all stages, but with "
+            f"schedule={schedule} they have gradients of different batches at a time. "
+            f"Clip by value (gradient_clip_algorithm='value'), or {remedy}"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, EMA):
+            raise ConfigurationError(
+                f"EMA averages the weights behind every step, but with schedule={schedule} stages have weights of "
+                f"different versions there; leave it out, or {remedy}"
+            )
+    module = trainer.lightning_module
+    for hook in ("configure_gradient_clipping", "optimizer_step", "on_before_optimizer_step"):
+        if is_overridden(hook, module):
+            raise ConfigurationError(
+                f"{type(module).__name__}.{hook} is overridden, but with schedule={schedule} each stage steps "
+                f"inside of training_step, and Lightning's own step finds no gradients. Leave it out, or {remedy}"
+            )
+
+
+def _refuse_synchronized_norms(module: nn.Module, strategy: Any) -> None:
+    """Refuses batch norms that look beyond a rank: with all ranks, most of which run other layers."""
+    for name, norm in module.named_modules():
+        synchronized = strategy._layer_sync is not None or isinstance(norm, nn.SyncBatchNorm)
+        if synchronized and norm.training and isinstance(norm, _BatchNorm):
+            raise ConfigurationError(
+                f"{name} ({type(norm).__name__}) would take its statistics over all {strategy.world_size} ranks "
+                "(sync_batchnorm=True, or an nn.SyncBatchNorm), but ranks of a pipeline run other layers. Leave "
+                "that out if statistics of a microbatch on one rank will do; else use nn.GroupNorm, or call "
+                ".eval() of the norms before trainer.fit"
+            )
+
+
+def _refuse_saving_on_exception(trainer: Any) -> None:
+    """Refuses checkpoints that would be collected from ranks of which one has just failed, or stands elsewhere."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or (
+            isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        ):
+            option = (
+                "save_on_exception=True"
+                if isinstance(callback, ModelCheckpoint)
+                else "this callback"
+            )
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves when training fails, but weights are divided over "
+                f"{trainer.world_size} ranks, and when one fails the others stand in the middle of a step, so "
+                f"that nothing whole can be saved. Leave out {option} and save while all is well: "
+                "ModelCheckpoint(every_n_train_steps=...) or ModelCheckpoint(train_time_interval=...)"
+            )
+
+
+def _refuse_early_loader(trainer: Any) -> None:
+    """Refuses a loader that was made while nobody knew which ranks shall see the same samples."""
+    if trainer.fit_loop._combined_loader is not None:
+        raise ConfigurationError(
+            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
+            "would train on different samples, and the numbers of batches and steps are too small. "
+            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
+            "on_fit_start, not in setup or configure_model"
+        )
+
+
+def refuse_averages(trainer: Any, module: nn.Module) -> None:
+    """Refuses averages of weights that module or callbacks keep themselves, where there are several stages.
+
+    They would average the placeholders of other ranks' weights, which are NaN, and nothing would tell until
+    somebody looks at the checkpoint.
+
+    Raises:
+        ConfigurationError: There are some; says where.
+    """
+    owners = [(f"{name}." if name else "", owner) for name, owner in module.named_modules()]
+    owners += [(f"{type(c).__name__}.", c) for c in trainer.callbacks]
+    for prefix, owner in owners:
+        for name, value in _attributes(owner):
+            if _averages_weights(value):
+                raise ConfigurationError(
+                    f"{prefix}{name} is a {type(value).__name__}, which averages weights, but in a pipeline a "
+                    "rank holds the weights of its own stage only, so that the averages of all others "
+                    "would become NaN, in checkpoints too. Leave it out (e.g. use_ema=False) and add the callback "
+                    "lightning_diffpipe.EMA, which averages on every rank what lives there; or train with "
+                    "num_stages=1"
+                )
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by name, and what its modules, lists and dictionaries hold."""
+    held = vars(owner) | vars(owner).get("_modules", {})
+    for name, value in held.items():
+        if name in ("_modules", "_parameters", "_buffers"):
+            continue
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", inner) for key, inner in value.items())
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}[{index}]", inner) for index, inner in enumerate(value))
+
+
+def _averages_weights(value: Any) -> bool:
+    """EMAs of torch, diffusers, torch_ema, ema_pytorch, timm and CompVis, which nobody needs to have installed."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(value).__mro__}
+    named = any(kind.endswith(_AVERAGING_NAMES) for kind in kinds) or "ema_pytorch.EMA" in kinds
+    keeps_shadows = "shadow_params" in getattr(value, "__dict__", ())
+    return isinstance(value, AveragedModel) or named or keeps_shadows
+
+
+_AVERAGING_NAMES = (".LitEma", ".ModelEma", ".ModelEmaV2", ".ModelEmaV3")
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses optimizers that look at all gradients at once, where there are several stages.
+
+    Each rank's would see those of its own stage, take another step size or direction than the others', and
+    move the copies of shared weights apart, without any error.
+
+    Raises:
+        ConfigurationError: There is one; says which.
+    """
+    for optimizer in _with_wrapped(optimizers):
+        name = type(optimizer).__name__
+        if any(_combines_gradients(kind.__name__) for kind in type(optimizer).__mro__):
+            raise ConfigurationError(
+                f"{name} computes one step size or direction from the gradients of all parameters, but in a "
+                "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
+                "by itself, such as AdamW, Adafactor, Lion or Muon; or train with num_stages=1, which takes "
+                "num_replicas=N for N ranks"
+            )
+        clipped = [
+            bound for group in optimizer.param_groups if (bound := group.get("max_grad_norm"))
+        ]
+        if clipped:
+            raise ConfigurationError(
+                f"{name}(max_grad_norm={clipped[0]}) scales gradients by a norm over all parameters, but in a "
+                "pipeline a rank has the gradients of its own stage only. Turn it off (max_grad_norm=None, or 0) "
+                f"and give Trainer(gradient_clip_val={clipped[0]}), which clips by the norm over all stages"
+            )
+
+
+def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
+    """Optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from _with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
+
+
+def _combines_gradients(class_name: str) -> bool:
+    """L-BFGS, learning-rate-free and sharpness-aware optimizers, whichever package they come from."""
+    named = ("LBFGS", "Prodigy", "DAdapt")
+    return class_name.endswith(("SAM", "DoG", "DoWG")) or any(n in class_name for n in named)
+
+
+@contextlib.contextmanager
+def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, torch takes no norm over gradients of a rank that has those of its own stages only.
+
+    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
+    weights apart, without any error. It is refused with a ConfigurationError.
+
+    Args:
+        trained: Parameters of this rank that get gradients, where there are several stages.
+    """
+    parameters = tuple(trained)
+    total_norm = clip_grad._get_total_norm
+
+    @functools.wraps(total_norm)
+    def refuse(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = {id(p.grad) for p in parameters if p.grad is not None}
+        num_known = sum(id(tensor) in gradients for tensor in tensors)
+        if num_known:
+            raise ConfigurationError(
+                f"torch.nn.utils took a norm over the gradients of {num_known} parameters (clip_grad_norm_, "
+                "get_total_norm), but in a pipeline a rank has those of its own stage only, so that each stage "
+                "would be scaled by another factor. Clip by the norm over all stages, with "
+                "Trainer(gradient_clip_val=...), or in a hook, on all ranks, with self.clip_gradients(optimizer, "
+                "gradient_clip_val=...); self.trainer.strategy.gradient_norm() gives that norm"
+            )
+        return total_norm(tensors, *args, **kwargs)
+
+    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called.
+    owners = ((clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm"))
+    for owner, name in owners:
+        setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        for owner, name in owners:
+            setattr(owner, name, total_norm)
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Names arguments the strategy does not have.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    if "start_method" in arguments:
+        raise ConfigurationError(
+            f"start_method={arguments['start_method']!r} is not supported: spawned and forked processes "
+            "return one stage only to the main process. Leave it out; processes are started by "
+            "re-running your script, or by torchrun"
+        )
+    raise ConfigurationError(
+        f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
+    )
+
+
+def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
+    """Warns if what is trained is hidden in one compiled module, which cannot be cut.
+
+    Args:
+        module: The root.
+        graph: Its step.
+    """
+    trained = [layer for layer in graph.layers if not layer.frozen]
+    cost = sum(layer.cost_flops for layer in trained)
+    for layer in trained:
+        if 2 * layer.cost_flops > cost and is_compiled(module.get_submodule(layer.name)):
+            rank_zero_warn(
+                f"{layer.name} is compiled as a whole (torch.compile), so that nobody sees its layers, and "
+                "no pipeline can be cut from it. Compile its blocks instead: "
+                f"`for block in {layer.name.removesuffix('._orig_mod')}.<blocks>: block.compile()`"
+            )
+
+
+def warn_of_outputs(out: Any) -> bool:
+    """Warns if a step returns more than its loss, which callbacks may be waiting for.
+
+    Args:
+        out: What `training_step` returned.
+
+    Returns:
+        Whether it did.
+    """
+    further = (
+        [str(key) for key in out if key not in ("loss", "weight")]
+        if isinstance(out, Mapping)
+        else []
+    )
+    if further:
+        rank_zero_warn(
+            f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "
+            "step: the rest is of a microbatch, and on one stage. Callbacks get {'loss': ...} as outputs; log what "
+            "they need"
+        )
+    return bool(further)

@@ -1,0 +1,707 @@
+"""`Trainer(strategy="diffpipe")`: Lightning's hooks, translated to a plan and an engine.
+
+    Lightning calls             what happens                                          where
+    setup_environment, barrier  processes start, meet and end                         processes.py
+    setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
+    (batch transfer hooks)      the same random numbers whenever a batch is brought   transfer.py
+    training_step               the schedule runs forward and backward                runtime/engine.py
+    (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
+    backward                    they are put back; nothing is computed
+    clip_gradients              global norm over all stages                           runtime/reduction.py
+    (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
+    validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
+    (metric.compute)            ranks that saw the same batches count once            metric_sync.py
+    save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
+    teardown                    the module is whole again on every rank
+
+Loops, callbacks, loggers, optimizers and learning-rate schedulers are Lightning's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Generator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_diffpipe.checkpoint_files import settle_last
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedules import SCHEDULES
+from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.runtime.set_aside import GradientsAside
+from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
+from lightning_diffpipe.training.early_answers import early_answers, only_counted
+from lightning_diffpipe.training.example_batch import example_batch, why_empty
+from lightning_diffpipe.training.loader import (
+    aligned,
+    epoch_of,
+    resumed,
+    shared_out,
+    take_over,
+    unaligned,
+)
+from lightning_diffpipe.training.lockstep import LockStep
+from lightning_diffpipe.training.metric_sync import MetricSync, forget_elsewhere
+from lightning_diffpipe.training.pipeline import Pipeline
+from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import planned_pipelines
+from lightning_diffpipe.training.preparation import prepare
+from lightning_diffpipe.training.processes import ProcessHooks
+from lightning_diffpipe.training.refusals import (
+    refuse_arguments,
+    refuse_averages,
+    refuse_optimizers,
+    refuse_unsupported,
+    refuse_without_flush,
+    refusing_norms_of_a_stage,
+    warn_of_outputs,
+)
+from lightning_diffpipe.training.transfer import SeededTransfer
+from lightning_diffpipe.viewing.report import report
+
+Auto = Literal["auto"]
+
+
+class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
+    """Trains a LightningModule as a pipeline over ranks, exactly as one process would.
+
+    Args:
+        num_stages: Stages the layers are cut into; `"auto"` lets the planner choose.
+        num_microbatches: Slices each batch is cut into along dimension 0.
+        schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, `"v"`, `"zero_bubble_v"`,
+            `"bidirectional"` (several backbones), or `"auto"`. Without flushes, which trains on weights that are
+            some batches old: `"pipedream"` (weight stashing), `"pipedream_vertical_sync"` or `"pipedream_2bw"`.
+        num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
+            `"auto"`.
+        data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
+            `num_stages` and `num_replicas`.
+        filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
+            `"none"` runs a batch's own before the pipeline, spread over all ranks; `"auto"` takes the
+            faster of the two that fits into memory.
+        frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
+            cost against how evenly they can be shared. Ranks take whole groups.
+        plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
+            what the plan has is refused; of what is only planned with (`profile`, `cluster`,
+            `optimizer_bytes_factor`) a warning says that it changes nothing.
+        profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
+            times from operation counts; or a profile, or the path of one.
+        cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
+            fields as a mapping.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
+            planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
+            float32 beside bfloat16. `"auto"` counts Adam, since the optimizer is made later. The averages of
+            an `EMA` are counted besides.
+        timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
+        seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
+        check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
+        max_diverged_steps: Optimizer steps in a row whose loss or gradients are not finite after which the run ends
+            with an error; single ones may come by, as with 16 bits. No checkpoint is written with weights that are
+            not finite, either. `None` looks at none of it.
+        verify: Before training, compare loss and gradients of one batch with a run of the whole module
+            on every rank; needs memory for both.
+        process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
+
+    Example:
+        >>> trainer = L.Trainer(devices=2, strategy=DiffPipeStrategy(num_stages=2))  # doctest: +SKIP
+    """
+
+    strategy_name = "diffpipe"
+
+    def __init__(
+        self,
+        num_stages: int | Auto = "auto",
+        num_microbatches: int | Auto = "auto",
+        schedule: str = "1f1b",
+        num_replicas: int | tuple[int, ...] | list[int] | Auto = "auto",
+        data_parallel: int | Auto = "auto",
+        filling: str = "auto",
+        frozen_group_size: int | Auto = "auto",
+        plan: PipelinePlan | str | Path | None = None,
+        profile: Any = "measure",
+        cluster: Any = "measure",
+        timeout_s: float = 120.0,
+        seed: int | None = None,
+        check_finite: bool = False,
+        verify: bool = False,
+        process_group_backend: str | None = None,
+        optimizer_bytes_factor: float | Auto = "auto",
+        max_diverged_steps: int | None = 10,
+        **unsupported: Any,
+    ) -> None:
+        if unsupported:
+            refuse_arguments(unsupported)
+        if max_diverged_steps is not None and (
+            not isinstance(max_diverged_steps, int) or max_diverged_steps < 1
+        ):
+            raise ConfigurationError(
+                f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
+            )
+        super().__init__(timeout_s, process_group_backend)
+        self.max_diverged_steps = max_diverged_steps
+        self.pipeline: Pipeline | None = None
+        self.division: Division | None = None
+        self.last_saved: str | None = None
+        self.last_step: StepResult | None = None
+        self.upcoming: list[tuple[int, Any]] = []
+        self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        self._drained: list[StepResult] = []
+        self.batches_ahead = BATCHES_AHEAD
+        self.transfer: SeededTransfer | None = None
+        self._options = PipelineOptions(
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_replicas=num_replicas,
+            data_parallel=data_parallel,
+            filling=filling,
+            frozen_group_size=frozen_group_size,
+            plan=plan,
+            profile=profile,
+            cluster=cluster,
+            seed=seed,
+            check_finite=check_finite,
+            verify=verify,
+            optimizer_bytes_factor=optimizer_bytes_factor,
+        )
+        self._arguments: tuple[Any, ...] = ()
+        self._gradients: GradientsAside | None = None
+        self._lock_step: LockStep | None = None
+        self._metric_sync: MetricSync | None = None
+        self._accumulating = False
+        self._failed = self._wants_example = self._told_of_outputs = False
+        self._counted_pipelines: int | None = None
+        self._clip_grad_by_norm: Any = None
+        self._refusing = contextlib.ExitStack()
+        self._example_input: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
+        """Itself: processes and groups are there once, and whoever copies a trainer means its callbacks."""
+        return self
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """What each rank does; known once training has been set up."""
+        return self.pipeline.plan if self.pipeline else None
+
+    @property
+    def is_one_stage(self) -> bool:
+        """Whether every rank has been asked to hold the whole module."""
+        return self._options.num_stages == 1 and self._options.plan is None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one pipeline see the same samples; pipelines see different ones."""
+        if self._wants_example:  # for all ranks, before anybody knows which of them make a pipeline
+            return {"num_replicas": 1, "rank": 0}
+        if self._counted_pipelines is not None:
+            return {"num_replicas": self._counted_pipelines, "rank": 0}
+        if self.pipeline is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        mesh = self.pipeline.mesh
+        return {"num_replicas": mesh.layout.num_pipelines, "rank": mesh.pipeline}
+
+    # ------------------------------------------------------------------------------------ set-up
+
+    def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
+        """Finds the checkpoint to go on from, before any process is started, and what a failed run has left."""
+        self.refuse_alone()
+        refuse_divided(arguments.get("model"))
+        with raised_by_all():
+            self._options.refuse_more_stages_than(self.world_size)
+        self.choose_checkpoint(trainer, arguments)
+
+    def setup_environment(self) -> None:
+        """Brings processes together, which shall go on from the same checkpoint."""
+        super().setup_environment()
+        self.require_same_checkpoint()
+
+    def setup(self, trainer: Any) -> None:
+        """Plans the pipeline and puts this rank's part of the module on its device."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        with raised_by_all():
+            refuse_unsupported(trainer, self)
+            spec = SCHEDULES.get(self._options.schedule)
+            if spec and not spec.flushes and self.world_size > 1:
+                refuse_without_flush(trainer, spec.name)
+        take_over(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._failed = self._told_of_outputs = False
+        if fitting and 0 not in (
+            trainer.limit_train_batches,
+            trainer.max_epochs,
+            trainer.max_steps,
+        ):
+            self.stop_requeueing()
+            self.check_folders(trainer, self._averages_bytes_factor(trainer))
+            settle_last(trainer)
+            self._set_up_pipeline(trainer)
+        else:  # no step is asked for
+            self.model_to_device()
+        if fitting:
+            self._reset_optimizers()
+            self.setup_optimizers(trainer)
+        if self.plan is not None and len(self.plan.stages) > 1:
+            with raised_by_all():
+                refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
+            self.pipeline.engine.optimizers = self.optimizers
+            self.pipeline.engine.clip_value = trainer.gradient_clip_val
+            # Where Lightning clips there are no gradients, which torch takes for an error.
+            plugin: Any = self.precision_plugin
+            plugin.clip_grad_by_value = lambda optimizer, clip_val: None
+            self._refusing.callback(delattr, plugin, "clip_grad_by_value")
+        elif self.pipeline is not None:
+            self._clip_by_global_norm()
+
+    def _set_up_pipeline(self, trainer: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        # Lightning has told the module that it is on its device before anything was moved there.
+        module.cpu()
+        self._metric_sync = MetricSync(
+            trainer, lambda: self.pipeline.mesh if self.pipeline else None
+        )
+        self._wants_example = True
+        try:
+            batch, arguments = example_batch(trainer, self)
+        finally:
+            self._wants_example = False
+        self._arguments = arguments
+        averages = self._averages_bytes_factor(trainer)
+        options = replace(self._options, averages_bytes_factor=averages)
+        with early_answers(trainer, self, self._num_pipelines_to_be()):
+            self.pipeline = prepare(
+                module, self._run_training_step, batch, options, self.process, arguments
+            )
+        self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
+        plan = self.pipeline.plan
+        with raised_by_all():
+            if len(plan.stages) > 1:
+                refuse_averages(trainer, module)
+            if plan.runs_free:
+                refuse_without_flush(trainer, plan.options.schedule)
+        forget_elsewhere(module, self.global_rank)
+        rank_zero_info("\n%s\n", report(self.pipeline.plan))
+        self._gradients = GradientsAside(self.pipeline.trained.values())
+        self.transfer = SeededTransfer(trainer, self.pipeline)
+        if self.world_size > 1:
+            self._lock_step = LockStep(trainer, self.pipeline.mesh)
+        self._hide_example_input(module)
+        if self.pipeline.fills:
+            self._add_bubble_filling(trainer)
+
+    def _num_pipelines_to_be(self) -> int:
+        """Pipelines of the plan that is being made; a collective call."""
+        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
+        return int(self.broadcast(number))
+
+    @contextlib.contextmanager
+    def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
+        """Inside, loaders tell how many batches one of so many pipelines has, and give none."""
+        self._counted_pipelines = num_pipelines
+        try:
+            yield
+        finally:
+            self._counted_pipelines = None
+
+    def _averages_bytes_factor(self, trainer: Any) -> float:
+        """Bytes that averages of the weights take on a rank, for each byte it trains."""
+        from lightning_diffpipe.callbacks.ema import EMA
+
+        kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
+        return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
+
+    def _hide_example_input(self, module: Any) -> None:
+        """Keeps the model summary from calling layers that live elsewhere, until `teardown`."""
+        assert self.pipeline is not None
+        if self.pipeline.plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
+            self._example_input, module.example_input_array = module.example_input_array, None
+            rank_zero_info(
+                "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
+            )
+
+    def _add_bubble_filling(self, trainer: Any) -> None:
+        from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
+
+        if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, BubbleFilling())
+
+    def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
+        """The user's step as a function of module and batch; also run on a copy when probed."""
+        assert self._metric_sync is not None
+        with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
+            out = module.training_step(batch, *(arguments or self._arguments))
+        if self.pipeline is None and not self._told_of_outputs:  # it is being probed
+            self._told_of_outputs = warn_of_outputs(out)
+        return out
+
+    def _reset_optimizers(self) -> None:
+        self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
+
+    def model_to_device(self) -> None:
+        """Moves a module that is not cut; a pipeline has placed its own part already."""
+        if self.pipeline is None:
+            assert self.lightning_module is not None
+            self.lightning_module.to(self.root_device)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the host; only a rank's own part ever reaches its device."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Makes all ranks of a pipeline see the batches that one process would, random augmentation included.
+
+        Raises:
+            ConfigurationError: A pipeline's share of the training data makes no batch.
+        """
+        dataloader = unaligned(dataloader)
+        pipeline, counted = self.pipeline, self._counted_pipelines
+        if pipeline is None and counted is None:
+            return dataloader
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
+        if counted is not None:
+            return only_counted(dataloader)
+        training = trainer.state.stage == RunningStage.TRAINING
+        if training and sized_len(dataloader) == 0:  # Lightning would end the run without an error
+            raise ConfigurationError(why_empty(dataloader))
+        return aligned(
+            dataloader,
+            pipeline.seed,
+            pipeline.mesh.pipeline,
+            pass_index=partial(epoch_of, trainer) if training else None,
+            compare=pipeline.compare_over_pipeline,
+            looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
+            resumed=partial(resumed, trainer),
+        )
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def training_step(self, batch: Any, *arguments: Any) -> Tensor:  # type: ignore[override]
+        """Runs the schedule: all microbatches, forward and backward."""
+        assert self.pipeline is not None
+        assert self.lightning_module is not None
+        assert self._gradients is not None
+        assert self._metric_sync is not None
+        self.pipeline.refuse_unfrozen()
+        self._stop_ahead_if_changed()
+        if isinstance(self.pipeline.engine, FreeRunningEngine):
+            return self._step_without_flush(self.pipeline.engine, batch, arguments)
+        trainer = self.lightning_module.trainer
+        accumulate = trainer.accumulate_grad_batches
+        if trainer.fit_loop.batch_idx % accumulate == 0:
+            self._gradients.forget()
+        self._arguments = arguments
+        self.pipeline.watch.before_step(batch, arguments)
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        result = self.pipeline.engine.run_step(
+            batch,
+            number,
+            accumulate,
+            reduce_gradients=not self._accumulating,
+            arguments=arguments,
+            upcoming=self._take_upcoming(arguments),
+            alarm=self._has_diverged(),
+        )
+        if result.alarm:
+            raise self._divergence(result)
+        self.pipeline.watch.after_step(result, batch, arguments, number, self._ends_window())
+        self.last_step = result
+        # What layers wrote themselves does not count.
+        self.pipeline.read_ahead.note(before_update=not self._accumulating)
+        self._gradients.set_aside()
+        self._log(result)
+        return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _step_without_flush(
+        self, engine: FreeRunningEngine, batch: Any, arguments: tuple[Any, ...]
+    ) -> Tensor:
+        """Forwards a batch, and trains on one from before; logs what is known by now."""
+        assert self.pipeline is not None
+        assert self.lightning_module is not None
+        assert self._gradients is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        self._arguments = arguments
+        self.pipeline.watch.before_step(batch, arguments)
+        self._under_way.append((batch, arguments))
+        self._gradients.put_back()
+        results = engine.advance(batch, loop.total_batch_idx, arguments, self._has_diverged())
+        self._gradients.set_aside()
+        results, self._drained = [*self._drained, *results], []
+        if loop.batch_progress.is_last_batch or self._is_last_step():
+            self.drain()
+            results, self._drained = [*results, *self._drained], []
+        for result in results:
+            if result.alarm:
+                raise self._divergence(result)
+            assert result.batch_index is not None
+            self.pipeline.watch.after_step(result, *self._under_way.popleft(), result.batch_index)
+            self.last_step = result
+            self._log(result)
+            self.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
+        self.pipeline.read_ahead.note(before_update=True)
+        loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
+        return loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _is_last_step(self) -> bool:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return 0 < trainer.max_steps <= trainer.global_step + 1
+
+    def drain(self) -> None:
+        """Without a flush: takes back all that is under way, so that weights are those behind the last batch.
+
+        Before anybody looks at weights; a collective call of all ranks, which does nothing if nothing is under way.
+        """
+        engine = self.pipeline.engine if self.pipeline else None
+        if not isinstance(engine, FreeRunningEngine) or engine.is_empty:
+            return
+        assert self.pipeline is not None
+        assert self._gradients is not None
+        with self.pipeline.watch.as_in_steps():
+            self._gradients.put_back()
+            self._drained += engine.drain()
+            self._gradients.set_aside()
+
+    def _log(self, result: StepResult) -> None:
+        """Repeats on this rank what the last stage has logged."""
+        assert self.lightning_module is not None
+        assert self._metric_sync is not None
+        for logged in result.logged:
+            options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}
+            value: Any = logged.value
+            if (attribute := options.get("metric_attribute")) is not None:
+                # Updated on the last stage; Lightning computes and resets every rank's at the end of the epoch.
+                value = self.lightning_module.get_submodule(attribute)
+                value._forward_cache = logged.value if options.pop("has_value") else None
+                self._metric_sync.trained[attribute] = value
+            self.lightning_module.log(logged.name, value, **options)
+
+    def _ends_window(self) -> bool:
+        return self.max_diverged_steps is not None and not self._accumulating
+
+    def _has_diverged(self) -> bool:
+        assert self.pipeline is not None
+        allowed = self.max_diverged_steps
+        return allowed is not None and self.pipeline.watch.num_diverged >= allowed
+
+    def _divergence(self, result: StepResult) -> DivergenceError:
+        """The error with which all ranks end."""
+        assert self.pipeline is not None
+        assert self.lightning_module is not None
+        before = self.pipeline.watch.last_finite
+        told = (
+            f"the last finite one was {before[1]:.4g}, of batch {before[0]}"
+            if before
+            else "none was"
+        )
+        error = DivergenceError(
+            f"training has diverged: in {self.max_diverged_steps} optimizer steps in a row, up to step "
+            f"{self.lightning_module.trainer.global_step}, the loss or gradients were not finite (loss "
+            f"{result.loss:.4g}; {told}). Go on from the newest checkpoint (ckpt_path='last') with a lower "
+            "learning rate, gradient_clip_val, or more bits (bf16-mixed, 32-true); strategy.check_finite=True "
+            "names the layer that is the first. strategy.max_diverged_steps says how many steps are borne"
+        )
+        error.is_of_all_ranks = True
+        return error
+
+    def _stop_ahead_if_changed(self) -> None:
+        assert self.pipeline is not None
+        if self.pipeline.stop_ahead_if_changed() and self.pipeline.fills:
+            self.upcoming = []
+            rank_zero_warn(
+                "weights of frozen layers, or buffers that feed them, were changed during training, so what "
+                "they gave for coming batches was thrown away, and they run when a batch is due from now on"
+            )
+
+    def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Batches that come next and are not known to the engine, with the arguments of their steps."""
+        upcoming, self.upcoming = self.upcoming, []
+        return [
+            (batch, (arguments[0] + ahead, *arguments[1:]) if arguments else ())
+            for ahead, batch in upcoming
+        ]
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Puts the gradients of the schedule back; nothing is left to compute."""
+        assert self.lightning_module is not None
+        assert self._gradients is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        if self.plan is not None and not self.plan.runs_free:  # else it has stepped already
+            self._gradients.put_back()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's step on every rank in lock step; each layer runs where it lives."""
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step = getattr(self.lightning_module, name)
+        with self.precision_plugin.forward_context():
+            if self.pipeline is None:
+                return step(*args, **kwargs)
+            pipeline = self.pipeline
+            self.drain()
+            if self._lock_step is not None:
+                self._lock_step.stop_pipeline_together()
+            seed = derived_seed(pipeline.seed, name, pipeline.mesh.pipeline, *map(str, args[1:]))
+            with self.pipeline.relayed(), isolated_random_numbers(seed):
+                return step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Generator[None, None, None]:
+        """Lets all ranks of a pipeline use the whole module, in lock step, e.g. to sample.
+
+        Inside, a call of a layer that lives on another rank returns that rank's result. Every rank
+        of the pipeline must enter it and make the same calls with the same arguments.
+        """
+        if self.pipeline is None:
+            yield
+            return
+        self.drain()
+        with liveness.inside(f"{liveness.phase} with the whole model"), self.pipeline.relayed():
+            yield
+
+    def is_resident(self, name: str) -> bool:
+        """Whether this rank holds a parameter, given by its fully qualified name."""
+        return self.pipeline is None or name in self.pipeline.resident
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Inside, gradients stay this rank's own: another batch of the window will follow."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    # ---------------------------------------------------------------------------------- clipping
+
+    def _clip_by_global_norm(self) -> None:
+        # The precision plugin is the user's choice; its class name keys the scaler's state in
+        # checkpoints, so the instance is given another method rather than the plugin another class.
+        self._clip_grad_by_norm = self.precision_plugin.clip_grad_by_norm
+        self.precision_plugin.clip_grad_by_norm = self.clip_by_global_norm  # type: ignore[method-assign]
+        assert self.pipeline is not None
+        if len(self.pipeline.plan.stages) > 1:
+            trained = self.pipeline.trained.values()
+            self._refusing.enter_context(refusing_norms_of_a_stage(trained))
+
+    def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
+        if clip_val > 0:
+            assert self.pipeline is not None
+            self.pipeline.engine.reducer.clip(self.pipeline.trained_by(optimizer), clip_val)
+
+    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all stages, equal on every rank; a collective call.
+
+        Args:
+            optimizer: Only its parameters take part; all trained parameters if not given.
+            norm_type: Order of the norm.
+        """
+        assert self.pipeline is not None
+        if self.pipeline.plan.runs_free:
+            raise ConfigurationError(
+                f"there is no norm over all stages with schedule={self.pipeline.plan.options.schedule}: they have "
+                "gradients of different batches at a time; choose a schedule that flushes, such as 1f1b"
+            )
+        trained = self.pipeline.trained
+        if optimizer is not None:
+            trained = self.pipeline.trained_by(optimizer)
+        return self.pipeline.engine.reducer.global_norm(trained, norm_type)
+
+    # -------------------------------------------------------------------------- phases, and the end
+
+    def on_train_start(self) -> None:
+        """Lets the other ranks know what this one does, as the hooks below."""
+        liveness.enter("training")
+
+    def on_validation_start(self) -> None:
+        """Validation begins."""
+        self.drain()
+        liveness.enter("validating")
+
+    def on_validation_end(self) -> None:
+        """Training goes on, unless this was a check before it, or all there was to do."""
+        liveness.enter("training")
+
+    def on_test_start(self) -> None:
+        """Testing begins."""
+        liveness.enter("testing")
+
+    def on_predict_start(self) -> None:
+        """Prediction begins."""
+        liveness.enter("predicting")
+
+    def on_train_end(self) -> None:
+        """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
+        liveness.enter("ending")
+        self.drain()
+        if self.pipeline is not None:
+            self.pipeline.watch.finish()
+            self.refuse_diverged("training has ended")
+        if self._lock_step is not None:
+            self._lock_step.stop_together(last=True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing collective may follow: other ranks may be gone."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Makes the module whole again on every rank, on the host, and gives everything back."""
+        if self._clip_grad_by_norm is not None:
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self._clip_grad_by_norm = None
+        self._refusing.close()
+        if self._example_input is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.example_input_array = self._example_input
+            self._example_input = None
+        for replacement in (self.transfer, self._lock_step, self._metric_sync):
+            if replacement is not None:
+                replacement.uninstall()
+        self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
+        self._drained = []
+        self._under_way.clear()
+        self._metric_sync = None
+        if self.pipeline is not None:
+            pipeline, self.pipeline = self.pipeline, None
+            pipeline.dismantle(connected=not self._failed)
+        super().teardown()

@@ -1,0 +1,67 @@
+"""Messages: many tensors of any type in one buffer, exactly as they were."""
+
+import pytest
+import torch
+
+from lightning_diffpipe.comm.packing import MessageLayout
+from lightning_diffpipe.graph.layer import TensorSpec
+
+CPU = torch.device("cpu")
+
+
+def specs(*tensors):
+    return [TensorSpec.of(tensor) for tensor in tensors]
+
+
+def test_dtypes_mix_in_one_message():
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(2, 2, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+        torch.arange(7),
+        torch.randn(3).to(torch.bfloat16),
+        torch.randn(2, dtype=torch.complex64),
+        torch.tensor(2.5),
+        torch.empty(0, 4),
+    ]
+    layout = MessageLayout.of(specs(*tensors))
+    received = layout.unpack(layout.pack(tensors, CPU).clone())
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, received, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2])
+def test_strides_survive(num_tensors):
+    """`randn_like` fills memory in stride order, so other strides would draw other noise."""
+    tensor = torch.randn(2, 4, 6, 3).contiguous(memory_format=torch.channels_last)
+    tensors = [tensor] * num_tensors
+    layout = MessageLayout.of(specs(*tensors))
+    (received, *_) = layout.unpack(layout.pack(tensors, CPU).clone())
+    assert received.stride() == tensor.stride()
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    noise = [
+        torch.empty_like(t).normal_(generator=g)
+        for t, g in zip((tensor, received), generators, strict=True)
+    ]
+    assert torch.equal(*noise)
+
+
+def test_one_dense_tensor_is_not_copied():
+    tensor = torch.randn(4, 6).t()
+    buffer = MessageLayout.of(specs(tensor)).pack([tensor], CPU)
+    assert buffer.data_ptr() == tensor.data_ptr()
+
+
+def test_expanded_and_sliced_tensors_are_made_dense():
+    tensors = [torch.randn(1, 3).expand(4, 3), torch.randn(4, 6)[:, ::2]]
+    layout = MessageLayout.of(specs(*tensors))
+    received = layout.unpack(layout.pack(tensors, CPU))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, received, strict=True))
+    assert layout.num_bytes == 2 * 48
+
+
+def test_gradients_do_not_travel_with_values():
+    tensor = torch.randn(3, requires_grad=True) * 2
+    layout = MessageLayout.of(specs(tensor, tensor))
+    assert not layout.pack([tensor, tensor], CPU).requires_grad

@@ -1,0 +1,66 @@
+"""Queues of a GPU are asked for before its first use."""
+
+import os
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+from lightning_diffpipe import DiffPipeStrategy, predictor
+from lightning_diffpipe.comm.streams import ask_for_queues
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture
+def unused(monkeypatch):
+    """A process that has not used CUDA, and in which nobody has said how many queues it shall have."""
+    monkeypatch.setenv(QUEUES, "")  # put back behind the test, whatever it sets
+    monkeypatch.delenv(QUEUES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+def test_a_device_gets_all_queues_it_can_have(unused):
+    """History: with eight for all communicators, a send of one could stand behind a receive of another for ever."""
+    assert ask_for_queues()
+    assert os.environ[QUEUES] == "32"
+
+
+def test_what_the_user_says_counts(unused, monkeypatch):
+    monkeypatch.setenv(QUEUES, "16")
+    assert not ask_for_queues()
+    assert os.environ[QUEUES] == "16"
+
+
+def test_nothing_is_said_to_a_device_that_does_not_listen_any_more(unused, monkeypatch):
+    """Processes started later would believe it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not ask_for_queues()
+    assert QUEUES not in os.environ
+
+
+@pytest.mark.parametrize(("device", "queues"), [("cuda:0", "32"), ("cpu", None)])
+def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device, queues):
+    class Sets(Exception):
+        """Instead of setting the device."""
+
+    def sets(strategy):
+        raise Sets(os.environ.get(QUEUES))
+
+    monkeypatch.setattr(ParallelStrategy, "setup_environment", sets)
+    strategy = DiffPipeStrategy()
+    strategy.parallel_devices = [torch.device(device)]
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(Sets) as error:
+        strategy.setup_environment()
+    assert error.value.args == (queues,)
+
+
+@pytest.mark.parametrize(("world_size", "queues"), [("2", "32"), ("1", None)])
+def test_a_predictor_of_several_ranks_asks_as_well(unused, monkeypatch, world_size, queues):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    predictor._device("cuda:0")
+    assert os.environ.get(QUEUES) == queues

@@ -1,0 +1,81 @@
+"""Videos of a folder: files and folders of frames."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_diffpipe.data import ImageFolderDataModule
+from lightning_diffpipe.errors import ConfigurationError, DataError
+
+LEVELS = [30, 60, 90, 120, 150, 180, 210]  # of the frames, by which they are told apart
+
+
+def listing(folder, name):
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": name, "text": "a clip"}))
+
+
+def write_frames(folder):
+    (folder / "clip").mkdir()
+    for i, level in enumerate(LEVELS):
+        pixels = np.full((20, 30, 3), level, dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "clip" / f"{i:03}.png")
+    (folder / "clip" / "notes.txt").write_text("not a frame")
+    listing(folder, "clip")
+
+
+def write_mp4(folder):
+    av = pytest.importorskip("av")
+    with av.open(str(folder / "clip.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for level in LEVELS:
+            pixels = np.full((16, 32, 3), level, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    listing(folder, "clip.mp4")
+
+
+def module_of(folder, num_frames=5):
+    data = ImageFolderDataModule(
+        folder, 16, validation_share=0, batch_size=1, num_workers=0, num_frames=num_frames
+    )
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("write", [write_frames, write_mp4])
+def test_successive_frames_come_out_of_the_middle(write, tmp_path):
+    write(tmp_path)
+    batch = next(iter(module_of(tmp_path).train_dataloader()))
+    assert batch["video"].shape == (1, 3, 5, 16, 16)
+    assert batch["caption"] == ["a clip"]
+    assert "image" not in batch
+    got = (batch["video"][0].mean((0, 2, 3)) + 1) * 127.5
+    torch.testing.assert_close(got, torch.tensor(LEVELS[1:6]).float(), atol=4, rtol=0)
+
+
+def test_videos_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+    write_frames(tmp_path)
+    with pytest.raises(DataError, match="clip has 7 frames, and num_frames=9 are wanted"):
+        module_of(tmp_path, 9).train_set[0]
+    with pytest.raises(DataError, match=r"line 1: .* is no file"):
+        module_of(tmp_path, None)
+    with pytest.raises(ConfigurationError, match="condition='edges' is for pictures"):
+        ImageFolderDataModule(tmp_path, condition="edges", num_frames=2)
+    (tmp_path / "clip.mp4").write_bytes(b"no video")
+    listing(tmp_path, "clip.mp4")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataError, match=r"needs the package av to be decoded; run: pip install"):
+        module_of(tmp_path).train_set[0]
+
+
+def test_a_broken_video_is_named(tmp_path):
+    pytest.importorskip("av")
+    (tmp_path / "clip.mp4").write_bytes(b"no video")
+    listing(tmp_path, "clip.mp4")
+    with pytest.raises(DataError, match=r"clip\.mp4 \(metadata\.jsonl, line 1\) cannot be used"):
+        module_of(tmp_path).train_set[0]

@@ -1,0 +1,213 @@
+"""`Trainer(strategy=DiffPipeStrategy(schedule="pipedream"))` against the formula of PipeDream, in double precision.
+
+The oracle (`tests/runtime/formula.py`) is one process that puts the model of every batch together from the versions
+that the formula names. Wherever Lightning looks at weights the pipeline is drained: behind the last batch of an
+epoch, for a checkpoint, for a validation.
+"""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe import EMA, PipelineMonitor
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.runtime.seeding import derived_seed
+from tests.distributed.scenarios import assert_close, quick_strategy, quiet_trainer, weights_of
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
+from tests.ranks import RankError, run_ranks
+from tests.runtime.formula import BEHIND, SEED, Formula, adam
+
+pytestmark = pytest.mark.distributed
+
+
+class Chain(TinyDiffusion):
+    """Without skips, whose merging layer is called on several stages."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        del self.merge
+
+    def denoise(self, noisy, t, text):
+        condition = self.time(t[:, None]) + self.text(text).mean(1)
+        h = self.entry(noisy) if self.tied else noisy
+        for block in self.blocks:
+            h = block(h, condition)
+        return self.head(h)
+
+    def configure_optimizers(self):
+        optimizer = adam([p for p in self.parameters() if p.requires_grad])
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8), "interval": "step"}
+        ]
+
+
+class Watch(L.Callback):
+    """Notes what callbacks are told, what this rank trains, and how many batches are under way."""
+
+    def __init__(self, save=None):
+        self.losses, self.batches, self.save, self.names, self.empty = [], [], save, [], []
+
+    def on_train_start(self, trainer, module):
+        self.names = list(trainer.strategy.pipeline.trained)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.batches.append(float(trainer.callback_metrics.get("batch", -1)))
+        if self.save and trainer.global_step == self.save[1]:
+            trainer.save_checkpoint(self.save[0])
+        self.empty.append(trainer.strategy.pipeline.engine.is_empty)
+
+
+def fit(rank, world_size, strategy, trainer, save=None, load=None):
+    torch.manual_seed(3)
+    module, watch = Chain().double(), Watch(save)
+    strategy = quick_strategy(**{"num_stages": world_size, "seed": SEED, **strategy})
+    options = {"max_epochs": 2, "limit_val_batches": 0, **trainer}
+    options["callbacks"] = [watch, *options.get("callbacks", [])]
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
+    trainer.fit(module, DataLoader(Samples(30), 6), DataLoader(Samples(6), 6), ckpt_path=load)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return weights_of(module), watch, metrics
+
+
+def formula(outcomes, schedule, microbatches, drains, epochs=2, kind=Formula):
+    """The weights at the end, and the losses, of training that is drained behind some steps."""
+    torch.manual_seed(3)
+    root = Chain().double()
+    stage_of = {name: stage for stage, (_, watch, _) in enumerate(outcomes) for name in watch.names}
+    behind = [BEHIND[schedule](stage, len(outcomes)) for stage in range(len(outcomes))]
+    emulated = kind(root, stage_of, behind, adam, microbatches)
+    losses, batches = [], list(DataLoader(Samples(30), 6)) * epochs
+    for index, batch in enumerate(batches):
+        losses.append(emulated.train(batch, index))
+        if index + 1 in drains:
+            emulated.drain()
+    emulated.load(lambda stage: len(emulated.versions) - 1)
+    return weights_of(emulated.root), losses
+
+
+def check(world_size, schedule, drains=(5, 10), strategy=None, **options):
+    microbatches = world_size - 1 if schedule == "pipedream_2bw" else 1
+    strategy = {"schedule": schedule, "num_microbatches": microbatches, **(strategy or {})}
+    trainer = options.pop("trainer", {})
+    outcomes = run_ranks(fit, world_size, world_size, strategy, trainer, *options.values())
+    expected, losses = formula(outcomes, schedule, microbatches, drains)
+    for weights, _, _ in outcomes:
+        for name, value in expected.items():
+            assert_close(weights[name], value, 1e-10, name)
+    return outcomes, losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule"),
+    [(2, "pipedream"), (3, "pipedream"), (3, "pipedream_vertical_sync"), (3, "pipedream_2bw")],
+)
+def test_weights_follow_the_formula(world_size, schedule):
+    """Two epochs of five batches, drained behind each."""
+    outcomes, losses = check(world_size, schedule)
+    behind = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
+    for _, watch, metrics in outcomes:
+        for epoch in (0, 5):
+            told, numbers = (noted[epoch : epoch + 5] for noted in (watch.losses, watch.batches))
+            assert all(map(math.isnan, told[:behind])), "no loss is known while the pipeline fills"
+            known = [*range(epoch, epoch + 4 - behind), epoch + 4]
+            assert numbers[behind:] == known
+            assert told[behind:] == pytest.approx([losses[n] for n in known], rel=1e-10)
+        assert metrics["train/loss"] == pytest.approx(losses[9], rel=1e-10)
+        assert [n for n, empty in enumerate(watch.empty, 1) if empty] == [5, 10]
+
+
+def test_pipelines_side_by_side_step_together():
+    """Two pipelines of two ranks: gradients of a batch are means over both; each sees every other sample."""
+    strategy = {"schedule": "pipedream", "num_stages": 2, "data_parallel": 2, "num_replicas": 1}
+    outcomes = run_ranks(fit_side_by_side, 4, strategy)
+    torch.manual_seed(3)
+    stage_of = {name: stage for stage in (0, 1) for name in outcomes[stage][1].names}
+
+    class Both(Formula):
+        """The mean over the pipelines' batches, each with random numbers of its own."""
+
+        def loss(self, batch, index):
+            found = 0.0
+            for pipeline in (0, 1):
+                rng.seed_all(derived_seed(SEED, pipeline, index, 0), host=True)
+                part = {name: value[pipeline::2] for name, value in batch.items()}
+                found = found + self.root.training_step(part, 0) / 2
+            return found
+
+    emulated = Both(Chain().double(), stage_of, [1, 0], adam, 1)
+    for index, batch in enumerate(DataLoader(Samples(24), 6)):
+        emulated.train(batch, index)
+    expected = weights_of(emulated.root)
+    for weights, _, _ in outcomes:
+        for name, value in expected.items():
+            assert_close(weights[name], value, 1e-10, name)
+
+
+def fit_side_by_side(rank, strategy):
+    torch.manual_seed(3)
+    module, watch = Chain().double(), Watch()
+    strategy = quick_strategy(**{"seed": SEED, **strategy})
+    trainer = quiet_trainer(devices=4, strategy=strategy, callbacks=[watch], limit_val_batches=0)
+    trainer.fit(module, datamodule=Data(size=24, batch_size=3))
+    return weights_of(module), watch, {}
+
+
+def test_going_on_from_a_checkpoint_equals_a_run_that_drained_there(tmp_path):
+    """Saved in the middle of an epoch, three batches under way; drained states are clean."""
+    path = tmp_path / "third.ckpt"
+    whole, _ = check(3, "pipedream", drains=(3, 5, 10), save=(str(path), 3), load=None)
+    assert whole[0][1].empty[2], "saving drains"
+    strategy = {"schedule": "pipedream", "num_microbatches": 1}
+    resumed = run_ranks(fit, 3, 3, strategy, {}, None, str(path))
+    for (weights, _, _), (again, _, _) in zip(whole, resumed, strict=True):
+        for name, value in weights.items():
+            assert torch.equal(again[name], value), name
+
+
+def test_a_validation_sees_drained_weights():
+    """In the middle of an epoch, and watched by a monitor, which draws what a rank does in a step."""
+    trainer = {
+        "limit_val_batches": 1,
+        "val_check_interval": 2,
+        "callbacks": [PipelineMonitor(every_n_steps=2)],
+        "gradient_clip_val": 1e-3,
+        "gradient_clip_algorithm": "value",
+    }
+    strategy = {"schedule": "pipedream", "num_microbatches": 1}
+    outcomes = run_ranks(fit, 2, 2, strategy, {**trainer, "max_epochs": 1})
+
+    class Clipped(Formula):
+        """Clips every gradient."""
+
+        def clip(self):
+            torch.nn.utils.clip_grad_value_(self.parameters.values(), 1e-3)
+
+    expected, _ = formula(outcomes, "pipedream", 1, (2, 4, 5), 1, Clipped)
+    for weights, _, metrics in outcomes:
+        for name, value in expected.items():
+            assert_close(weights[name], value, 1e-10, name)
+        assert metrics["val/loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "module", "complaint"),
+    [
+        ({"gradient_clip_val": 1.0}, {}, "norm over all stages.*gradient_clip_algorithm='value'"),
+        ({"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2.*pipedream_2bw"),
+        ({"callbacks": [EMA()]}, {}, "EMA averages.*different versions"),
+        ({}, {"tied": True}, "stages 0 and 1 both train .*come apart"),
+    ],
+)
+def test_what_needs_all_stages_at_a_time_is_refused(trainer, module, complaint):
+    with pytest.raises(RankError, match=f"(?s)ranks failed.*ConfigurationError: .*{complaint}"):
+        run_ranks(fit_refused, 2, trainer, module)
+
+
+def fit_refused(rank, trainer, module):
+    strategy = quick_strategy(num_stages=2, schedule="pipedream")
+    trainer = quiet_trainer(devices=2, strategy=strategy, limit_val_batches=0, **trainer)
+    trainer.fit(Chain(**module).double(), DataLoader(Samples(12), 6))

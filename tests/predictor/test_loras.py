@@ -1,0 +1,115 @@
+"""The Predictor draws with LoRA files, several and scaled, as diffusers does."""
+
+import diffusers
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+from lightning_diffpipe import Predictor
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from tests.command import call
+from tests.predictor import tiny_pipelines as tiny
+
+SCALES = {"first": 0.8, "second": -0.5}
+
+
+def save_lora(name, folder, seed, **options):
+    """Adapters that change pictures much, as training writes them."""
+    module = PipelineDiffusion(
+        tiny.build(name, folder / "parts"), lora=Lora(**options), train_text_encoder=True
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if ".lora_" in key:
+                parameter.normal_(std=0.3, generator=generator)
+    module.save_lora(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(request, tmp_path):
+    """A pipeline, and two LoRA files whose outputs are scaled by 3 and by 1, of text encoders, too."""
+    name = request.param
+    tiny.build(name, tmp_path / "parts").save_pretrained(tmp_path / "model")
+    targets = ["to_q", "to_out.0", "q_proj"]
+    save_lora(name, tmp_path / "first", 1, rank=2, alpha=6, targets=targets)
+    save_lora(name, tmp_path / "second", 2, rank=3, targets=targets)
+    return name, tmp_path
+
+
+def pixels(picture):
+    return np.asarray(picture, dtype=float)
+
+
+@pytest.mark.parametrize("saved", ["sdxl", "stable_diffusion"], indirect=True)
+def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
+    name, folder = saved
+    options = {"num_inference_steps": 2, **tiny.options_of(name)}
+    plain = diffusers.DiffusionPipeline.from_pretrained(folder / "model")
+    plain.set_progress_bar_config(disable=True)
+    draw = lambda: plain(["a cat 1"], generator=torch.Generator().manual_seed(0), **options).images[
+        0
+    ]
+    without = draw()
+    for file in SCALES:
+        plain.load_lora_weights(folder / file, adapter_name=file)
+    plain.set_adapters(list(SCALES), list(SCALES.values()))
+    loras = {folder / file: scale for file, scale in SCALES.items()}
+    with Predictor.from_pretrained(
+        folder / "model", method="single", loras=loras, alone=True
+    ) as predictor:
+        got = predictor(["a cat 1"], **options)[0]
+    assert abs(pixels(got) - pixels(draw())).max() <= 1
+    assert abs(pixels(got) - pixels(without)).max() > 8
+
+
+@pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
+def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
+    _, folder = saved
+
+    def opened(loras, path=folder / "model"):
+        return Predictor.from_pretrained(path, method="single", loras=loras, alone=True)
+
+    other = save_lora("stable_diffusion", tmp_path / "other", 1, rank=2)
+    with pytest.raises(CheckpointError, match=r"other is of another model: .* unet\.down_blocks"):
+        opened({other: 1.0})
+    with pytest.raises(CheckpointError, match=r"cannot read the LoRA .*nowhere"):
+        opened({tmp_path / "nowhere": 1.0})
+    with pytest.raises(ConfigurationError, match="must be a number; got 'much'"):
+        opened({folder / "first": "much"})
+    none = tmp_path / "none.safetensors"
+    safetensors.torch.save_file({"unet.conv_in.weight": torch.zeros(1)}, none)
+    with pytest.raises(CheckpointError, match=r"none\.safetensors"):
+        opened({none: 1.0})
+    tiny.build("dit", tmp_path / "dit_parts").save_pretrained(tmp_path / "dit")
+    with pytest.raises(ConfigurationError, match="DiTPipeline of diffusers takes no LoRA"):
+        opened({folder / "first": 1.0}, tmp_path / "dit")
+
+
+@pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
+def test_digests_that_ranks_compare_know_of_loras(saved):
+    _, folder = saved
+    opened = lambda loras: Predictor.from_pretrained(
+        folder / "model", method="single", loras=loras, alone=True
+    ).source.weights.digests()
+    assert opened({folder / "first": 1.0}) != opened({folder / "first": 0.5}) != opened({})
+
+
+@pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
+def test_the_command_takes_loras(saved, capsys, monkeypatch):
+    name, folder = saved
+    sizes = [f"{key}={value}" for key, value in tiny.options_of(name).items()]
+    drawn = []
+    for loras in ("null", f"{{{folder / 'first'}: 0.8}}"):
+        output = folder / f"output{len(drawn)}"
+        arguments = (f"path={folder / 'model'}", "prompts=[a cat 1]", "num_inference_steps=2")
+        code, out, err = call(
+            capsys, monkeypatch, "sample", *arguments, f"loras={loras}", f"output={output}", *sizes
+        )
+        assert code == 0, out + err
+        drawn.append(pixels(Image.open(next(output.rglob("*.png")))))
+    assert abs(drawn[0] - drawn[1]).max() > 8

@@ -1,0 +1,377 @@
+"""Pipelines and arguments that nothing in the package knows of: their own loop draws, as in diffusers."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.predictor import Predictor
+from tests.predictor.scenarios import draw_each
+from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
+from tests.ranks import run_ranks
+from tests.zoo.case import perturb
+
+SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
+SIZE = {"height": 32, "width": 32}
+
+
+def picture(seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def mask():
+    values = np.zeros((32, 32), dtype=np.uint8)
+    values[8:24, 4:20] = 255
+    return Image.fromarray(values)
+
+
+def perturbed(part):
+    perturb(part, torch.Generator().manual_seed(3))
+    return part.eval()
+
+
+def img2img(folder):
+    parts = build("stable_diffusion", folder).components
+    options = {"image": picture(), "strength": 0.6}
+    return diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False), options
+
+
+def inpainting(folder):
+    """With a U-Net that is given masks, in channels behind the latents."""
+    parts = build("stable_diffusion", folder).components | {"unet": perturbed(unet(in_channels=9))}
+    options = {"image": picture(), "mask_image": mask(), **SIZE}
+    return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False), options
+
+
+def inpainting_by_mixing(folder):
+    """Latents outside of the mask are replaced after each step, so that steps begin with others than they left."""
+    parts = build("stable_diffusion", folder).components
+    options = {"image": picture(), "mask_image": mask(), "strength": 0.9, **SIZE}
+    return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False), options
+
+
+def controlnet(folder):
+    parts = build("stable_diffusion", folder).components
+    control = diffusers.ControlNetModel.from_unet(
+        parts["unet"], conditioning_embedding_out_channels=(4, 8)
+    )
+    pipeline = diffusers.StableDiffusionControlNetPipeline(
+        **parts, controlnet=perturbed(control), requires_safety_checker=False
+    )
+    return pipeline, {"image": picture(), **SIZE}
+
+
+def refiner(folder):
+    """The second of two denoisers: goes on from latents, for the last steps."""
+    parts = build("sdxl", folder).components
+    parts["unet"] = perturbed(
+        unet(
+            cross_attention_dim=16,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=16 + 5 * 8,
+        )
+    )
+    parts |= {"text_encoder": None, "tokenizer": None}
+    pipeline = diffusers.StableDiffusionXLImg2ImgPipeline(
+        **parts, requires_aesthetics_score=True, add_watermarker=False
+    )
+    generator = torch.Generator().manual_seed(8)
+    return pipeline, {
+        "image": torch.randn(2, 4, 16, 16, generator=generator),
+        "denoising_start": 0.5,
+    }
+
+
+def sd3_img2img(folder):
+    parts = build("sd3", folder).components
+    options = {"image": picture(), "strength": 0.8, "max_sequence_length": 8}
+    return diffusers.StableDiffusion3Img2ImgPipeline(**parts), options
+
+
+def two_transformers(folder):
+    """Wan 2.2: one for the noisy steps, another one for the others."""
+    parts = build("wan", folder).components
+    first = parts["transformer"]
+    second = type(first).from_config(first.config)
+    parts["transformer_2"] = perturbed(second)
+    return diffusers.WanPipeline(**parts, boundary_ratio=0.875), options_of("wan")
+
+
+def chroma(folder):
+    parts = build("flux", folder).components
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(2, 2, 4), approximator_num_channels=16,
+        approximator_hidden_dim=16, approximator_layers=1,
+    )  # fmt: skip
+    names = ("scheduler", "vae")
+    pipeline = diffusers.ChromaPipeline(
+        **{name: parts[name] for name in names}, text_encoder=parts["text_encoder_2"],
+        tokenizer=parts["tokenizer_2"], transformer=perturbed(transformer),
+    )  # fmt: skip
+    return pipeline, {**SIZE, "max_sequence_length": 8}
+
+
+def rescaled(folder):
+    return build("stable_diffusion", folder), {**SIZE, "guidance_rescale": 0.5}
+
+
+KINDS = {
+    f.__name__: f
+    for f in (
+        img2img, inpainting, inpainting_by_mixing, controlnet, refiner, sd3_img2img, two_transformers, chroma,
+        rescaled,
+    )
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder, options and pictures of diffusers alone, by the name of the kind."""
+    made = {}
+
+    def saved(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            pipeline, options = KINDS[kind](folder / "vocabularies")
+            pipeline.save_pretrained(folder / "pipeline")
+            path = folder / "pipeline"
+            made[kind] = path, options, by_diffusers(path, **options)
+        return made[kind]
+
+    return saved
+
+
+def by_diffusers(path, name="stable_diffusion", generator=None, **options):
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    pipeline.set_progress_bar_config(disable=True)
+    generator = generator or torch.Generator().manual_seed(0)
+    if "prompt_embeds" not in options:
+        options["prompt"] = prompts_of(name)
+    settings = {"output_type": "pil", **SETTINGS, **options}
+    return drawn_by(pipeline(**settings, generator=generator))
+
+
+def same(found, expected):
+    return np.array_equal(
+        np.asarray([np.asarray(x) for x in found]), np.asarray([np.asarray(x) for x in expected])
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_draws_what_diffusers_draws(kind, saved):
+    path, options, expected = saved(kind)
+    found = Predictor.from_pretrained(path, "single")(prompts_of("any"), **SETTINGS, **options)
+    assert same(found, expected)
+    assert np.std([np.asarray(each) for each in found]) > 0.01
+
+
+@pytest.mark.distributed
+def test_two_ranks_draw_what_one_process_draws(saved):
+    """Parts of the loop, such as a ControlNet, run whole on every rank; prompts, tokens or rows are divided."""
+    cases = [
+        ("img2img", {"method": "single"}),
+        ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
+        ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
+        ("controlnet", {"method": "single"}),
+        ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
+        ("sd3_img2img", {"method": "sequence"}),
+        ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
+        ("two_transformers", {"method": "single"}),
+        ("chroma", {"method": "sequence"}),
+        ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
+        ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
+    ]
+    jobs = []
+    for kind, options in cases:
+        path, arguments, _ = saved(kind)
+        jobs.append((path, prompts_of("any"), {**SETTINGS, **arguments}, options))
+    first, second = run_ranks(draw_each, 2, jobs)
+    assert all(second)
+    for (kind, options), (found, _) in zip(cases, first, strict=True):
+        expected = np.asarray([np.asarray(each) for each in saved(kind)[2]])
+        difference = np.abs(found.astype(float) - expected.astype(float)).max()
+        assert difference <= (1 if found.dtype == np.uint8 else 1e-5), (kind, options)
+
+
+@pytest.mark.distributed
+def test_patches_on_two_ranks_equal_one_rank(saved):
+    path, options, expected = saved("sd3_img2img")
+    job = (
+        path,
+        prompts_of("any"),
+        {**SETTINGS, **options},
+        {"method": "pipefusion", "num_patches": 2},
+    )
+    [[(found, _)], _] = run_ranks(draw_each, 2, [job])
+    [(alone, _)] = draw_each(0, [job])
+    assert (found == alone).all()
+    assert not same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "rescaled",
+            {"num_patches": 2},
+            "StableDiffusionPipeline brings rows of the latents together",
+        ),
+        ("controlnet", {"num_patches": 2}, "StableDiffusionControlNetPipeline brings rows"),
+        (
+            "two_transformers",
+            {"num_patches": 2},
+            "denoises with transformer and transformer_2 in turn",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_name(kind, options, message, saved):
+    path, arguments, _ = saved(kind)
+    with pytest.raises(ConfigurationError, match=message):
+        Predictor.from_pretrained(path, **options)(prompts_of("any"), **SETTINGS, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["np", "pt", "latent"])
+def test_types_of_output(kind, folder_of):
+    path, options = folder_of("stable_diffusion"), {**SIZE, "output_type": kind}
+    found = Predictor.from_pretrained(path, "single")(prompts_of("any"), **SETTINGS, **options)
+    expected = by_diffusers(path, **options)
+    assert type(found) is type(expected)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["PNDMScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "LCMScheduler"]
+)
+def test_schedulers_that_step_more_often_than_asked(name, folder_of, tmp_path):
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("stable_diffusion")))
+    config = pipeline.scheduler.config
+    pipeline.scheduler = getattr(diffusers, name).from_config(config)
+    pipeline.save_pretrained(tmp_path)
+    steps = []
+    with Predictor.from_pretrained(tmp_path, "single") as predictor:
+        found = predictor(
+            prompts_of("any"), on_step=lambda *each: steps.append(each), **SETTINGS, **SIZE
+        )
+    assert same(found, by_diffusers(tmp_path, **SIZE))
+    assert steps == [(i + 1, len(steps)) for i in range(len(steps))]
+
+
+def test_a_callback_changes_latents_and_guidance(folder_of):
+    seen = []
+
+    def callback(pipeline, index, timestep, kwargs):
+        seen.append(index)
+        if index == 1:
+            kwargs["latents"] = kwargs["latents"] * 0.9
+        return kwargs
+
+    options = {**SIZE, "callback_on_step_end": callback}
+    path = folder_of("stable_diffusion")
+    found = Predictor.from_pretrained(path, "single")(prompts_of("any"), **SETTINGS, **options)
+    assert seen == [0, 1, 2, 3]
+    assert same(found, by_diffusers(path, **options))
+    with pytest.raises(ConfigurationError, match="under PipeFusion ends for one patch after"):
+        Predictor.from_pretrained(folder_of("pixart"), num_patches=2)(
+            prompts_of("any"), **SETTINGS, **options_of("pixart"), callback=callback
+        )
+
+
+def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(folder_of):
+    draw = torch.Generator().manual_seed(1)
+    embeds = {
+        n: torch.randn(2, 12, 16, generator=draw)
+        for n in ("prompt_embeds", "negative_prompt_embeds")
+    }
+    path, generators = (
+        folder_of("stable_diffusion"),
+        [torch.Generator().manual_seed(4) for _ in "ab"],
+    )
+    predictor = Predictor.from_pretrained(path, "single")
+    for _ in range(2):  # the generator goes on, as in diffusers
+        found = predictor(None, **SETTINGS, **SIZE, **embeds, generator=generators[0])
+        expected = by_diffusers(path, **SIZE, **embeds, generator=generators[1])
+        assert same(found, expected)
+    several = [torch.Generator().manual_seed(i) for i in range(2)]
+    found = predictor(prompts_of("any"), **SETTINGS, **SIZE, generator=several)
+    several = [torch.Generator().manual_seed(i) for i in range(2)]
+    assert same(found, by_diffusers(path, **SIZE, generator=several))
+
+
+def test_sigmas_of_ones_own(folder_of):
+    options = {**options_of("sd3"), "sigmas": [1.0, 0.7, 0.3]}
+    path, steps = folder_of("sd3"), []
+    found = Predictor.from_pretrained(path, "single")(
+        prompts_of("sd3"), guidance_scale=4.0, on_step=lambda *each: steps.append(each), **options
+    )
+    assert same(found, by_diffusers(path, "sd3", **options))
+    assert len(steps) == 3
+
+
+def test_no_loop_is_left_behind(folder_of):
+    """Loops that are not run to their end, of other patches, would hold their activations."""
+    predictor = Predictor.from_pretrained(folder_of("pixart"), num_patches=4)
+    calls = []
+    sample = predictor._sample
+    predictor._sample = lambda packed: calls.append(packed) or sample(packed)
+    predictor(prompts_of("any"), **SETTINGS, **options_of("pixart"))
+    assert calls[0].loop == []
+
+
+class Own(diffusers.StableDiffusionPipeline):
+    """A pipeline of one's own: guidance by a call for each branch, and momentum."""
+
+    @torch.no_grad()
+    def __call__(
+        self, prompt, num_inference_steps=4, guidance_scale=4.0, generator=None, output_type="pil"
+    ):
+        given, free = self.encode_prompt(prompt, "cpu", 1, True)
+        self.scheduler.set_timesteps(num_inference_steps)
+        latents = torch.randn(len(prompt), 4, 16, 16, generator=generator)
+        latents, momentum = latents * self.scheduler.init_noise_sigma, 0.0
+        for t in self.scheduler.timesteps:
+            x = self.scheduler.scale_model_input(latents, t)
+            a, b = (self.unet(x, t, encoder_hidden_states=each).sample for each in (given, free))
+            momentum = (a - b) + 0.5 * momentum
+            latents = self.scheduler.step(b + guidance_scale * momentum, t, latents).prev_sample
+        images = self.vae.decode(latents / self.vae.config.scaling_factor).sample
+        return diffusers.ImagePipelineOutput(
+            self.image_processor.postprocess(images, output_type=output_type)
+        )
+
+
+def test_a_pipeline_of_ones_own(folder_of, tmp_path, monkeypatch):
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("stable_diffusion")))
+    own = Own(**pipeline.components, requires_safety_checker=False)
+    own.save_pretrained(tmp_path)
+    own.set_progress_bar_config(disable=True)
+    monkeypatch.setattr(diffusers, "Own", Own, raising=False)
+    expected = own(prompts_of("any"), generator=torch.Generator().manual_seed(0)).images
+    found = Predictor.from_pretrained(tmp_path, "single")(prompts_of("any"), **SETTINGS)
+    assert same(found, expected)
+
+
+def test_parts_of_ones_own_and_an_autoencoder_that_saves_memory(folder_of):
+    path = folder_of("stable_diffusion")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    pipeline.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipeline.scheduler.config)
+    pipeline.vae = perturbed(vae())
+    pipeline.vae.enable_slicing()
+    pipeline.vae.enable_tiling()
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    expected = pipeline(prompts_of("any"), **SETTINGS, **SIZE, generator=generator).images
+    scheduler = diffusers.UniPCMultistepScheduler.from_config(pipeline.scheduler.config)
+    own = {"scheduler": scheduler, "vae": perturbed(vae())}
+    own["vae"].load_state_dict(pipeline.vae.state_dict())
+    with Predictor.from_pretrained(
+        path, "single", **own, vae_tiling=True, vae_slicing=True
+    ) as predictor:
+        assert same(predictor(prompts_of("any"), **SETTINGS, **SIZE), expected)
+        assert predictor.source._pipeline.vae.use_tiling
+    with pytest.raises(ConfigurationError, match=r"unet=\.\.\. cannot be given"):
+        Predictor.from_pretrained(path, "single", unet=pipeline.unet)

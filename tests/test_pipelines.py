@@ -1,0 +1,65 @@
+"""Pipelines of diffusers are trained by their own call, as many as can be built.
+
+Each is built in tiny. Its step runs plainly, and cut into two stages that are emulated one after the other in
+double precision; it is saved, opened by diffusers alone, and both draw. `docs/models.md` prints the same facts;
+after a change run `python -m tests.zoo.write_table Pipeline`.
+"""
+
+import math
+
+import diffusers
+import pytest
+
+from lightning_diffpipe import LatentDiffusion
+from lightning_diffpipe.errors import ConfigurationError
+from tests.zoo.pipelines import PIPELINES
+from tests.zoo.train_pipelines import measure, refused_by_class
+from tests.zoo.write_table import PATH, pipeline_facts, pipeline_row, refused_pipelines
+
+FAST = ("FluxPipeline", "DDPMPipeline", "StableDiffusionPanoramaPipeline", "ErnieImagePipeline")
+"""Packed, of pixels, refused, and told one time."""
+
+COMMON = (
+    "StableDiffusionPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusion3Pipeline",
+    "PixArtSigmaPipeline",
+    "WanPipeline",
+    "LTXPipeline",
+)
+
+NAMES = [
+    pytest.param(
+        name,
+        marks=()
+        if name in FAST
+        else [pytest.mark.slow, *[pytest.mark.table] * (name not in COMMON)],
+    )
+    for name in PIPELINES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_is_trained_by_its_own_call_or_refused_by_name(name, tmp_path):
+    trained = measure(name, tmp_path)
+    if trained.refusal is None:
+        assert math.isfinite(trained.loss)
+        assert trained.loss_error <= 1e-12
+        assert trained.gradient_error <= 1e-9, f"{trained.worst} differs"
+        assert trained.same, "the saved pipeline draws something else"
+    written = {pipeline_facts(line) for line in PATH.read_text().splitlines()}
+    row = pipeline_facts(pipeline_row(name, trained))
+    assert row in written, "run python -m tests.zoo.write_table Pipeline"
+
+
+def test_the_table_of_pipelines_is_large_enough():
+    assert len(PIPELINES) >= 60
+    assert refused_pipelines() in PATH.read_text(), "run python -m tests.zoo.write_table Pipeline"
+
+
+@pytest.mark.parametrize("name", refused_by_class())
+def test_pipelines_that_draw_from_pictures_are_refused_before_weights_are_read(name, tmp_path):
+    (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
+    assert hasattr(diffusers, name)
+    with pytest.raises(ConfigurationError, match=f"{name} draws from "):
+        LatentDiffusion.from_pretrained(tmp_path)

@@ -1,0 +1,139 @@
+"""The recipes of `conf/experiment` for well-known models, on tiny random folders of the same classes."""
+
+import json
+import shutil
+
+import diffusers
+import numpy as np
+import pytest
+import safetensors.torch
+from PIL import Image
+
+from tests.command import call, run
+from tests.zoo.pipelines import build
+
+RECIPES = {
+    "sd21": ("StableDiffusionPipeline", ()),
+    "sdxl_lora": ("StableDiffusionXLPipeline", ()),
+    "sd3_lora": ("StableDiffusion3Pipeline", ("+model.call.max_sequence_length=8",)),
+    "flux_lora": ("FluxPipeline", ("model.call.max_sequence_length=8",)),
+    "wan_lora": ("WanPipeline", ("model.call.max_sequence_length=8", "data.num_frames=5")),
+    "controlnet": ("StableDiffusionPipeline", ()),
+    "from_scratch": (
+        "PixArtAlphaPipeline",
+        [
+            f"model.transformer.{size}"
+            for size in (
+                "num_layers=2",
+                "num_attention_heads=2",
+                "attention_head_dim=8",
+                "cross_attention_dim=16",
+                "caption_channels=16",
+                "sample_size=16",
+            )
+        ],
+    ),
+}
+SMALL = (
+    "trainer=cpu",
+    "trainer.max_steps=2",
+    "logger=none",
+    "offline=true",
+    "num_threads=1",
+    "data.resolution=32",
+    "data.batch_size=4",
+    "data.num_workers=0",
+    "data.validation_share=0",
+)
+DRAWN = (
+    "callbacks.samples.every_n_steps=2",
+    "callbacks.samples.prompts=[a cat 1]",
+    "callbacks.samples.num_inference_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Eight pictures with captions."""
+    folder = tmp_path_factory.mktemp("pictures")
+    lines = []
+    for i in range(8):
+        pixels = np.random.default_rng(i).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        lines.append({"file_name": f"{i}.png", "text": f"cat {i}"})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def videos(folder):
+    """Four videos of six frames, as folders."""
+    lines = []
+    for i in range(4):
+        (folder / f"clip{i}").mkdir()
+        for frame in range(6):
+            pixels = np.full((32, 32, 3), 40 * frame + i, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"clip{i}" / f"{frame:03}.png")
+        lines.append({"file_name": f"clip{i}", "text": f"clip {i}"})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def arguments_of(name, tmp_path, pictures):
+    pipeline, further = RECIPES[name]
+    build(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
+    saved = "save_lora" if name.endswith("_lora") else "save_to"
+    return [
+        "train",
+        f"experiment={name}",
+        f"model.path={tmp_path / 'model'}",
+        f"data.folder={pictures}",
+        f"{saved}={tmp_path / 'saved'}",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        *SMALL,
+        *further,
+    ]
+
+
+def opens_in_diffusers(name, tmp_path):
+    """Opens what a recipe wrote with diffusers alone."""
+    if not name.endswith("_lora"):
+        return diffusers.DiffusionPipeline.from_pretrained(tmp_path / "saved")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
+    pipeline.load_lora_weights(tmp_path / "saved")
+    weights = safetensors.torch.load_file(
+        next((tmp_path / "saved").glob("*.safetensors")), device="cpu"
+    )
+    assert any(value.abs().max() > 0 for key, value in weights.items() if ".lora_B." in key)
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "flux_lora" else [pytest.mark.slow]) for n in RECIPES]
+)
+def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, pictures, capsys, monkeypatch):
+    folder = videos(tmp_path) if name == "wan_lora" else pictures
+    arguments = arguments_of(name, tmp_path, folder)
+    single = ("strategy=single_device", "trainer.devices=1", "callbacks=training")
+    code, out, err = call(capsys, monkeypatch, *arguments, *single)
+    assert code == 0, out + err
+    assert opens_in_diffusers(name, tmp_path)
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["sdxl_lora", "flux_lora"])
+def test_a_recipe_trains_and_draws_on_two_processes(name, tmp_path, pictures):
+    arguments = arguments_of(name, tmp_path, pictures)
+    two = ("trainer.devices=2", "strategy=two_stages")
+    done = run(*arguments, *two, *DRAWN, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert opens_in_diffusers(name, tmp_path)
+    assert list((tmp_path / "run").rglob("*.png")), "no sample was drawn"
+
+
+def test_training_without_data_says_what_a_data_folder_looks_like(capsys, monkeypatch):
+    code, _, err = call(capsys, monkeypatch, "train", "model=pretrained", "data=image_folder")
+    assert code != 0
+    assert "data.folder is not given" in err
+    assert '{"file_name": "cat.png", "text": "a cat"}' in err

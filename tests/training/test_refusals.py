@@ -1,0 +1,95 @@
+"""What cannot work on several stages is named before training."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.training.refusals import refuse_optimizers, refusing_norms_of_a_stage
+
+
+class Prodigy(torch.optim.AdamW):
+    """Stands for prodigyopt's, which finds one learning rate from all gradients."""
+
+
+class Ours(Prodigy):
+    """Somebody's variant of it."""
+
+
+class DAdaptAdam(torch.optim.Adam):
+    """Stands for dadaptation's."""
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware: holds the optimizer it leads."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.base_optimizer = torch.optim.AdamW(self.param_groups)
+
+
+class Lookahead(torch.optim.SGD):
+    """Holds another optimizer, too, and is as harmless as that one."""
+
+    def __init__(self, parameters, base=torch.optim.AdamW):
+        super().__init__(parameters)
+        self.base_optimizer = base(self.param_groups)
+
+
+class Lamb(torch.optim.AdamW):
+    """Stands for timm's, whose trust ratios are those of single parameters, and whose clipping is not."""
+
+    def __init__(self, parameters, max_grad_norm=1.0):
+        super().__init__([{"params": parameters, "max_grad_norm": max_grad_norm}])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.LBFGS, "^LBFGS computes one step size"),
+        (Prodigy, "^Prodigy computes one step size.*AdamW.*num_stages=1"),
+        (Ours, "^Ours computes one step size"),
+        (DAdaptAdam, "^DAdaptAdam computes one step size"),
+        (SAM, "^SAM computes one step size"),
+        (partial(Lookahead, base=Prodigy), "^Prodigy computes one step size"),
+        (Lamb, r"^Lamb\(max_grad_norm=1\.0\) .*Trainer\(gradient_clip_val=1\.0\)"),
+    ],
+)
+def test_optimizers_that_need_all_gradients_are_refused_on_several_stages(make, reason):
+    """History: every stage took a step size of its own, and copies of shared weights drifted apart."""
+    with pytest.raises(ConfigurationError, match=reason):
+        refuse_optimizers([make([nn.Parameter(torch.zeros(2, 2))])])
+
+
+def test_optimizers_that_treat_every_parameter_by_itself_are_not():
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    ours = [Lookahead, partial(Lamb, max_grad_norm=None)]
+    torchs = ("Adafactor", "AdamW", "SGD", "RMSprop", "Muon")  # Muon since 2.9
+    plain = [getattr(torch.optim, name) for name in torchs if hasattr(torch.optim, name)]
+    refuse_optimizers([make(parameters) for make in [*ours, *plain]])
+
+
+def with_gradients(*shapes):
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_imported():
+    """History: every stage was scaled by its own norm, and copies of shared weights drifted apart."""
+    ours, theirs, foreign = with_gradients(2, 3), with_gradients(4), nn.Parameter(torch.zeros(5))
+    refused = pytest.raises(ConfigurationError, match=r"of 2 parameters.*gradient_clip_val=\.\.\.")
+    with refusing_norms_of_a_stage(ours):
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            with refused:
+                clip(iter([*ours, foreign]), 0.1)
+        with refused:
+            nn.utils.get_total_norm([parameter.grad for parameter in ours])
+        assert clip_grad_norm_(theirs, 1.0) == 2
+        assert clip_grad_norm_(foreign, 1.0) == 0
+        clip_grad_value_(ours, 0.5)
+    assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
