@@ -286,12 +286,16 @@ class Mesh:
             self.disconnect()
 
     def abort(self) -> None:
-        """Gives up what is under way, where that would keep the device waiting.
+        """Gives up what is under way, so that nobody waits for this rank, nor this rank's device for others.
 
-        A message of NCCL that never comes holds the stream, and every copy from the device with it. All groups
-        are gone then, the default one, too: one by one, aborting them could wait for each other.
+        A message of gloo that is dropped never arrives, and whoever waits for it would do so for as long as this
+        process lives; closed connections end such waits at once. One of NCCL that never comes holds the stream, and
+        every copy from the device with it: there all groups go, the default one, too, as aborting them one by one
+        could wait for each other.
         """
-        if self.backend == "nccl" and dist.is_initialized():
+        if self.backend != "nccl":
+            self.disconnect()
+        elif dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
             self._forget()
 

@@ -573,6 +573,10 @@ class FailsOnce(TinyDiffusion):
 
     fails = True
 
+    def on_train_batch_end(self, *args):
+        if FailsOnce.fails and self.global_step == 2 and os.environ["LOCAL_RANK"] == "1":
+            time.sleep(1.0)  # rank 0 has failed when this one comes to the step
+
     def training_step(self, batch, batch_idx):
         if FailsOnce.fails and self.global_step == 2:
             raise ValueError("the first run")
@@ -601,6 +605,7 @@ def fit_again(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_process_fits_again_after_a_failure_that_it_caught(world_size):
+    """History: rank 1, a step late, waited for a word of rank 0 that had gone with the failure, and was ended."""
     assert run_ranks(fit_again, world_size, world_size) == [4] * world_size
 
 
