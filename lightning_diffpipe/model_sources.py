@@ -242,12 +242,8 @@ class LatentDiffusionSource:
         arguments |= {"prompts": list(settings.prompts or ()), "generator": settings.generator()}
         parts = {**module.parts, "scheduler": module.scheduler}
         call = PipelineCall(module, "sample", arguments, parts, tuple(parts), module.device)
-        was_training = module.training
-        module.eval()
-        try:
+        with module.evaluating():
             return pictures(drawn_by(call, sample, type(module).__name__))
-        finally:
-            module.train(was_training)
 
     def part(self, name: str) -> nn.Module:
         """All parts but the denoiser are called in front of the loop and behind it."""

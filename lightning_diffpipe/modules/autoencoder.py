@@ -94,7 +94,3 @@ class AutoencoderTraining(PartsModule):
             variance = squares / count - (total / count) ** 2
             self.vae.register_to_config(scaling_factor=variance**-0.5)
         super().save_pretrained(path, dtype)
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
-        return self.optimization.configure(self)

@@ -191,10 +191,6 @@ class CascadedDiffusion(PartsModule):
         """Width of the pictures that a denoiser draws."""
         return denoiser.config.sample_size * _patch(denoiser.config, self.hparams.colors)
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
-        return self.optimization.configure(self)
-
     # ------------------------------------------------------------------ sampling
 
     @torch.no_grad()
@@ -222,14 +218,10 @@ class CascadedDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1].
         """
         require_number("noise_level", noise_level, 0, 1)
-        was_training = self.training
-        self.eval()
-        try:
+        with self.evaluating():
             return self._sample(
                 prompts, num_inference_steps, guidance_scale, generator, noise_level, small
             )
-        finally:
-            self.train(was_training)
 
     def _sample(
         self,

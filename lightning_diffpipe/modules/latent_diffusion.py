@@ -131,12 +131,7 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
-        if lora is not None:
-            encoders = [
-                n for n in self.parts if n.startswith("text_encoder") and train_text_encoder
-            ]
-            for part in (self.denoiser, *(getattr(self, name) for name in encoders)):
-                lora.add_to(part)
+        self.add_lora(lora, train_text_encoder)
 
     @classmethod
     def from_pretrained(
@@ -323,10 +318,6 @@ class LatentDiffusion(PartsModule):
     def _drop_captions(self, tokens: Tokens) -> Tokens:
         return drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
-        return self.optimization.configure(self)
-
     # ------------------------------------------------------------------ sampling
 
     @torch.no_grad()
@@ -368,14 +359,10 @@ class LatentDiffusion(PartsModule):
     ) -> Tensor:
         """Samples in evaluation mode."""
         size = self._latent_size(*pixels)
-        was_training = self.training
-        self.eval()
-        try:
+        with self.evaluating():
             return self._sample(
                 prompts, num_inference_steps, guidance_scale, generator, size, **conditions
             )
-        finally:
-            self.train(was_training)
 
     def _sample(
         self,

@@ -15,6 +15,7 @@ which are small text files, travel in the checkpoint, and `from_checkpoint` need
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -22,7 +23,7 @@ import json
 import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -38,12 +39,14 @@ from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.adapters import (
+    Lora,
     add_adapters,
     merged,
     refuse_adapted,
     settings_of,
     write_lora,
 )
+from lightning_diffpipe.modules.optimization import Optimization
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -214,11 +217,13 @@ class PartsModule(L.LightningModule):
     """A LightningModule made of diffusers and transformers parts.
 
     Subclasses take the parts as keyword arguments of `__init__` and name those that are there in
-    `part_names`. Parts in `frozen_parts` are never trained, whatever toggles `train()`.
+    `part_names`. Parts in `frozen_parts` are never trained, whatever toggles `train()`. What is left is
+    trained as `optimization` says.
     """
 
     part_names: ClassVar[tuple[str, ...]] = ()
     frozen_parts: tuple[str, ...] = ()
+    optimization: Optimization
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +252,29 @@ class PartsModule(L.LightningModule):
         for name in self.frozen_parts:
             getattr(self, name).requires_grad_(False)
         self.train()
+
+    def add_lora(self, lora: Lora | None, train_text_encoder: bool) -> None:
+        """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`."""
+        if lora is not None:
+            lora.add_to(self.denoiser)
+            for name, part in self.parts.items():
+                if train_text_encoder and name.startswith("text_encoder"):
+                    lora.add_to(part)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with the schedule of `optimization`."""
+        return self.optimization.configure(self)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, all modules are in evaluation mode; after it, each is in the mode it had before."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:

@@ -96,12 +96,7 @@ class PipelineDiffusion(PartsModule):
             if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
         )
         self.freeze_parts()
-        if lora is not None:
-            encoders = [
-                n for n in self.parts if n.startswith("text_encoder") and train_text_encoder
-            ]
-            for part in (self.denoiser, *(getattr(self, name) for name in encoders)):
-                lora.add_to(part)
+        self.add_lora(lora, train_text_encoder)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
@@ -233,10 +228,6 @@ class PipelineDiffusion(PartsModule):
         )
         return corrupted.loss(prediction)
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
-        return self.optimization.configure(self)
-
     @torch.no_grad()
     def sample(
         self,
@@ -270,15 +261,13 @@ class PipelineDiffusion(PartsModule):
         }
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
-        was_training = self.training
-        self.eval()
         progress = getattr(self.pipeline, "_progress_bar_config", {})
         self.pipeline.set_progress_bar_config(disable=True)
         try:
-            drawn = self.pipeline(**arguments, generator=generator, output_type="pt")[0]
+            with self.evaluating():
+                drawn = self.pipeline(**arguments, generator=generator, output_type="pt")[0]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
-            self.train(was_training)
         return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
 
 

@@ -15,7 +15,7 @@ Source: CLIP, Radford et al. (2021), https://arxiv.org/abs/2103.00020
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,3 @@ class TextAlignment(PartsModule):
         pairs = torch.arange(len(similarities), device=similarities.device)
         right = (similarities.argmax(dim=1) == pairs).float().mean()
         self.log("val/retrieved", right, prog_bar=True, batch_size=len(pairs), sync_dist=True)
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
-        return self.optimization.configure(self)

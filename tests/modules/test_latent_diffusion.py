@@ -138,8 +138,10 @@ def test_a_loaded_denoiser_is_ready_to_train_and_sampling_leaves_it_so(make_mode
     make_model().save_pretrained(tmp_path)
     model = LatentDiffusion.from_pretrained(tmp_path)
     assert model.unet.training
+    model.unet.conv_in.eval()
     model.sample(["a"], 2)
     assert model.unet.training
+    assert not model.unet.conv_in.training, "every module goes back to the mode it had"
     assert not model.vae.training
 
 
