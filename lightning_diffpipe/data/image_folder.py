@@ -9,7 +9,7 @@ shape (`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
-Where `num_frames` are asked for, files are videos, or folders of frames:
+Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm, gif, ...), or folders of frames:
 
     {"file_name": "cat.mp4", "text": "a cat jumps from a sofa"}
 """
@@ -20,7 +20,9 @@ import contextlib
 import hashlib
 import json
 import stat
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -116,6 +118,57 @@ def read_sample(
                 require_same_shape(image, names[0], other, names[1])
                 sample["condition"] = to_condition(other, resolution)
     return sample
+
+
+def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
+    """Reads successive frames out of the middle of a video.
+
+    Args:
+        path: A file, or a folder whose pictures are the frames, in the order of their names.
+        num_frames: How many.
+        resolution: Width and height wanted, in pixels.
+
+    Returns:
+        Float32 in [-1, 1], `(3, num_frames, resolution, resolution)`.
+
+    Raises:
+        DataError: It has fewer frames.
+        ConfigurationError: A file, and the package av is missing.
+    """
+    frames = (_decoded if path.is_file() else _frames_of_folder)(path, num_frames, resolution)
+    if len(frames) < num_frames:
+        raise DataError(
+            f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
+        )
+    return torch.stack(frames, 1)
+
+
+def _frames_of_folder(folder: Path, num_frames: int, resolution: int) -> list[Tensor]:
+    known = Image.registered_extensions()
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in known)
+    first = max(0, (len(paths) - num_frames) // 2)
+    frames = []
+    for path in paths[first : first + num_frames]:
+        with Image.open(path) as picture:
+            frames.append(to_square(picture, resolution))
+    return frames
+
+
+def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{path} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or give "
+            "folders of frames"
+        ) from error
+    with av.open(str(path)) as container:  # counts without decoding
+        count = sum(packet.size > 0 for packet in container.demux(video=0))
+    stop = max(0, (count - num_frames) // 2) + num_frames
+    with av.open(str(path)) as container:
+        # Packets of some codecs show nothing: where frames end early, those are read that there are.
+        frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
+        return [to_square(frame.to_image(), resolution) for frame in frames]
 
 
 @contextlib.contextmanager
@@ -257,8 +310,6 @@ class _Pictures(Dataset[Sample]):
         where = f" (metadata.jsonl, line {line})"
         names = f"{path}{where}", f"{condition}{where}"
         if self.num_frames is not None:
-            from lightning_diffpipe.data.videos import read_video
-
             with _reading(names[0]):
                 return {
                     "video": read_video(path, self.num_frames, self.resolution),

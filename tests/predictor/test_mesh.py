@@ -19,8 +19,7 @@ from lightning_diffpipe.planning.sampling.candidates import (
     DenoiserProfile,
     candidates,
 )
-from lightning_diffpipe.planning.sampling.choice import choose_sampling
-from lightning_diffpipe.planning.sampling.memory import memory_of_rank
+from lightning_diffpipe.planning.sampling.choice import choose_sampling, memory_of_rank
 from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling import world
 from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of

@@ -11,7 +11,6 @@ import torch
 from lightning_diffpipe.comm.links import start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.planning.sampling.sequence import halves_bytes
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
@@ -72,7 +71,7 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS)}
+    assert sent == {"prediction": 2 * STEPS * latent_bytes}
     assert messages == {"prediction": 2 * per_rank * (1 + (STEPS - 1) * 4)}
 
 
@@ -87,7 +86,7 @@ def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS)}
+    assert sent == {"prediction": 2 * STEPS * latent_bytes}
     assert messages == {"prediction": 2 * num_ranks * STEPS}
 
 
@@ -103,7 +102,7 @@ def test_bands_send_whole_predictions():
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": halves_bytes(latent_bytes, STEPS, copies=2)}
+    assert sent == {"prediction": 2 * 2 * STEPS * latent_bytes}
     assert messages == {"prediction": 2 * 2 * STEPS}
 
 

@@ -93,18 +93,6 @@ def attention_messages(mode: str, num_ranks: int) -> int:
     return (2 if mode == "ulysses" else 1) * num_ranks * (num_ranks - 1)
 
 
-def halves_bytes(num_bytes: int, num_steps: int, copies: int = 1) -> int:
-    """Bytes that two halves of the ranks, one for each branch of guidance, send each other in a request.
-
-    Args:
-        num_bytes: Of one whole prediction of one branch.
-        num_steps: Denoising steps.
-        copies: Ranks of a half that need whole predictions: all those of bands, one where each rank steps or
-            collects its own rows only, as in PipeFusion and under sequence parallelism.
-    """
-    return 2 * num_steps * copies * num_bytes
-
-
 def prediction_bytes(num_bytes: int, num_ranks: int) -> int:
     """Bytes sent by all ranks so that everybody has the prediction of one step."""
     return (num_ranks - 1) * num_bytes
