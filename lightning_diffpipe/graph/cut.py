@@ -334,33 +334,12 @@ def is_mixed(graph: LayerGraph, call: Call) -> bool:
     return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total
 
 
-def crossings(graph: LayerGraph) -> tuple[float, ...]:
-    """How undesirable a cut in front of each path position is: containers cut in two, then bytes.
-
-    A container cut in two cannot be folded, so that all terms of its residual stream cross.
-    """
-    path, sizes = graph.path, boundary_bytes(graph)
-    scale = 1 + len(path) * max(sizes, default=0)
-    split = [0] + [
-        sum(c.first <= path[k - 1] and path[k] < c.stop for c in graph.calls)
-        for k in range(1, len(path))
-    ]
-    return tuple(split[k] + sizes[k] / scale for k in range(len(path)))
-
-
-def balanced_positions(
-    costs: Sequence[float],
-    num_stages: int,
-    crossing: Sequence[float] | None = None,
-    slack: float = 0.05,
-) -> tuple[int, ...]:
-    """Cuts a chain so that the dearest stage is as cheap as possible, then where cutting hurts least.
+def balanced_positions(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts a chain so that the dearest stage is as cheap as possible.
 
     Args:
         costs: Cost of every layer of the path.
         num_stages: Number of stages.
-        crossing: How undesirable a cut in front of each layer is; see `crossings`.
-        slack: Share by which the dearest stage may be dearer than necessary for a better place to cut.
 
     Returns:
         `num_stages - 1` positions.
@@ -378,26 +357,13 @@ def balanced_positions(
             f"cannot cut {n} layers into {num_stages} stages; choose num_stages between 1 and {n}"
         )
     total = [0.0, *accumulate(costs)]
-
-    def solve(limit: float | None) -> tuple[float, tuple[int, ...]]:
-        """Minimises the dearest stage, or under a limit for it the crossings, then unevenness."""
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for s in range(1, num_stages + 1):
-            row: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for i, (value, positions) in best.items():
-                for j in [n] if s == num_stages else range(i + 1, n - num_stages + s + 1):
-                    cost = total[j] - total[i]
-                    if limit is None:
-                        new = max(value, cost)
-                    elif cost <= limit:
-                        uneven = (cost / (total[-1] or 1.0)) ** 2
-                        new = value + uneven + (crossing[j] if crossing and j < n else 0.0)
-                    else:
-                        continue
-                    if j not in row or new < row[j][0]:
-                        row[j] = (new, (*positions, j) if j < n else positions)
-            best = row
-        return best[n]
-
-    optimum, positions = solve(None)
-    return solve(optimum * (1 + slack) + 1e-12)[1] if crossing is not None else positions
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        row: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for i, (dearest, positions) in best.items():
+            for j in [n] if stage == num_stages - 1 else range(i + 1, n - num_stages + stage + 2):
+                cost = max(dearest, total[j] - total[i])
+                if j not in row or cost < row[j][0]:
+                    row[j] = (cost, (*positions, j))
+        best = row
+    return best[n][1][:-1]

@@ -322,10 +322,6 @@ class Schedule:
         """What an instruction reads from another stage, if anything."""
         return next(self.inputs_of((instruction,)))
 
-    def output_of(self, instruction: Instruction) -> Message | None:
-        """What an instruction makes for another stage, if anything."""
-        return next(self.outputs_of((instruction,)))
-
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""
         made_for, rank_of = microbatch - flow.lag, self.placement.rank_of

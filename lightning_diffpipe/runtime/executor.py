@@ -5,7 +5,7 @@ time until the message is there:
 
     for wait in executor.run(program, works, frozen):   # between processes: just block,
         filler.fill(wait, executor.recording)           # or run frozen layers of coming batches
-    run_together([executor, ...], ...)                  # in one process: let the other ranks go on
+    run_together([executor, ...], ...)                  # in one process, for tests: let the other ranks go on
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import assert_never
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, Transport
-from lightning_diffpipe.errors import PipelineTimeoutError, ScheduleError
+from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
@@ -226,38 +226,3 @@ def run_alone(
         name = f" ({program[position]})" if position < len(program) else ""
         drawing = f"\n\n{picture(position)}" if picture else ""
         raise PipelineTimeoutError(f"{standing}{name}{drawing}") from error
-
-
-def run_together(
-    executors: Sequence[Executor],
-    programs: Sequence[Program],
-    works: Sequence[Works],
-    frozen: Sequence[FrozenWork | None],
-) -> None:
-    """Drives all ranks of a pipeline in one process, on a `LoopbackTransport`.
-
-    Loss and metrics are not shared: they can be read where they are.
-
-    Raises:
-        ScheduleError: No rank can go on: the programs wait for each other.
-    """
-    programs = [tuple(i for i in p if not isinstance(i, ShareResults)) for p in programs]
-    for executor in executors:
-        executor.begin()
-    running = {
-        executor.local_rank: executor.run(*arguments)
-        for executor, *arguments in zip(executors, programs, works, frozen, strict=True)
-    }
-    ready: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
-    while running:
-        movable = [rank for rank in running if ready[rank]()]
-        if not movable:
-            stuck = ", ".join(
-                f"rank {rank} at {programs[rank][executors[rank].position]}" for rank in running
-            )
-            raise ScheduleError(f"the ranks wait for each other: {stuck}")
-        for rank in movable:
-            try:
-                ready[rank] = next(running[rank]).is_ready
-            except StopIteration:
-                del running[rank]

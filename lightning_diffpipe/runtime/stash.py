@@ -66,10 +66,6 @@ class Stash:
             )
         return self._values.pop(key)
 
-    def peek(self, what: str, stage: int, microbatch: int) -> Any | None:
-        """Looks at a value and keeps it; `None` if there is none."""
-        return self._values.get(StashKey(what, stage, microbatch))
-
     def check_empty(self) -> None:
         """Checks that every value found its taker.
 

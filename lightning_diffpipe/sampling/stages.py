@@ -146,14 +146,6 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
     return balanced_positions(costs, num_ranks)
 
 
-def flops_of_blocks(layout: Layout) -> list[float]:
-    """Cost of each block, over all its calls."""
-    total = dict.fromkeys(layout.block_names, 0.0)
-    for block in layout.blocks:
-        total[block.name] += block.flops
-    return list(total.values())
-
-
 def _visits(layout: Layout, rank_of: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     visit, visits, seen = 0, [], [set[int]()]
     for call, rank in enumerate(rank_of):

@@ -6,8 +6,6 @@ rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.grid import draw
 from lightning_diffpipe.planning.instruction import Compute, Program
@@ -83,9 +81,3 @@ def _waiting_in_schedule(schedule: Schedule, at: int, rank: int) -> str:
     here = program[at] if at < len(program) else "the end"
     picture[rank] = f"{head}|{cells[: stands_at * width]}{'?':>{width}}          {ARROW}: {here}"
     return "\n".join(picture)
-
-
-def indent(text: str | Sequence[str], by: int = 4) -> str:
-    """Indents every line, for pictures inside error messages."""
-    lines = text.splitlines() if isinstance(text, str) else text
-    return "\n".join(" " * by + line for line in lines)

@@ -14,12 +14,11 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.encodings import encodings, found_by_running
-from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.profiler import profile
-from lightning_diffpipe.runtime.executor import run_together
 
 from ..distributed.tiny import Samples, TinyDiffusion
-from ..runtime.loopback import Loopback
+from ..runtime.loopback import Loopback, run_together
 from .toys import step, toy
 
 SIZES = (3, 3, 2, 2)

@@ -21,19 +21,21 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.comm.transport import LoopbackTransport, MessageKey
+from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.instruction import Encode, Program, ShareResults
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
-from lightning_diffpipe.runtime.executor import run_together
+from lightning_diffpipe.runtime.executor import Executor, Works
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.holding import holders_of
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
@@ -47,6 +49,41 @@ class LateTransport(LoopbackTransport):
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
         self._network[to, key] = buffer
+
+
+def run_together(
+    executors: Sequence[Executor],
+    programs: Sequence[Program],
+    works: Sequence[Works],
+    frozen: Sequence[FrozenWork | None],
+) -> None:
+    """Drives all ranks of a pipeline in one process, on a `LoopbackTransport`.
+
+    Loss and metrics are not shared: they can be read where they are.
+
+    Raises:
+        ScheduleError: No rank can go on: the programs wait for each other.
+    """
+    programs = [tuple(i for i in p if not isinstance(i, ShareResults)) for p in programs]
+    for executor in executors:
+        executor.begin()
+    running = {
+        executor.local_rank: executor.run(*arguments)
+        for executor, *arguments in zip(executors, programs, works, frozen, strict=True)
+    }
+    ready: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
+    while running:
+        movable = [rank for rank in running if ready[rank]()]
+        if not movable:
+            stuck = ", ".join(
+                f"rank {rank} at {programs[rank][executors[rank].position]}" for rank in running
+            )
+            raise ScheduleError(f"the ranks wait for each other: {stuck}")
+        for rank in movable:
+            try:
+                ready[rank] = next(running[rank]).is_ready
+            except StopIteration:
+                del running[rank]
 
 
 class SumBetweenCopies:
