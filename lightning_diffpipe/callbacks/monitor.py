@@ -38,7 +38,7 @@ from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-from lightning_diffpipe.viewing.closing import Sample, closing_report, typical
+from lightning_diffpipe.viewing.gap import MeasuredStep, final_report, typical_step
 from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
 from lightning_diffpipe.viewing.plot import plot
 
@@ -115,7 +115,7 @@ class PipelineMonitor(L.Callback):
         self.pictures_share = pictures_share
         self.folder = Path(folder) if folder is not None else None
         self.progress_bar = progress_bar
-        self.samples: deque[Sample] = deque(maxlen=64)
+        self.samples: deque[MeasuredStep] = deque(maxlen=64)
         self._reset()
 
     def _reset(self) -> None:
@@ -259,7 +259,9 @@ class PipelineMonitor(L.Callback):
             numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)
         return numbers
 
-    def _sample(self, trainer: L.Trainer, result: StepResult, ended_s: float) -> Sample | None:
+    def _sample(
+        self, trainer: L.Trainer, result: StepResult, ended_s: float
+    ) -> MeasuredStep | None:
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
         assert pipeline is not None
@@ -278,11 +280,11 @@ class PipelineMonitor(L.Callback):
         )
         after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
         between_s, loading_s = self._clock.between_s, self._clock.loading_s
-        sample = Sample(timeline, after_s + between_s - loading_s, loading_s)
+        sample = MeasuredStep(timeline, after_s + between_s - loading_s, loading_s)
         self.samples.append(sample)
         return sample
 
-    def _numbers(self, trainer: L.Trainer, sample: Sample) -> dict[str, float]:
+    def _numbers(self, trainer: L.Trainer, sample: MeasuredStep) -> dict[str, float]:
         pipeline = _pipeline(trainer)
         assert pipeline is not None
         planned, spent = pipeline.plan.planned, occupation(sample.timeline)
@@ -317,17 +319,17 @@ class PipelineMonitor(L.Callback):
 
     # ----------------------------------------------------------------------- pictures and report
 
-    def settled(self) -> list[Sample]:
+    def settled(self) -> list[MeasuredStep]:
         """The sampled steps; the first ones, which warm up, only if there is no other."""
         return list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
 
     def report(self, plan: PipelinePlan) -> str:
-        """The closing report of one pipeline, see `closing_report`.
+        """The report at the end of a run, of one pipeline; see `final_report`.
 
         Args:
             plan: What was planned.
         """
-        return closing_report(plan, self.settled())
+        return final_report(plan, self.settled())
 
     def _keep_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
@@ -370,7 +372,7 @@ class PipelineMonitor(L.Callback):
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
         """Writes the picture and the trace of a typical step, and gives them to loggers that take them."""
         assert self._written_to is not None
-        measured = typical(self.settled()).timeline
+        measured = typical_step(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         picture, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
         with _going_on(self._written_to):

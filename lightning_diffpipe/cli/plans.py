@@ -110,9 +110,8 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.planning.caching import advise, check_data
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
-    from lightning_diffpipe.viewing.cache_advice import cache_advice
     from lightning_diffpipe.viewing.explain import explain
-    from lightning_diffpipe.viewing.report import report
+    from lightning_diffpipe.viewing.report import cache_advice, report
     from lightning_diffpipe.viewing.units import seconds
 
     values = plain(config)
@@ -240,9 +239,8 @@ def show(config: DictConfig) -> None:
     from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
     from lightning_diffpipe.viewing.ascii import render
     from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-    from lightning_diffpipe.viewing.cost_table import cost_table
     from lightning_diffpipe.viewing.plot import plot
-    from lightning_diffpipe.viewing.report import report
+    from lightning_diffpipe.viewing.report import cost_table, report
 
     values = plain(config)
     form, output = values["as"], values["output"]

@@ -1,14 +1,25 @@
 """Timing every layer of a module on this machine.
 
 A `Bench` runs the step for real at several sample counts, with stamps at the borders of its layers;
-medians over the repetitions, and over layers that are alike, become the profile.
+medians over the repetitions, and means over equal layers, become the profile.
+
+A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent. A
+planner believes what it reads: it would cut a transformer of equal blocks into unequal stages. Blocks that
+have the same weights' shapes, operations and outputs are therefore timed as one, by the mean of all
+of them in a step, so that the step takes as long as before:
+
+    as timed   block.0 36   block.1 41   block.2 34   block.3 37   head 5
+    averaged   block.0 37   block.1 37   block.2 37   block.3 37   head 5
+
+A disturbance makes all of them slower in that step; the median over steps leaves such steps out. What is computed
+between layers, before one of them, keeps its own time going forward.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,16 +27,15 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ProfileError
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.graph.probe import Step, reprobe
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.profiling.alike import alike, evened
-from lightning_diffpipe.profiling.assembly import LayerCost, assemble
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
 from lightning_diffpipe.profiling.device_memory import give_back
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
-from lightning_diffpipe.profiling.glue import backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.glue import StepTimes, backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.layer_costs import LayerCost, assemble
 from lightning_diffpipe.profiling.pooling import Pool, alone, typical
 from lightning_diffpipe.profiling.state import (
     current,
@@ -143,9 +153,9 @@ def _measured(
             counts, subject.repeats, subject.budget_s, fixed=fixed
         )
         known = _encodings(subject) if subject.looks_at_results else {}
-    split, groups = split_seconds(rounds, splits), alike(subject.graph, subject.module)
+    split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
     even = {
-        count: ([evened(t, groups) for t in whole], [evened(t, groups) for t in inputs])
+        count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
     }
     return even, saved, split, known
@@ -257,3 +267,53 @@ def layer_costs(
             *map(round, saved[i]),
         )
     return costs
+
+
+def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
+    """Groups layers that do the same work, by what the probe has seen of them."""
+    parameters = dict(module.named_parameters())
+    groups: dict[Hashable, list[int]] = {}
+    for layer in graph.layers:
+        groups.setdefault(_work_of(layer, graph, parameters), []).append(layer.index)
+    return list(groups.values())
+
+
+def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
+    """Gives all layers of a group their mean time in a step.
+
+    Example:
+        >>> times = StepTimes((0, 0, 0), (3.0, 5.0, 1.0), 0, (6.0, 8.0, 2.0), 0)
+        >>> averaged(times, [[0, 1], [2]]).inside
+        (4.0, 4.0, 1.0)
+    """
+    inside, backward = list(times.inside), list(times.backward)
+    for group in groups:
+        for seconds in (inside, backward):
+            mean = statistics.fmean(seconds[index] for index in group)
+            for index in group:
+                seconds[index] = mean
+    return replace(times, inside=tuple(inside), backward=tuple(backward))
+
+
+def _work_of(layer: Layer, graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> Hashable:
+    """What tells a layer's work apart from another's."""
+    shapes = [
+        (tuple(parameters[name].shape), name in graph.trained)
+        for name in layer.parameters
+        if name in parameters
+    ]
+    outputs = [
+        (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
+        for spec in map(graph.spec, layer.tensor_keys)
+    ]
+    # The first trained layer passes no gradient on, which saves a third of its work.
+    passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
+    return (
+        layer.cost_flops,
+        layer.frozen,
+        layer.carries_gradient,
+        passes_gradient,
+        tuple(sorted(shapes)),
+        tuple(outputs),
+        len(graph.stream(layer.index)),
+    )

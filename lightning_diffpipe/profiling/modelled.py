@@ -29,7 +29,6 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
-from lightning_diffpipe.profiling.assembly import assemble
 from lightning_diffpipe.profiling.cache import cache_folder
 from lightning_diffpipe.profiling.device_model import (
     DeviceModel,
@@ -40,6 +39,7 @@ from lightning_diffpipe.profiling.device_model import (
 from lightning_diffpipe.profiling.encodings import Seen, encodings
 from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
+from lightning_diffpipe.profiling.layer_costs import assemble
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes

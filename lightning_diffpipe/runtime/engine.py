@@ -28,11 +28,10 @@ from lightning_diffpipe.planning.receiving import receives_due
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
-from lightning_diffpipe.runtime.chain_ends import ChainEnds
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
-from lightning_diffpipe.runtime.results import Logged, ResultSharing
+from lightning_diffpipe.runtime.results import ChainEnds, Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash
 

@@ -39,7 +39,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.bench import Rounds
 from lightning_diffpipe.profiling.cache import cached_profile
-from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
 from lightning_diffpipe.runtime.common_start import agree, close_group

@@ -5,7 +5,7 @@
     setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
     (batch transfer hooks)      the same random numbers whenever a batch is brought   transfer.py
     training_step               the schedule runs forward and backward                runtime/engine.py
-    (zero_grad)                 gradients have been set aside before                  runtime/set_aside.py
+    (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
     (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
@@ -42,8 +42,8 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
-from lightning_diffpipe.runtime.set_aside import GradientsAside
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.training.early_answers import early_answers, only_counted
 from lightning_diffpipe.training.example_batch import example_batch, why_empty
@@ -179,7 +179,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             optimizer_bytes_factor=optimizer_bytes_factor,
         )
         self._arguments: tuple[Any, ...] = ()
-        self._gradients: GradientsAside | None = None
+        self._gradients: StepGradients | None = None
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
         self._accumulating = False
@@ -301,7 +301,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
-        self._gradients = GradientsAside(self.pipeline.trained.values())
+        self._gradients = StepGradients(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
         if self.world_size > 1:
             self._lock_step = LockStep(trainer, self.pipeline.mesh)
@@ -412,7 +412,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         trainer = self.lightning_module.trainer
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.batch_idx % accumulate == 0:
-            self._gradients.forget()
+            self._gradients.clear()
         self._arguments = arguments
         self.pipeline.watch.before_step(batch, arguments)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -431,7 +431,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.last_step = result
         # What layers wrote themselves does not count.
         self.pipeline.read_ahead.note(before_update=not self._accumulating)
-        self._gradients.set_aside()
+        self._gradients.take()
         self._log(result)
         return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
 
@@ -446,9 +446,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments = arguments
         self.pipeline.watch.before_step(batch, arguments)
         self._under_way.append((batch, arguments))
-        self._gradients.put_back()
+        self._gradients.restore()
         results = engine.advance(batch, loop.total_batch_idx, arguments, self._has_diverged())
-        self._gradients.set_aside()
+        self._gradients.take()
         results, self._drained = [*self._drained, *results], []
         if loop.batch_progress.is_last_batch or self._is_last_step():
             self.drain()
@@ -481,9 +481,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.pipeline is not None
         assert self._gradients is not None
         with self.pipeline.watch.as_in_steps():
-            self._gradients.put_back()
+            self._gradients.restore()
             self._drained += engine.drain()
-            self._gradients.set_aside()
+            self._gradients.take()
 
     def _log(self, result: StepResult) -> None:
         """Repeats on this rank what the last stage has logged."""
@@ -553,7 +553,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if self.plan is not None and not self.plan.runs_free:  # else it has stepped already
-            self._gradients.put_back()
+            self._gradients.restore()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -1,11 +1,15 @@
-"""A plan as a page of text: what runs where, what it costs, what to expect, and what holds it up."""
+"""Pages of text: a plan (`report`), what layers cost (`cost_table`), what a cache gains (`cache_advice`)."""
 
 from __future__ import annotations
 
+import math
+
+from lightning_diffpipe.planning.caching import CacheAdvice
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import EncoderLayerProfile, LayerProfile, ModelProfile
 from lightning_diffpipe.viewing.ascii import render
 from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.units import percent, seconds, size, table
+from lightning_diffpipe.viewing.units import operations, percent, seconds, size, table
 
 
 def report(plan: PipelinePlan, max_columns: int = 120) -> str:
@@ -90,3 +94,118 @@ def numbers(plan: PipelinePlan) -> str:
             f"leftover {seconds(planned.leftover_s)}"
         )
     return "\n".join(lines)
+
+
+HEADER = ("layer", "forward", "backward", "parameters", "boundary", "activations", "operations")
+
+
+def cost_table(profile: ModelProfile, samples: int = 1) -> str:
+    """One table for each backbone and encoder, with a row for each layer.
+
+    Args:
+        profile: What is shown.
+        samples: Times are for so many; boundary and activation bytes and operations are of one.
+    """
+    times = f"times of {samples} sample{'' if samples == 1 else 's'}"
+    parts = [f"{profile.name}: {times}; boundary, activations and operations (forward) of one"]
+    for backbone in profile.backbones:
+        rows = [_path_row(layer, samples) for layer in backbone.layers]
+        parts.append(f"{backbone.name}\n{table(HEADER, [*rows, _sum(backbone.layers, samples)])}")
+    for encoder in profile.encoders:
+        rows = [_frozen_row(layer, samples) for layer in encoder.layers]
+        parts.append(f"{encoder.name}\n{table(HEADER, [*rows, _sum(encoder.layers, samples)])}")
+    return "\n\n".join(parts)
+
+
+def _path_row(layer: LayerProfile, samples: int) -> list[str]:
+    return [
+        layer.name,
+        seconds(layer.forward_s.at(samples)),
+        seconds(layer.backward_s.at(samples)),
+        size(layer.parameter_bytes),
+        size(layer.boundary_bytes_per_sample),
+        size(_activation_bytes(layer)),
+        operations(layer.flops_per_sample),
+    ]
+
+
+def _activation_bytes(layer: LayerProfile) -> int:
+    """Of a microbatch of one sample."""
+    return layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
+
+
+def _frozen_row(layer: EncoderLayerProfile, samples: int) -> list[str]:
+    return [
+        layer.name,
+        seconds(layer.forward_s.at(samples)),
+        "",
+        size(layer.parameter_bytes),
+        size(layer.output_bytes_per_sample),
+        "",
+        operations(layer.flops_per_sample),
+    ]
+
+
+def _sum(
+    layers: tuple[LayerProfile, ...] | tuple[EncoderLayerProfile, ...], samples: int
+) -> list[str]:
+    """The last row; what crosses a boundary does not add up."""
+    trained = [layer for layer in layers if isinstance(layer, LayerProfile)]
+    return [
+        "all",
+        seconds(sum(layer.forward_s.at(samples) for layer in layers)),
+        seconds(sum(layer.backward_s.at(samples) for layer in trained)) if trained else "",
+        size(sum(layer.parameter_bytes for layer in layers)),
+        "",
+        size(sum(map(_activation_bytes, trained))) if trained else "",
+        operations(sum(layer.flops_per_sample for layer in layers)),
+    ]
+
+
+def cache_advice(advice: CacheAdvice) -> str:
+    """Says what storing encodings would gain and cost, and how to do it; see `planning/caching.py`."""
+    lines = ["Cache or fill? Encodings of frozen layers can be stored instead of made anew."]
+    if advice.cached:
+        lines += _comparison(advice)
+    if advice.computed:
+        names = ", ".join(advice.computed)
+        lines.append(
+            f"  computed    {names}: follows noise or other random numbers, or is quicker to compute"
+        )
+    lines.append(f"  {_verdict(advice)}")
+    return "\n".join(lines)
+
+
+def _comparison(advice: CacheAdvice) -> list[str]:
+    gain = advice.filled_step_s - advice.cached_step_s
+    change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
+    disk = f"{size(advice.sample_bytes)} a sample"
+    if advice.disk_bytes is not None:
+        disk += f", {size(advice.disk_bytes)} in all"
+    disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
+    passes = advice.break_even_passes
+    pays = "never" if math.isinf(passes) else f"from pass {math.floor(passes) + 1} over the data on"
+    return [
+        f"  as planned  {seconds(advice.filled_step_s)} a step",
+        f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
+        f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
+        f"  on disk     {disk}",
+        f"  pays        {pays}",
+    ]
+
+
+def _verdict(advice: CacheAdvice) -> str:
+    if not advice.cached:
+        return "Nothing can be stored: fill bubbles."
+    if not advice.use_cache:
+        return "Not worth a disk: storing saves less than 2%."
+    how = 'EncodingCache("encodings") among the callbacks, or diffpipe train callbacks=cached'
+    doubt = (
+        ""
+        if advice.certain
+        else "; the profile does not say whether encodings follow from the sample alone"
+    )
+    return (
+        f"Worth it if samples come back unchanged (no random crops, captions not redrawn{doubt}):\n"
+        f"  {how}"
+    )

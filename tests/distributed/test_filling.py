@@ -20,7 +20,7 @@ from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, 
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,

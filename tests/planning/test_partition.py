@@ -6,12 +6,15 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.planning.baselines import diffusionpipe_cuts
+from lightning_diffpipe.planning.baselines import (
+    diffusionpipe_cuts,
+    pipedream_code,
+    pipedream_published,
+)
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS, PlanOptions
 from lightning_diffpipe.planning.partition import Stage, minimax_cuts, partition_fronts
-from lightning_diffpipe.planning.pipedream import pipedream_code, pipedream_published
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.search import find_plan
 

@@ -20,7 +20,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.profiling.estimate import estimate_profile
+from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.training import assembly, pipeline, plan_source
 from lightning_diffpipe.training.assembly import _require_unwritten_weights, cut_positions
 from lightning_diffpipe.training.pipeline import Pipeline

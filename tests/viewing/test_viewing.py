@@ -17,13 +17,11 @@ from lightning_diffpipe.planning.profile import EncoderProfile, FrozenResult, Mo
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
-from lightning_diffpipe.viewing.ascii import indent, render, side_by_side, waiting
-from lightning_diffpipe.viewing.cache_advice import cache_advice
+from lightning_diffpipe.viewing.ascii import render, side_by_side, waiting
 from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-from lightning_diffpipe.viewing.cost_table import cost_table
 from lightning_diffpipe.viewing.explain import _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plan_diff import diff
-from lightning_diffpipe.viewing.report import report
+from lightning_diffpipe.viewing.report import cache_advice, cost_table, report
 from lightning_diffpipe.viewing.units import percent, seconds, size
 
 from ..planning.pictures import check_golden
@@ -66,7 +64,6 @@ def test_planned_and_measured_on_one_scale():
         measured  rank 1 |  . F0 B0 -- -- F1 B1 -- --  .  .  .
     """)
     assert render(planned, tick_s=1) == str(planned)
-    assert indent("a\nb", 2) == "  a\n  b"
 
 
 def plan_of(num_stages=4, **options):

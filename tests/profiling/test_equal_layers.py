@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.alike import alike, evened
 from lightning_diffpipe.profiling.glue import StepTimes
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import Subject, averaged, equal_layers, measure_profile
 
 
 def chain(*blocks):
@@ -18,20 +17,24 @@ def chain(*blocks):
 
 def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
     module, _, _, graph = chain(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8))
-    assert alike(graph, module) == [[0], [1, 2, 3], [4]]  # nothing in front of 0 wants a gradient
+    assert equal_layers(graph, module) == [
+        [0],
+        [1, 2, 3],
+        [4],
+    ]  # nothing in front of 0 wants a gradient
 
 
 def test_a_frozen_block_is_not_like_a_trained_one():
     blocks = [nn.Linear(16, 16) for _ in range(4)]
     blocks[2].requires_grad_(False)
     module, _, _, graph = chain(*blocks)
-    assert alike(graph, module) == [[0], [1, 3], [2]]
+    assert equal_layers(graph, module) == [[0], [1, 3], [2]]
 
 
 def test_a_disturbed_block_does_not_stand_out():
     """History: medians over blocks made the backward of a step with disturbances 6 to 8 % too short."""
     disturbed = StepTimes((9.0, 0, 0, 0), (1.0, 1.5, 7.0, 2.0), 0, (2.0, 9.0, 2.5, 4.0), 0)
-    times = evened(disturbed, [[0, 1, 2], [3]])
+    times = averaged(disturbed, [[0, 1, 2], [3]])
     assert times.inside == pytest.approx((9.5 / 3, 9.5 / 3, 9.5 / 3, 2.0))
     assert times.backward == (4.5, 4.5, 4.5, 4.0)
     assert times.before == disturbed.before
