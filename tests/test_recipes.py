@@ -122,13 +122,13 @@ def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, pictures, c
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["sdxl_lora", "flux_lora"])
-def test_a_recipe_trains_and_draws_on_two_processes(name, tmp_path, pictures):
-    arguments = arguments_of(name, tmp_path, pictures)
+def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
+    """Adapters of a U-Net; those of Flux are trained on two ranks in `distributed/test_adapters.py`."""
+    arguments = arguments_of("sdxl_lora", tmp_path, pictures)
     two = ("trainer.devices=2", "strategy=two_stages")
     done = run(*arguments, *two, *DRAWN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert opens_in_diffusers(name, tmp_path)
+    assert opens_in_diffusers("sdxl_lora", tmp_path)
     assert list((tmp_path / "run").rglob("*.png")), "no sample was drawn"
 
 

@@ -176,7 +176,8 @@ def see_batches(rank, world_size, names, num_stages=2):
         trainer = quiet_trainer(
             callbacks=[batches], use_distributed_sampler=True, max_epochs=2, **options
         )
-        make, module = SAME_AS_ONE_PROCESS[name], build(Settings(module_class=Validated))
+        make = SAME_AS_ONE_PROCESS[name]
+        module = build(Settings(module_class=Validated, module={"num_blocks": 2}))
         loaders = make(), make()
         trainer.fit(module, *loaders)
         told = [getattr(loader, "batch_sampler", None) for loader in loaders]
