@@ -181,10 +181,10 @@ def be_busy(rank):
     with liveness.run(rank):
         from lightning_diffpipe.comm import liveness as module
 
-        module._LEAST_SILENCE_S = 1.0
-        liveness.connect(rank, 2, 1.0)
+        module._LEAST_SILENCE_S = silence_s = 3.0  # a busy machine may keep a thread for a second
+        liveness.connect(rank, 2, silence_s)
         if rank == 0:
-            time.sleep(3.0)
+            time.sleep(1.5 * silence_s)
         torch.distributed.barrier()
         return liveness.loss()
 
