@@ -178,6 +178,19 @@ class Mesh:
             if self.rank in peers:
                 self.data_parallel, self.evaluation = group, evaluation
 
+    def connect_edges(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Makes the groups of edges that this rank has not; every rank of the pipeline must call it at one time.
+
+        A step that takes a form with more calls than were planned sends messages along new edges.
+        """
+        assert self.pipeline_group is not None
+        for edge in sorted(set(edges) - set(self.messages)):
+            if self.local_rank in edge:
+                source, target = map(self.world_rank, edge)
+                self.messages[edge] = self._message_group(
+                    source, target, self.pipeline_group, members_only=True
+                )
+
     def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
         """A few numbers of every rank of the pipeline, by position, on all of them.
 
@@ -307,14 +320,18 @@ class Mesh:
         self.data_parallel = self.evaluation = None
 
     def _message_group(
-        self, source: int, target: int, pipeline_group: dist.ProcessGroup
+        self,
+        source: int,
+        target: int,
+        pipeline_group: dist.ProcessGroup,
+        members_only: bool = False,
     ) -> dist.ProcessGroup:
         # gloo matches messages by tag, so one group serves all edges. NCCL knows no tags and keeps
         # one queue per communicator: each direction of each edge gets its own, so that activations
         # and gradients can never wait for each other.
         if self.backend == "gloo":
             return pipeline_group
-        group = self._new_group((source, target))
+        group = self._new_group((source, target), members_only=members_only)
         open_edge(group, source, target, self.device)
         return group
 
@@ -330,13 +347,18 @@ class Mesh:
         return self._new_group(ranks, "gloo", self.patience_s)
 
     def _new_group(
-        self, ranks: Iterable[int], backend: str | None = None, timeout_s: float | None = None
+        self,
+        ranks: Iterable[int],
+        backend: str | None = None,
+        timeout_s: float | None = None,
+        members_only: bool = False,
     ) -> dist.ProcessGroup:
         ranks = list(ranks)
         group = dist.new_group(
             ranks,
             backend=backend or self.backend,
             timeout=datetime.timedelta(seconds=timeout_s or self.timeout_s),
+            use_local_synchronization=members_only,
         )
         if self.rank in ranks:
             self._owned.append(group)

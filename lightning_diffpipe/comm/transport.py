@@ -91,6 +91,14 @@ class Transport(Protocol):
             then: Is called by `wait` when they are over.
         """
 
+    def follow(
+        self,
+        num_stages: int,
+        delivered: Mapping[MessageKey, Sequence[MessageKey]],
+        due: Mapping[Instruction, Sequence[MessageKey]] | None,
+    ) -> None:
+        """The next programs are those of another schedule; nothing is in flight. Arguments as of `P2PTransport`."""
+
     def finish(self) -> None:
         """Waits until every send has left."""
 
@@ -282,6 +290,15 @@ class P2PTransport:
             parcel.key.tag(self._num_stages),
         )
 
+    def follow(
+        self,
+        num_stages: int,
+        delivered: Mapping[MessageKey, Sequence[MessageKey]],
+        due: Mapping[Instruction, Sequence[MessageKey]] | None,
+    ) -> None:
+        """The next programs are those of another schedule; see `Transport`."""
+        self._num_stages, self._delivered, self._due = num_stages, delivered, due or {}
+
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""
         self.await_works([work for work, _ in self._sent.values()], "a sent message")
@@ -389,6 +406,9 @@ class LoopbackTransport:
     def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
         """Nothing is started elsewhere in one process."""
         raise NotImplementedError(f"no {what} between processes in one process")
+
+    def follow(self, *_facts: Any) -> None:
+        """Mailboxes need to know no schedule."""
 
     def finish(self) -> None:
         """Nothing is in flight: sends are copies."""

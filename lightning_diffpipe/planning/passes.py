@@ -106,6 +106,48 @@ def schedule_of_passes(
     return Schedule(placement, num_microbatches, programs)
 
 
+def widened(schedule: Schedule, placement: Placement) -> Schedule:
+    """A schedule for a step that calls layers again in front of what was planned, where their weights lie.
+
+    Without gradients the stages in front are waves of forwards; else list scheduling finds the order of all.
+
+    Args:
+        schedule: Of the form that was planned, compute instructions only.
+        placement: Ends with the ranks of its stages.
+
+    Example:
+        >>> from lightning_diffpipe.planning.schedules.gpipe import gpipe
+        >>> twice = Placement(((0,), (1,)) * 2, no_grad=frozenset({0, 1}))
+        >>> [str(i) for i in widened(gpipe(2, 2), twice).programs[1]]
+        ['1P0', '1P1', '3F0', '3F1', '3B0', '3B1']
+    """
+    count, more = schedule.num_microbatches, placement.num_stages - schedule.num_stages
+    planned = {more + stage for stage in schedule.placement.no_grad}
+    if placement.no_grad == planned | {*range(more)}:
+        waves = (_wave(placement, more, count, rank) for rank in range(placement.num_ranks))
+        programs = tuple(
+            (
+                *wave,
+                *(replace(i, stage=more + i.stage) for i in program if isinstance(i, Staged)),
+            )
+            for wave, program in zip(waves, schedule.programs, strict=True)
+        )
+    else:
+        splits = any(isinstance(i, BackwardInput) for program in schedule.programs for i in program)
+        programs = _greedy(placement, count, splits)
+    return Schedule(placement, count, programs)
+
+
+def _wave(placement: Placement, num_stages: int, num_microbatches: int, rank: int) -> Program:
+    """Forwards that keep nothing, through the first stages, as far as they are those of a rank."""
+    return tuple(
+        ForwardNoGrad(stage, m)
+        for stage in placement.stages_of(rank)
+        if stage < num_stages
+        for m in placement.microbatches_of(stage, rank, num_microbatches)
+    )
+
+
 def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program:
     """The program of a rank for the last pass, behind forwards of all others."""
     last, no_grad = placement.num_stages - size, placement.no_grad

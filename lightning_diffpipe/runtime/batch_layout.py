@@ -28,8 +28,9 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Program, ShareResults
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.receiving import num_posted_ahead
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
@@ -42,7 +43,8 @@ class StepWork:
     """One batch laid out for one rank.
 
     Attributes:
-        schedule: What all ranks of the pipeline do, with communication.
+        base: The plan's schedule, or for more calls than planned one with stages in front.
+        schedule: The same with communication for this batch: what all ranks of the pipeline do.
         program: This rank's part of it.
         works: The microbatches.
         frozen: The frozen parts; `None` if nothing is frozen.
@@ -50,6 +52,7 @@ class StepWork:
         ahead: They may be encoded in bubbles of batches before.
     """
 
+    base: Schedule
     schedule: Schedule
     program: Program
     works: list[MicrobatchWork]
@@ -74,7 +77,6 @@ class BatchLayout:
         schedule: As given.
         steps: As given.
         mesh: As given.
-        num_ahead: Receives of an edge that are posted ahead.
     """
 
     def __init__(
@@ -94,9 +96,12 @@ class BatchLayout:
         self.mesh = mesh
         self._seed = seed
         self._group_size = group_size
-        on_device = mesh.backend == "nccl"
-        self.num_ahead = num_posted_ahead(schedule.placement) if on_device else 1
-        self._lowered = lru_cache(maxsize=32)(partial(_lower, schedule, self.num_ahead))
+        self._lowered = lru_cache(maxsize=32)(self._lower)
+        self._widened = lru_cache(maxsize=8)(partial(widened, schedule))
+
+    def num_ahead(self, placement: Placement) -> int:
+        """Receives of an edge that are posted ahead."""
+        return num_posted_ahead(placement) if self.mesh.backend == "nccl" else 1
 
     def lay_out(
         self,
@@ -126,21 +131,24 @@ class BatchLayout:
         total = num_groups_of(sizes, group_size)
         counts = groups(total) if groups else None
         starts = tuple(work.partitioned.first_stage for work in works)
-        lowered, parts = self._lowered(starts, sizes, splits, group_size, counts)
+        placement = works[0].partitioned.placement
+        base = self.schedule
+        if placement != base.placement:
+            base = self._widened(placement)
+        lowered, parts = self._lowered(base, starts, sizes, splits, group_size, counts)
         frozen = None
         if parts:
             frozen = FrozenWork(
-                parts, group_size if splits else None, works, self.schedule.placement,
-                mesh.local_rank, mesh.device,
+                parts, group_size if splits else None, works, placement, mesh.local_rank, mesh.device
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
-        return StepWork(lowered, program, works, frozen, total, ahead=groups is not None)
+        return StepWork(base, lowered, program, works, frozen, total, ahead=groups is not None)
 
     def still_takes_its_forms(self, step: StepWork) -> bool:
         """Whether a step that was laid out before it was due takes the forms that it took then."""
         return all(
-            self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0)
-            is work.partitioned
+            self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0).graph
+            is work.partitioned.graph
             for work in step.works
         )
 
@@ -153,10 +161,13 @@ class BatchLayout:
         arguments: tuple[Any, ...],
     ) -> list[MicrobatchWork]:
         total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
+        microbatches = split(batch, sizes, self.steps.form)
+        indices = range(len(microbatches))
+        seeds = [microbatch_seed(self._seed, self.mesh.pipeline, batch_index, i) for i in indices]
+        cut_steps = self.steps.of_batch(microbatches, seeds, arguments)
         works = []
-        for index, microbatch in enumerate(split(batch, sizes, self.steps.form)):
-            seed = microbatch_seed(self._seed, self.mesh.pipeline, batch_index, index)
-            cut_step = self.steps.of(microbatch, seed, arguments, index == 0)
+        for index, microbatch in enumerate(microbatches):
+            seed, cut_step = seeds[index], cut_steps[index]
             written = cut_step.graph.batch_writes
             works.append(
                 MicrobatchWork(
@@ -171,31 +182,30 @@ class BatchLayout:
             )
         return works
 
+    def _lower(
+        self,
+        schedule: Schedule,
+        starts: tuple[int, ...],
+        sizes: tuple[int, ...],
+        splits_frozen: bool | None,
+        group_size: int,
+        groups: tuple[int, ...] | None,
+    ) -> tuple[Schedule, tuple[EncodePart, ...]]:
+        """The schedule with all communication and, if there is frozen work, its parts."""
+        parts: tuple[EncodePart, ...] = ()
+        if len(sizes) < schedule.num_microbatches:
+            schedule = schedule.of_first_microbatches(len(sizes))
+        schedule = schedule.starting_at(starts)
+        if splits_frozen is not None:
+            parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
+        schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
+        lowered = lower(schedule, num_ahead=self.num_ahead(schedule.placement))
+        programs = tuple((*program, ShareResults()) for program in lowered.programs)
+        return replace(lowered, programs=programs), parts
+
     def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:
         """Whether frozen work can be split by samples; `None` if there is none."""
         views = [work.partitioned.frozen_view for work in works]
         if all(view is None for view in views):
             return None
         return all(view is not None and view.is_splittable for view in views)
-
-
-def _lower(
-    schedule: Schedule,
-    num_ahead: int,
-    starts: tuple[int, ...],
-    sizes: tuple[int, ...],
-    splits_frozen: bool | None,
-    group_size: int,
-    groups: tuple[int, ...] | None,
-) -> tuple[Schedule, tuple[EncodePart, ...]]:
-    """The schedule with all communication and, if there is frozen work, its parts."""
-    parts: tuple[EncodePart, ...] = ()
-    if len(sizes) < schedule.num_microbatches:
-        schedule = schedule.of_first_microbatches(len(sizes))
-    schedule = schedule.starting_at(starts)
-    if splits_frozen is not None:
-        parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
-    schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
-    lowered = lower(schedule, num_ahead=num_ahead)
-    programs = tuple((*program, ShareResults()) for program in lowered.programs)
-    return replace(lowered, programs=programs), parts

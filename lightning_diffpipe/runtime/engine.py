@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, P2PTransport, Transport
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
+from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.receiving import receives_due
 from lightning_diffpipe.planning.schedule import Schedule
@@ -93,7 +94,7 @@ class Engine:
             mesh,
             placement.num_stages,
             _delivered(layout.schedule, mesh.local_rank),
-            _due(layout) if mesh.backend == "nccl" else None,
+            _due(layout, layout.schedule),
         )
         self._runner = StageRunner(stash, mesh.device, check_finite)
         self._ends = ChainEnds(placement, mesh.local_rank, mesh.device, self._runner)
@@ -108,6 +109,7 @@ class Engine:
             self._clock,
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
+        self._followed = layout.schedule
 
     @property
     def num_pipelines(self) -> int:
@@ -177,6 +179,7 @@ class Engine:
             step = self.layout.lay_out(batch, batch_index, accumulate, arguments)
         if ahead:
             ahead.prepare(upcoming, batch_index, accumulate)
+        self._follow(step.base)
         weighted = step.works[0].partitioned.graph.weighted
         earlier = self.reducer.take() if weighted else ()
         self._reduces, self._alarm = reduce_gradients or weighted, alarm
@@ -198,6 +201,15 @@ class Engine:
             ahead.observe(step, recording)
         num_samples = sum(work.num_samples for work in step.works)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Lets the transport know what batches have to send, where it is not that of the batch before."""
+        if schedule is self._followed:
+            return
+        mesh, self._followed = self.layout.mesh, schedule
+        mesh.connect_edges(messages_of_edge(schedule))
+        told, due = _delivered(schedule, mesh.local_rank), _due(self.layout, schedule)
+        self._transport.follow(schedule.num_stages, told, due)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
         return (
@@ -228,9 +240,12 @@ def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKe
     return {message_key(wait): list(map(message_key, sends)) for wait, sends in told.items()}
 
 
-def _due(layout: BatchLayout) -> dict[Instruction, list[MessageKey]]:
-    """In front of which instructions this rank's receives begin; alike likewise."""
-    due = receives_due(lower(layout.schedule, num_ahead=layout.num_ahead))[layout.mesh.local_rank]
+def _due(layout: BatchLayout, schedule: Schedule) -> dict[Instruction, list[MessageKey]] | None:
+    """In front of which instructions this rank's receives begin over NCCL; alike likewise."""
+    if layout.mesh.backend != "nccl":
+        return None
+    lowered = lower(schedule, num_ahead=layout.num_ahead(schedule.placement))
+    due = receives_due(lowered)[layout.mesh.local_rank]
     return {at: list(map(message_key, receives)) for at, receives in due.items()}
 
 

@@ -214,6 +214,11 @@ class FreeRunningEngine(Engine):
     ) -> tuple[list[MicrobatchWork], Program, FrozenWork | None]:
         """Lays the next batch out: its microbatches, what this rank runs now, and the frozen parts."""
         step = self.layout.lay_out(batch, batch_index, 1, arguments)
+        if step.base is not self.layout.schedule:
+            raise ConfigurationError(
+                f"batch {batch_index} takes a form of the step that calls layers several times, and without a "
+                "flush their gradients would be of different batches; choose a schedule that flushes, such as 1f1b"
+            )
         if len(step.works) != self._per_batch:
             raise ConfigurationError(
                 f"a batch of {sum(w.num_samples for w in step.works)} samples cannot be cut into "

@@ -2,7 +2,8 @@
 
 One probe does not tell all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
-layer runs where its weights lie. It is never planned again.
+layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages in
+front of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_diffpipe.graph.layer import (
     other_calls,
 )
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
+from lightning_diffpipe.graph.passes import without_gradient
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.graph.view import StageView
@@ -90,15 +92,17 @@ class PartitionedStepCache:
         self._step = step
         self._planned_step = exemplar.of_step(step) if exemplar else step
         self._graph = graph
-        self._positions = tuple(positions)
-        self._stages = placement.stages_of(local_rank)
-        self._placement = placement
+        bounds = [0, *positions, len(graph.path)]
+        stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+        self._planned = PlacedCalls(graph.path_names, tuple(stage_of), placement)
+        self._local_rank = local_rank
         self._interception = interception
         self._forms, self._throws_coins = list(forms), throws_coins
         self._first: tuple[str, StepForm] | None = None
         self._graphs: dict[str, dict[tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, FormView] = {}
         self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
+        self._cut_steps: dict[tuple[str, tuple[str, ...], PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self._dummies = DummyMemory()
         if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
@@ -145,8 +149,23 @@ class PartitionedStepCache:
             self._first = key, self._views[key].form_of(call, seed, self._forms)
         form = self._first[1]
         if (key, form) not in self._made:
-            self._made[key, form] = self._partition(self._graph_of(form, key, call, seed))
+            graph = self._graph_of(form, key, call, seed)
+            self._made[key, form] = self._within(graph, self._calls_of(graph))
         return self._made[key, form]
+
+    def of_batch(
+        self, microbatches: Sequence[Any], seeds: Sequence[int], arguments: tuple[Any, ...] = ()
+    ) -> list[PartitionedStep]:
+        """The cut steps of all microbatches of a batch, on the stages of that which needs most of them."""
+        cuts = [
+            self.of(microbatch, seed, arguments, not index)
+            for index, (microbatch, seed) in enumerate(zip(microbatches, seeds, strict=True))
+        ]
+        widest = max(cuts, key=lambda step: step.placement.num_stages)
+        if widest.placement == self._planned.placement:
+            return cuts
+        calls = self._calls_of(widest.graph)
+        return [self._within(step.graph, calls) for step in cuts]
 
     def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
         """The graph of a form that one of the microbatches takes now."""
@@ -202,15 +221,24 @@ class PartitionedStepCache:
     def remember(self, memo: Memo | None) -> None:
         """From now on frozen layers are called through a memo; None: as they are."""
         self._memo = memo
-        for partitioned in self._made.values():
+        for partitioned in self._cut_steps.values():
             partitioned.remember(memo)
 
-    def _partition(self, graph: LayerGraph) -> PartitionedStep:
-        pieces = self._cut(graph)
+    def _within(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
+        """A graph, cut for the stages of placed calls."""
+        key = graph.signature, graph.layer_names, calls
+        if key not in self._cut_steps:
+            self._cut_steps[key] = self._partition(graph, calls)
+        return self._cut_steps[key]
+
+    def _partition(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
+        pieces = self._cut(graph, calls)
+        if pieces is None:
+            raise self._does_not_fit(graph)
         root, interception, memory = self._root, self._interception, self._dummies
         views = {
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
-            for stage in self._stages
+            for stage in calls.placement.stages_of(self._local_rank)
         }
         frozen = (
             FrozenView(root, graph, pieces.frozen, interception, memory)
@@ -218,20 +246,34 @@ class PartitionedStepCache:
             else None
         )
         end = None
-        if len(self._placement.first_stages) > 1 and pieces.num_stages - 1 in views:
+        if len(calls.placement.first_stages) > 1 and pieces.num_stages - 1 in views:
             end = StageView(root, graph, tail(graph), interception, memory)
-        partitioned = PartitionedStep(graph, pieces, views, frozen, end)
+        partitioned = PartitionedStep(graph, pieces, views, frozen, calls.placement, end)
         partitioned.remember(self._memo)
         return partitioned
 
-    def _cut(self, graph: LayerGraph) -> Cut:
-        """A graph, cut as planned; of another form each layer runs on a stage of a rank that holds it."""
-        planned, placement = self._graph, self._placement
-        if graph.path_names == planned.path_names:
-            return cut_for(graph, self._positions, placement)
-        bounds = [0, *self._positions, len(planned.path)]
-        stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
-        for stages in aligned(graph.path_names, planned.path_names, stage_of, placement):
+    def _calls_of(self, graph: LayerGraph) -> PlacedCalls:
+        """The planned calls if a form fits on their stages, else its own, on ranks that hold the layers.
+
+        Raises:
+            GraphError: It calls layers of which no rank holds the weights, or runs against another chain.
+        """
+        if self._cut(graph, self._planned) is not None:
+            return self._planned
+        calls = self._planned.in_front(graph.path_names)
+        if calls is None or len(self._planned.placement.first_stages) > 1:
+            raise self._does_not_fit(graph)
+        free = without_gradient(graph)
+        trained = {s for i, s in enumerate(calls.stage_of) if i not in free}
+        no_grad = frozenset(range(calls.placement.num_stages - 1)) - trained
+        return replace(calls, placement=replace(calls.placement, no_grad=no_grad))
+
+    def _cut(self, graph: LayerGraph, calls: PlacedCalls) -> Cut | None:
+        """A graph, cut for the stages of placed calls, if it fits on them: each layer where its weights lie."""
+        placement = calls.placement
+        if graph.path_names == calls.names:
+            return cut_for(graph, calls.positions, placement)
+        for stages in calls.aligned(graph.path_names):
             positions = [bisect_left(stages, s) for s in range(1, placement.num_stages)]
             pieces = cut_for(graph, positions, placement, may_be_empty=True)
             if not any(
@@ -239,13 +281,77 @@ class PartitionedStepCache:
                 for s in placement.no_grad
             ):
                 return pieces
-        raise GraphError(
-            f"the step takes a form of {len(graph.path)} calls of trained layers that does not fit on the stages "
+        return None
+
+    def _does_not_fit(self, graph: LayerGraph) -> GraphError:
+        planned = self._graph
+        return GraphError(
+            f"the step takes a form of {len(graph.path)} calls of trained layers that does not fit on the ranks "
             f"of the one that was planned, of {len(planned.path)}: "
             f"{first_difference(planned.path_names, graph.path_names)}. "
             "Let it take the form with most calls in one of its first batches, from which all is planned, or move "
             "the branch inside the forward of one module"
         )
+
+
+@dataclass(frozen=True)
+class PlacedCalls:
+    """The layer calls of a form, in order, and where they run.
+
+    Attributes:
+        names: The layers that are called.
+        stage_of: Stage of every call, ascending.
+        placement: Ranks of the stages.
+    """
+
+    names: tuple[str, ...]
+    stage_of: tuple[int, ...]
+    placement: Placement
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the calls are cut."""
+        return [bisect_left(self.stage_of, s) for s in range(1, self.placement.num_stages)]
+
+    def _ranks_holding(self) -> dict[str, set[tuple[int, ...]]]:
+        held: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for name, stage in zip(self.names, self.stage_of, strict=True):
+            held[name].add(self.placement.stage_ranks[stage])
+        return held
+
+    def in_front(self, names: Sequence[str]) -> PlacedCalls | None:
+        """The calls of a wider form: its last ones on these stages, all others on stages in front of them.
+
+        Returns:
+            None if it calls a layer that no rank holds, or leaves out one that was planned.
+
+        Example:
+            >>> calls = PlacedCalls(tuple("ab"), (0, 1), Placement(((0,), (1,))))
+            >>> calls.in_front("abab").placement.stage_ranks
+            ((0,), (1,), (0,), (1,))
+        """
+        held, stages = self._ranks_holding(), list[int]()
+        homes = [*reversed(self.placement.stage_ranks)]  # counted from the end
+        at, now, last = len(self.names) - 1, 0, self.placement.num_stages - 1
+        for name in reversed(names):
+            if name not in held:
+                return None
+            if at >= 0 and self.names[at] == name:
+                now, at = last - self.stage_of[at], at - 1
+            elif homes[now] not in held[name]:
+                at = -1  # from here on in front of all that was planned
+                now = len(homes)
+                homes.append(min(held[name]))
+            stages.append(now)
+        last = len(homes) - 1
+        if len(set(stages)) <= last:
+            return None
+        placement = replace(self.placement, stage_ranks=tuple(reversed(homes)))
+        return PlacedCalls(tuple(names), tuple(last - s for s in reversed(stages)), placement)
+
+    def aligned(self, names: Sequence[str]) -> Iterator[list[int]]:
+        """Ways to give the layer calls of a form to these stages; see `aligned`."""
+        return aligned(names, self.names, self.stage_of, self.placement)
 
 
 def aligned(

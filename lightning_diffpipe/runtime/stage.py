@@ -33,6 +33,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.trace import logged_values
 from lightning_diffpipe.graph.view import StageRun, StageView
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stash import Stash
 
 
@@ -45,6 +46,7 @@ class PartitionedStep:
         cut: Which layers each stage runs, and what crosses its boundaries.
         stage_views: The stages this rank holds.
         frozen_view: The frozen part; `None` if nothing is frozen.
+        placement: Ranks of the stages: those planned, or with more in front for a form with more calls.
         tail_view: The code behind the last layer alone, where the losses of several chains are put together.
     """
 
@@ -52,6 +54,7 @@ class PartitionedStep:
     cut: Cut
     stage_views: dict[int, StageView]
     frozen_view: FrozenView | None
+    placement: Placement
     tail_view: StageView | None = None
 
     @cached_property

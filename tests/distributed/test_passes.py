@@ -25,7 +25,7 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -234,21 +234,35 @@ def test_what_a_step_keeps_is_not_told_of_trials(coin):
     assert all(map(math.isfinite, module.seen))
 
 
-class Later(Twice):
-    """Estimates from the third step on: more than was planned."""
+class Later(Coin):
+    """Estimates from the third step on, if a coin says so: more than was planned."""
 
-    def denoise(self, noisy, t, text):
-        if self.trainer.global_step >= 2:
-            return super().denoise(noisy, t, text)
-        joined = self.join(torch.cat([noisy, torch.zeros_like(noisy)], -1))
-        return TinyDiffusion.denoise(self, joined, t, text)
+    def __init__(self, later_p=0.5, **options):
+        super().__init__(p=0.0, **options)
+        self.later_p = later_p
+
+    def training_step(self, batch, batch_idx):
+        self.p = self.later_p if self.trainer.global_step >= 2 else 0.0
+        return super().training_step(batch, batch_idx)
 
 
-def test_a_form_with_more_calls_than_were_planned_is_refused():
-    settings = Settings(module_class=Later, trainer={"max_epochs": -1, "max_steps": 4})
-    settings.strategy = {"num_stages": 2, "num_microbatches": 3}
-    with pytest.raises(RankError, match=r"does not fit on the stages .* one of its first batches"):
-        run_ranks(fit, 2, settings, 2)
+@pytest.mark.parametrize(
+    ("num_ranks", "module", "strategy"),
+    [
+        (2, {}, {}),
+        (2, {"later_p": 1.0}, {"schedule": "interleaved", "num_stages": 4}),
+        (3, {"tied": True}, {"schedule": "zero_bubble"}),
+    ],
+)
+def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
+    """History: it was refused; now stages in front of the planned ones run it, where the weights lie."""
+    settings = Settings(module_class=Later, module=module)
+    settings.trainer = {"max_steps": 4, "max_epochs": -1}
+    expected = reference(settings, 4)
+    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
+    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 1
 
 
 class ManyForms(TinyDiffusion):

@@ -10,7 +10,7 @@ from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Forward, ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_alive
-from lightning_diffpipe.planning.passes import schedule_of_passes
+from lightning_diffpipe.planning.passes import schedule_of_passes, widened
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import v as v_placed
 from lightning_diffpipe.planning.schedules import zero_bubble_v
@@ -113,6 +113,15 @@ def test_microbatches_of_other_forms_leave_passes_out(spec):
             step_s = simulate(form).iteration_s
             assert plain - 1e-9 <= step_s <= simulate(full).iteration_s + 1e-9
         assert simulate(form).iteration_s == pytest.approx(plain)  # none estimates
+
+
+@pytest.mark.parametrize("spec", [one_f_one_b, zero_bubble, gpipe])
+def test_stages_in_front_of_a_schedule_run_as_passes_that_were_planned(spec):
+    for S, M in product((1, 2, 3), (1, 4)):
+        planned = two_passes(S, M, spec)
+        assert widened(spec(S, M), planned.placement) == planned
+        trained = two_passes(S, M, spec, no_grad=()).placement
+        lower(widened(spec(S, M), trained)).validate()
 
 
 def test_work_of_a_stage_that_its_microbatch_leaves_out_is_refused():
