@@ -140,23 +140,7 @@ def cut(
         for s, chain in ends.items()
     }
     reads = [_reads(graph, layers, read_at_end.get(s)) for s, layers in enumerate(own)]
-    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
-
-    shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
-    carrying = frozenset(
-        s
-        for s, i in enumerate(own)
-        if s in ends or any(graph.layers[k].carries_gradient for k in i)
-    )
-    ways: dict[TensorKey, _Way] = {}
-    for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
-        readers = tuple(s for s, keys in enumerate(reads) if key in keys)
-        back = readers if graph.needs_gradient(key) else ()
-        with_gradient = tuple(s for s in back if s in carrying)
-        returned = route(stage_of[key[0]], with_gradient, shared_homes, carrying)
-        ways[key] = _Way(
-            route(stage_of[key[0]], readers, shared_homes, None, returned), returned.readers
-        )
+    ways = _ways(graph, own, reads, ends, homes)
     stages = tuple(
         _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
     )
@@ -173,6 +157,31 @@ def cut(
     }
     shared = {name: where for name, where in holders.items() if len(where) > 1}
     return Cut(tuple(positions), frozen_cut, stages, shared)
+
+
+def _ways(
+    graph: LayerGraph,
+    own: Sequence[frozenset[int]],
+    reads: Sequence[frozenset[TensorKey]],
+    ends: Container[int],
+    homes: Sequence[tuple[int, ...]] | None,
+) -> dict[TensorKey, _Way]:
+    """Routes what stages read of each other, there and, as gradients, back."""
+    shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
+    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
+    carrying = frozenset(
+        s
+        for s, layers in enumerate(own)
+        if s in ends or any(graph.layers[k].carries_gradient for k in layers)
+    )
+    ways: dict[TensorKey, _Way] = {}
+    for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
+        maker = stage_of[key[0]]
+        readers = tuple(s for s, keys in enumerate(reads) if key in keys)
+        back = readers if graph.needs_gradient(key) else ()
+        returned = route(maker, tuple(s for s in back if s in carrying), shared_homes, carrying)
+        ways[key] = _Way(route(maker, readers, shared_homes, None, returned), returned.readers)
+    return ways
 
 
 def uncut(graph: LayerGraph) -> StageCut:

@@ -182,9 +182,7 @@ class StepProbe:
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         if seeded is None:
-            seeded = {record.name for record in tracer.records if record.drew}
-            for record in tracer.records:
-                record.num_seeds = int(record.name in seeded)
+            seeded = _seeded(tracer.records)
         more = _known_dims(tracer.records, of_more_samples)
         if more is None:
             of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
@@ -200,24 +198,14 @@ class StepProbe:
             seeded=frozenset(seeded),
             leaky=frozenset(leaky),
             watched=frozenset(uncalled_owners(self._module, known, layers)),
-            host_random=tracer.drew_host_random,
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch, self._form),
             mode=self._mode,
-            folded=tuple(tracer.provenance.folded),
-            streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             of_more_samples=of_more_samples,
-            glue_writes=frozenset(tracer.provenance.glue_writes),
-            glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
-            autocast=frozenset(tracer.autocast),
-            generators=tracer.provenance.generators.found(),
-            toggled=tracer.attributes.toggled(),
-            left=tracer.attributes.left(),
             form=self._form,
             hooks=_readers_of_hooked(tracer, found, returned),
-            changes_gradients=tracer.provenance.changes_gradients,
-            batch_writes=frozenset(tracer.provenance.batch_writes),
             weighted=weight_of(out) is not None,
+            **_between_layers(tracer, tail),
         )
 
     def _new(self, batch: Any) -> Any:
@@ -387,6 +375,32 @@ class StepProbe:
                 )
             )
         return tuple(layers)
+
+
+def _seeded(records: Sequence[Record]) -> set[str]:
+    """Gives the layers that drew random numbers a seed each, and names them."""
+    names = {record.name for record in records if record.drew}
+    for record in records:
+        record.num_seeds = int(record.name in names)
+    return names
+
+
+def _between_layers(tracer: Tracer, tail: Collection[Any]) -> dict[str, Any]:
+    """What a `LayerGraph` says of the code between layers."""
+    provenance = tracer.provenance
+    return {
+        "streams": tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
+        "host_random": tracer.drew_host_random,
+        "folded": tuple(provenance.folded),
+        "glue_writes": frozenset(provenance.glue_writes),
+        "glue_parameter_writes": frozenset(provenance.glue_parameter_writes),
+        "autocast": frozenset(tracer.autocast),
+        "generators": provenance.generators.found(),
+        "toggled": tracer.attributes.toggled(),
+        "left": tracer.attributes.left(),
+        "changes_gradients": provenance.changes_gradients,
+        "batch_writes": frozenset(provenance.batch_writes),
+    }
 
 
 def _readers_of_hooked(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
@@ -202,25 +202,15 @@ def pipeline_costs(
         group_size: Samples on which frozen layers run at a time; None for all of a part.
     """
     placement = links.placement
-    distinct = set(sizes)
-
-    def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
-        """Seconds by microbatch; computed once for each size."""
-        if len(distinct) == 1:
-            return (seconds(sizes[0]),) * len(sizes)
-        of_size = {size: seconds(size) for size in distinct}
-        return tuple(of_size[size] for size in sizes)
+    row = partial(_by_microbatch, sizes, frozenset(sizes))
 
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
         return tuple(row(lambda size, run=run: seconds(run, size)) for run in runs)  # type: ignore[misc]
 
-    def slowest_s(among: Sequence[Link], num_bytes: float) -> float:
-        return max((link.seconds(num_bytes) for link in among), default=0.0)
-
     crossing = model.crossing_bytes(runs, placement)
 
     def boundary_s(stage: int, size: int) -> float:
-        return slowest_s(links.downwards[stage], size * crossing[stage])
+        return _slowest_s(links.downwards[stage], size * crossing[stage])
 
     # What goes down over a cut as activations comes back over it as gradients.
     stages = range(placement.num_stages)
@@ -239,7 +229,7 @@ def pipeline_costs(
         weight_gradient_s=table(model.weight_gradient_s),
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
-        feedback_s=row(lambda size: slowest_s(links.feedback, size * fed_back)),
+        feedback_s=row(lambda size: _slowest_s(links.feedback, size * fed_back)),
         encode_s=tuple(model.encode_s(part.num_samples, group_size) for part in parts),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))
@@ -250,3 +240,17 @@ def pipeline_costs(
         split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
         first_layers=tuple([run.first for run in runs]),
     )
+
+
+def _by_microbatch(
+    sizes: Sequence[int], distinct: frozenset[int], seconds: Callable[[int], float]
+) -> tuple[float, ...]:
+    """Computes seconds once for each size."""
+    if len(distinct) == 1:
+        return (seconds(sizes[0]),) * len(sizes)
+    of_size = {size: seconds(size) for size in distinct}
+    return tuple(of_size[size] for size in sizes)
+
+
+def _slowest_s(links: Sequence[Link], num_bytes: float) -> float:
+    return max((link.seconds(num_bytes) for link in links), default=0.0)

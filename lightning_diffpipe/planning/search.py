@@ -97,23 +97,9 @@ def find_plan(
         PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
             was found within `within_s`, or the ranks cannot be shared among the stages.
     """
-    opposite = options.schedule != "auto" and SCHEDULES[options.schedule].opposite
     if len(profile.backbones) > 1 and options.schedule == "auto":
         return _of_either_kind(profile, cluster, options, below_s, within_s)
-    if opposite and len(profile.backbones) == 1:
-        raise ConfigurationError(
-            f"schedule={options.schedule} runs several backbones in opposite directions, and profile "
-            f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
-        )
-    profile = joined(profile, apart=opposite)
-    options = _without_flush(options, profile)
-    if profile.whole_encoders:
-        options = replace(options, frozen_splittable=False)
-    passes = profile.backbones[0].passes
-    if passes and options.num_stages != "auto" and options.num_stages > passes[0][1] - passes[0][0]:
-        # More stages than a pass has layers: cut the calls of all of them, as if layers were others each time.
-        chain = replace(profile.backbones[0], passes=())
-        profile = replace(profile, backbones=(chain,))
+    profile, options = _as_searched(profile, options)
     calls = CostModel(profile, cluster, options.optimizer_bytes_factor)
     until_s = time.perf_counter() + within_s
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
@@ -133,6 +119,26 @@ def find_plan(
     if not plans:
         raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
+
+
+def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:
+    """The profile with its backbones joined, and the options that are possible with it."""
+    opposite = options.schedule != "auto" and SCHEDULES[options.schedule].opposite
+    if opposite and len(profile.backbones) == 1:
+        raise ConfigurationError(
+            f"schedule={options.schedule} runs several backbones in opposite directions, and profile "
+            f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
+        )
+    profile = joined(profile, apart=opposite)
+    options = _without_flush(options, profile)
+    if profile.whole_encoders:
+        options = replace(options, frozen_splittable=False)
+    passes = profile.backbones[0].passes
+    if passes and options.num_stages != "auto" and options.num_stages > passes[0][1] - passes[0][0]:
+        # More stages than a pass has layers: cut the calls of all of them, as if layers were others each time.
+        chain = replace(profile.backbones[0], passes=())
+        profile = replace(profile, backbones=(chain,))
+    return profile, options
 
 
 def _of_either_kind(

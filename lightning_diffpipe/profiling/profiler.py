@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step, probe
 from lightning_diffpipe.graph.samples import Form, OwnForm, count_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
@@ -73,30 +74,29 @@ def profile(
     if place.type == "cpu":
         keep_freed_memory()  # as training will
     batch = tree_to(batch, home)
+    with current(home):
+        graph, starts = _probed(module, step, batch, max_share)
+    with bar(progress) as report:
+        subject = Subject(
+            module, step, batch, graph, device=place, sample_counts=sample_counts,
+            repeats=repeats, budget_s=budget_s, name=name, progress=report,
+        )  # fmt: skip
+        found = cached_profile(subject) if cache else measure_profile(subject)
+        return separated(found, starts)
+
+
+def _probed(
+    module: nn.Module, step: Step, batch: Any, max_share: float
+) -> tuple[LayerGraph, tuple[int, ...]]:
+    """Probes a step on a few samples of a batch: its layers, and where its chains start."""
     form: Form | OwnForm | None = OwnForm.of(module)
-    total, small = count_samples(batch, form), batch
+    total = count_samples(batch, form)
     if total is not None:
         form = form or Form.of(batch, total)
         if total > _NUM_PROBED_SAMPLES:
-            small = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
-    with current(home):
-        graph = probe(module, step, small, max_share=max_share, form=form)
-        starts = find_chains(module, step, small, graph).starts
-    with bar(progress) as report:
-        subject = Subject(
-            module,
-            step,
-            batch,
-            graph,
-            device=place,
-            sample_counts=sample_counts,
-            repeats=repeats,
-            budget_s=budget_s,
-            name=name,
-            progress=report,
-        )
-        found = cached_profile(subject) if cache else measure_profile(subject)
-        return separated(found, starts)
+            batch = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
+    graph = probe(module, step, batch, max_share=max_share, form=form)
+    return graph, find_chains(module, step, batch, graph).starts
 
 
 def default_step(module: nn.Module) -> Step:

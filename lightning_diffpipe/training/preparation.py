@@ -97,46 +97,34 @@ def prepare(
     with liveness.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with _phase("probing the layers of a step", process, counted=False):
-            graph, forms = on_all_ranks(
-                lambda: _surveyed(module, step, small, form, seed, planned, arguments), world
-            )
+            survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
+            graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
             require_equal(graph.digest, world)
     planned_step = forms.widest.of_step(step) if forms.widest else step
     chains = find_chains(module, planned_step, small, graph)
     warn_of_whole_compiled(module, graph)
-    microbatch_size = None
-    if isinstance(options.num_microbatches, int):
-        microbatch_size = math.ceil(size / options.num_microbatches)
-    least = _least_samples(module, planned_step, take_samples(batch, size, 1, own), size, graph)
     with _phase("timing layers and links, and planning", process) as report:
         subject = Subject(
-            module,
-            planned_step,
-            batch,
-            graph,
-            device=process.device,
-            microbatch_size=microbatch_size,
-            progress=report,
-            least_samples=least,
-        )
+            module, planned_step, batch, graph, device=process.device, progress=report,
+            microbatch_size=_microbatch_size(size, options),
+            least_samples=_least_samples(module, planned_step, take_samples(batch, size, 1, own), size, graph),
+        )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, options, process, world)
     close_group(world)
     with liveness.inside("placing stages"):
         pipeline = assemble(
-            module,
-            step,
-            batch,
-            small,
-            graph,
-            plan,
-            process,
-            seed=seed,
-            check_finite=options.check_finite,
-            verify=options.verify,
-            forms=forms,
-        )
+            module, step, batch, small, graph, plan, process, seed=seed,
+            check_finite=options.check_finite, verify=options.verify, forms=forms,
+        )  # fmt: skip
     return replace(pipeline, basis=basis)
+
+
+def _microbatch_size(num_samples: int, options: PipelineOptions) -> int | None:
+    """The size of the largest microbatch, where the options say it."""
+    if not isinstance(options.num_microbatches, int):
+        return None
+    return math.ceil(num_samples / options.num_microbatches)
 
 
 @contextlib.contextmanager
