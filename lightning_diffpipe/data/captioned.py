@@ -63,7 +63,7 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
-    """The conditions of some samples, `(N, 3, H, W)`; None if they have none."""
+    """Returns the conditions of some samples, `(N, 3, H, W)`; None if they have none."""
     if not samples or "condition" not in samples[0]:
         return None
     return torch.stack([sample["condition"] for sample in samples])
@@ -133,7 +133,7 @@ class Readable(Dataset[Sample]):
         raise DataError(f"none of {len(self)} samples can be read. {self.why(0)}")
 
     def why(self, place: int) -> str:
-        """What is wrong with a sample; empty if nothing is any more."""
+        """Returns what is wrong with a sample; empty if nothing is any more."""
         try:
             self.samples[place]
         except DataError as error:
@@ -208,7 +208,7 @@ class CaptionedDataModule(L.LightningDataModule):
         return self._loader(self.train_set, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
-        """All held-back samples, in order."""
+        """Returns all held-back samples, in order."""
         return self._loader(self.validation_set, shuffle=False)
 
     def held_back_captions(self, count: int) -> list[str]:
@@ -216,7 +216,7 @@ class CaptionedDataModule(L.LightningDataModule):
         return [sample["caption"] for sample in self._held_back(count)]
 
     def held_back_conditions(self, count: int) -> Tensor | None:
-        """What a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
+        """Returns what a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
         return stacked_conditions(self._held_back(count))
 
     def _held_back(self, count: int) -> list[Sample]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def edges(image: Tensor) -> Tensor:
-    """How steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
+    """Returns how steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
 
     Args:
         image: `(3, H, W)` in [-1, 1].

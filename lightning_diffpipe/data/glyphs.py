@@ -59,7 +59,7 @@ class Glyph(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """For example `"greek small letter alpha, serif bold"`."""
+        """Returns the caption, such as `"greek small letter alpha, serif bold"`."""
         return f"{unicodedata.name(self.character).lower()}, {self.face}"
 
     @property

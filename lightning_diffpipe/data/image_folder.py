@@ -65,7 +65,7 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
 
 
 def _middle(picture: Image.Image) -> Image.Image:
-    """The middle part of a picture that is very long or high: a line of 60000 pixels would take 20 s to scale."""
+    """Cuts a very long or high picture to its middle: a line of 60000 pixels would take 20 s to scale."""
     most = _LONGEST * min(picture.size)
     if max(picture.size) <= most:
         return picture
@@ -88,7 +88,7 @@ def _in_8_bits(picture: Image.Image) -> Image.Image:
 
 
 def to_condition(picture: Image.Image, resolution: int) -> Tensor:
-    """As `to_square`, in [0, 1], as ControlNets want what they are shown."""
+    """Crops as `to_square` does, to values in [0, 1], as ControlNets want their conditions."""
     return (to_square(picture, resolution) + 1) / 2
 
 
@@ -223,7 +223,7 @@ class _Lines:
         self._keys = ["file_name", caption_key, *([condition_key] if condition_key else [])]
 
     def read(self, skip: bool) -> list[_Entry]:
-        """All lines.
+        """Reads all lines.
 
         Args:
             skip: Leave out lines and files that cannot be used, and say how many.

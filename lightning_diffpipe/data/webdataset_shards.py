@@ -191,7 +191,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
     def _stored(self, shards: str, seed: int | None, worker: int = 0, count: int = 1) -> Any:
-        """The samples of a worker's shards once, as files by extension; in order without a seed."""
+        """Returns the samples of a worker's shards once, as files by extension; in order without a seed."""
         wds = self._webdataset
         rank, num_ranks = self._data_parallel()
         stages = [
@@ -205,7 +205,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return wds.DataPipeline(*stages)
 
     def _refuse_shard(self, error: Exception) -> bool:
-        """Whether to go on with the next shard."""
+        """Returns whether to go on with the next shard."""
         if self.on_error == "raise":
             text = " ".join(map(str, error.args))
             raise DataError(
@@ -307,7 +307,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return self._loader(stream, h.train_shards)
 
     def val_dataloader(self) -> DataLoader | list:
-        """The held-back shards once, in order; an empty list without any."""
+        """Returns the held-back shards once, in order; an empty list without any."""
         shards = self.hparams.validation_shards
         if shards is None:
             return []

@@ -41,7 +41,7 @@ def in_own_memory(
 
 
 def _memory(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies; None if not in one piece of memory."""
+    """Returns where a tensor lies; None if not in one piece of memory."""
     if tensor is None or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage().data_ptr()

@@ -137,7 +137,7 @@ class Attributes:
         self._parameters = [parameters[owner] for owner, _ in names if owner not in modules]
 
     def capture(self) -> tuple[list[Any], list[bool]]:
-        """What they are now."""
+        """Returns the present values of the attributes."""
         values = [held.get(name, _MISSING) for held, name in self._places]
         return values, [parameter.requires_grad for parameter in self._parameters]
 

@@ -49,7 +49,7 @@ _LIBRARIES = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_dif
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors among the leaves of a tree."""
+    """Returns all tensors among the leaves of a tree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -222,7 +222,7 @@ class CallTree(TorchDispatchMode):
 
 
 def callable_modules(root: nn.Module) -> list[str]:
-    """Names of all modules whose calls may be seen: not the root, nothing inside an atomic module."""
+    """Returns names of all modules whose calls may be seen: not the root, nothing inside an atomic module."""
     names: list[str] = []
     closed: list[str] = []
     for name, module in root.named_modules():
@@ -235,7 +235,7 @@ def callable_modules(root: nn.Module) -> list[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls inside the module cannot be seen because it is compiled."""
+    """Returns whether calls inside the module cannot be seen because it is compiled."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

@@ -51,7 +51,7 @@ class Chains:
 
 
 def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: LayerGraph) -> Chains:
-    """The chains of a probed step.
+    """Returns the chains of a probed step.
 
     Args:
         root: The module, whole; left as it is.
@@ -98,7 +98,7 @@ def _starts(graph: LayerGraph) -> tuple[int, ...]:
 
 
 def _why_connected(graph: LayerGraph) -> str:
-    """What connects layers of different modules, or what is frozen."""
+    """Returns what connects layers of different modules, or what is frozen."""
     path = set(graph.path)
     for layer in (graph.layers[i] for i in graph.path):
         for made in sorted(layer.deps & path):

@@ -119,7 +119,7 @@ class Coroutine:
         self._body = None
 
     def _work(self) -> None:
-        """What the thread does: the whole function, pausing inside."""
+        """Runs the whole function in the thread, pausing inside."""
         self._go.acquire()
         try:
             if not self.is_cancelled:

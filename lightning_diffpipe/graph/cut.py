@@ -185,12 +185,12 @@ def _ways(
 
 
 def uncut(graph: LayerGraph) -> StageCut:
-    """Everything, frozen layers included, as one stage: the reference all cuts must agree with."""
+    """Returns all layers, frozen ones included, as one stage: the reference for all cuts."""
     return _stage_cut(graph, 0, frozenset(range(len(graph.layers))), frozenset(), {}, True)
 
 
 def tail(graph: LayerGraph) -> StageCut:
-    """The code behind the last layer, as a stage that runs no layer at all."""
+    """Returns the code behind the last layer, as a stage that runs no layer at all."""
     return _stage_cut(graph, 0, frozenset(), graph.tail_reads, {}, True)
 
 
@@ -329,14 +329,14 @@ def _layers_of(graph: LayerGraph, value: Value) -> range:
 
 
 def _folds(graph: LayerGraph, call: Call) -> bool:
-    """Whether a container becomes one layer of a stage if it lies within it."""
+    """Returns whether a container becomes one layer of a stage if it lies within it."""
     on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
     stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
     return on_path and not stays
 
 
 def is_mixed(graph: LayerGraph, call: Call) -> bool:
-    """Whether a container holds trained layers and much frozen work."""
+    """Returns whether a container holds trained layers and much frozen work."""
     layers = [graph.layers[i] for i in range(call.first, call.stop)]
     total = sum(layer.cost_flops for layer in layers)
     frozen = sum(layer.cost_flops for layer in layers if layer.frozen)

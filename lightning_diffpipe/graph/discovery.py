@@ -209,7 +209,7 @@ class StepProbe:
         )
 
     def _new(self, batch: Any) -> Any:
-        """A copy of a batch for one run, which may change it."""
+        """Returns a copy of a batch for one run, which may change it."""
         if self._fake_mode is not None:
             return fresh(fake_batch(batch, self._fake_mode))
         return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))
@@ -319,7 +319,7 @@ class StepProbe:
         return found, [call.found for call in of_layers]
 
     def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
-        """The graph with strides as they really are, where the step calls the same layers."""
+        """Returns the graph with strides as they really are, where the step calls the same layers."""
         seen = self._observe(graph.layer_names, (), self._batch, _look_at_strides)
         if tuple(call.name for call in seen) != graph.layer_names:
             return graph
@@ -386,7 +386,7 @@ def _seeded(records: Sequence[Record]) -> set[str]:
 
 
 def _between_layers(tracer: Tracer, tail: Collection[Any]) -> dict[str, Any]:
-    """What a `LayerGraph` says of the code between layers."""
+    """Returns what a `LayerGraph` says of the code between layers."""
     provenance = tracer.provenance
     return {
         "streams": tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
@@ -406,7 +406,7 @@ def _between_layers(tracer: Tracer, tail: Collection[Any]) -> dict[str, Any]:
 def _readers_of_hooked(
     tracer: Tracer, layers: Sequence[Layer], returned: Collection[Any]
 ) -> tuple[frozenset[int], ...]:
-    """For each gradient hook the layers that read its tensor; see `LayerGraph.hooks`."""
+    """Returns the layers that read its tensor for each gradient hook; see `LayerGraph.hooks`."""
     path = [layer.index for layer in layers if not layer.frozen]
     reads = [(r.index, unfolded(r.reads)) for r in tracer.records]
     reads.append((len(layers), unfolded(returned)))
@@ -430,7 +430,7 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
 
 
 def _known_dims(records: Sequence[Record], known: _MoreSamples | None) -> list[_Dims] | None:
-    """What an earlier run tells about all layers; calls without layers inside cannot be told apart."""
+    """Returns what an earlier run tells about all layers; calls without layers inside cannot be told apart."""
     keys = [(r.name, r.fine_start, r.fine_start + r.num_fine) for r in records]
     if known is None or any(
         first == stop or (n, first, stop) not in known for n, first, stop in keys

@@ -67,7 +67,7 @@ def fake_copy(root: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """The batch with fake tensors of the same strides."""
+    """Returns the batch with fake tensors of the same strides."""
     with mode:
         return pytree.tree_map_only(Tensor, _fake_like, batch)
 
@@ -91,13 +91,13 @@ class TrackedFakeMode(FakeTensorMode):
         return out
 
     def anything_alive(self) -> bool:
-        """Whether a tensor made under this mode survived the step."""
+        """Returns whether a tensor made under this mode survived the step."""
         self._made = [made for made in self._made if not made.expired()]
         return bool(self._made)
 
 
 def is_single_draw(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator draws a random number by itself, of which steps make coins: `torch.rand(()) < p`."""
+    """Returns whether an operator draws one random number, of which steps make coins: `torch.rand(()) < p`."""
     if torch.Tag.nondeterministic_seeded not in func.tags or any(
         isinstance(a, Tensor) for a in args
     ):
@@ -107,7 +107,7 @@ def is_single_draw(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """A single number from the generator of the host, as a constant that fake tensors know the value of."""
+    """Returns a single number from the generator of the host, as a constant that fake tensors know the value of."""
     if kwargs.get("generator") is not None:
         return None
     with _disable_current_modes():
@@ -117,7 +117,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 @contextlib.contextmanager
 def kept_young() -> Iterator[None]:
-    """What is made inside stays in the youngest generation, so that its cycles are found without the rest.
+    """Keeps what is made inside in the youngest generation, so that its cycles are found without the rest.
 
     A copy of a module is full of cycles. Searched with everything else that the process has imported, they take
     a third of a second each time; alone a few milliseconds.
@@ -153,7 +153,7 @@ def forget_fakes(mode: TrackedFakeMode) -> None:
 
 
 def _holders(ids: set[int]) -> list[Any]:
-    """What may cache these objects, and holds one of them.
+    """Returns what may cache these objects, and holds one of them.
 
     `gc.get_referrers` would compare every reference of the process with each object in turn: half a minute
     where something keeps thousands alive. Types are compared, as `isinstance` asks objects for their class.

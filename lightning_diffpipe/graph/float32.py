@@ -11,7 +11,7 @@ import torch
 
 
 def float32_precisions() -> tuple[str, str, str]:
-    """Of products on GPUs, convolutions on GPUs, and products on CPUs.
+    """Returns the precision of products on GPUs, of convolutions on GPUs, and of products on CPUs.
 
     Returns:
         Each "tf32" or "bf16" where inputs are rounded to that; "ieee" or "none" where they are not.
@@ -34,7 +34,7 @@ def float32_precisions() -> tuple[str, str, str]:
 
 
 def rounding_of(dtype: torch.dtype, device: torch.device, convolves: bool = True) -> float:
-    """The distance from 1 to the next number of a type as products know it: that of TF32 for float32 on a GPU.
+    """Returns the distance from 1 to the next number of a type in products: that of TF32 for float32 on a GPU.
 
     Args:
         dtype: A type of numbers with a fraction.

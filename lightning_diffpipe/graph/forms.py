@@ -37,7 +37,7 @@ _Pattern = Sequence[tuple[str, bool | None]]
 
 
 def names_of(form: StepForm) -> tuple[str, ...]:
-    """The modules of the layers of a form, in call order."""
+    """Returns the modules of the layers of a form, in call order."""
     return tuple(name for name, _ in form)
 
 
@@ -63,7 +63,7 @@ class Exemplar:
         return self.host or bool(self.draws)
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The same step, whose coins always fall as they did; what else it draws is drawn."""
+        """Returns the same step, whose coins always fall as they did; what else it draws is drawn."""
 
         def repeated(module: nn.Module, batch: Any, *_arguments: Any) -> Any:
             if self.host:
@@ -102,7 +102,7 @@ class FormView:
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
     ) -> StepForm:
-        """The form of one microbatch; one of those that are known, or another.
+        """Returns the form of one microbatch; one of those that are known, or another.
 
         Args:
             call: Runs the user's step on it.
@@ -130,7 +130,7 @@ class FormView:
     def exemplar(
         self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[StepForm, Exemplar]:
-        """The form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
+        """Finds the form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
         run, drawn = _FormRun(self._plan, None, self._lenient), _Noted()
         with rng.preserved(host=True), self._attributes.preserved():
             rng.seed_all(seed, host=True)
@@ -158,7 +158,7 @@ class Forms:
 
     @property
     def widest(self) -> Exemplar | None:
-        """Of the form that is planned; None if there is one only."""
+        """The exemplar of the form that is planned; None if there is one form only."""
         return self.exemplars[0] if len(self.exemplars) > 1 else None
 
 
@@ -242,7 +242,7 @@ class _FormRun(LayerRun):
         self._counts: dict[str, int] = defaultdict(int)
 
     def form_of(self, call: Callable[[], Any]) -> StepForm | None:
-        """The form; None if it is none of those that are known."""
+        """Returns the form; None if it is none of those that are known."""
         hooks = NoHooksWithoutGradients() if self._plan.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
             call()

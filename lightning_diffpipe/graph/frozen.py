@@ -66,7 +66,7 @@ class FrozenView:
         self._samples_compared = False
 
     def remember(self, memo: Memo | None) -> None:
-        """From now on frozen layers are called through a memo; None: as they are."""
+        """Calls frozen layers through a memo from now on; None: as they are."""
         self._plan.memo = memo
 
     @property
@@ -145,7 +145,7 @@ class FrozenView:
         samples: Samples | None,
         group_size: int | None,
     ) -> tuple[Samples, ...]:
-        """What layers run on, one after the other; empty for all samples at once."""
+        """Returns what layers run on, one after the other; empty for all samples at once."""
         num_samples = self.graph.num_samples
         if samples is None and (group_size is None or num_samples is None):
             return ()
@@ -191,7 +191,7 @@ class FrozenView:
     def _differences(
         self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
     ) -> dict[str, float]:
-        """By how much results differ between a run in groups and one on all samples, where they do."""
+        """Returns by how much results differ between a run in groups and one on all samples, where they do."""
         whole, part = self._whole(call, seed, ()), self._whole(call, seed, groups)
         start, stop = groups[0][0], groups[-1][1]
         found: dict[str, float] = {}
@@ -222,7 +222,7 @@ class FrozenView:
 
 
 def why_not_splittable(layer: Layer) -> str:
-    """What keeps a frozen layer from running on some of the samples only; empty if nothing is seen."""
+    """Returns what keeps a frozen layer from running on some of the samples only; empty if nothing is seen."""
     if layer.draws_random:
         return "draws random numbers, which depend on the number of samples"
     if not layer.splits_samples:
@@ -287,7 +287,7 @@ class FrozenRun(LayerRun):
         return self._joined(layer, out, padded)
 
     def results(self) -> Results:
-        """The rows that were asked for, of all results."""
+        """Returns the rows that were asked for, of all results."""
         if not self._groups:
             return dict(self.outputs)
         start, stop = self._groups[0][0], self._groups[-1][1]
@@ -321,7 +321,7 @@ class FrozenRun(LayerRun):
                 padded[leaf][start * expected.rows : stop * expected.rows].copy_(value)
 
     def _joined(self, layer: Layer, out: Any, padded: dict[int, Tensor]) -> Any:
-        """The output of the last group, its rows of samples replaced by those of all groups."""
+        """Returns the output of the last group, its rows of samples replaced by those of all groups."""
         flat, spec = pytree.tree_flatten(out)
         seen = {id(flat[leaf]): whole for leaf, whole in padded.items()}
         joined = [

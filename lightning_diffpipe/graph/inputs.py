@@ -41,7 +41,7 @@ class StepCall:
 
 
 def fresh(batch: Any, written: Collection[str] = ()) -> Any:
-    """A batch in new containers, on which a step can do nothing to the old one.
+    """Returns a batch in new containers, on which a step can do nothing to the old one.
 
     Args:
         batch: A batch.
@@ -60,7 +60,7 @@ def fresh(batch: Any, written: Collection[str] = ()) -> Any:
 
 
 def _alias(leaf: Any) -> Any:
-    """The same values; an array is copied, as nobody sees who writes into it."""
+    """Returns the same values; an array is copied, as nobody sees who writes into it."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     if isinstance(leaf, Tensor) and not leaf.requires_grad:

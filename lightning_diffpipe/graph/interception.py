@@ -41,7 +41,7 @@ class Run(Protocol):
         """Answers `self.log` (method "log") or `self.log_dict`."""
 
     def checkpoints_layers(self) -> bool:
-        """Whether a checkpoint called now would lie around layers."""
+        """Returns whether a checkpoint called now would lie around layers."""
 
     checkpointing: bool
     """Layers called now are to be checkpointed."""
@@ -234,7 +234,7 @@ class Interception:
             self.recomputing = before
 
     def current(self) -> Run | None:
-        """Who answers calls of this thread."""
+        """Returns who answers calls of this thread."""
         return self.variable.get() or self.recomputing
 
     def _install_logging(self) -> None:
@@ -284,7 +284,7 @@ _SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
 
 
 def generator_name() -> str:
-    """What `torch.utils.checkpoint` calls the code around a function that it checkpoints without reentrance.
+    """Names the code that `torch.utils.checkpoint` runs around a function that it checkpoints without reentrance.
 
     torch 2.14 keeps the older name, for others, and calls the newer one itself.
     """

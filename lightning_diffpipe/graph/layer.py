@@ -312,13 +312,13 @@ class LayerGraph:
         return self.mode.startswith("real")
 
     def stream(self, index: int) -> frozenset[Value]:
-        """What a layer reads, or behind the last one the loss, with outputs of containers as one."""
+        """Returns what a layer reads, or behind the last one the loss, with outputs of containers as one."""
         if self.streams:
             return self.streams[index]
         return self.layers[index].reads if index < len(self.layers) else self.tail_reads
 
     def spec(self, key: TensorKey) -> TensorSpec:
-        """What the tensor of a key looks like.
+        """Returns what the tensor of a key looks like.
 
         Raises:
             GraphError: There is no such tensor.
@@ -331,7 +331,7 @@ class LayerGraph:
         raise GraphError(f"{key} names no tensor of this graph of {len(self.layers)} layers")
 
     def needs_gradient(self, key: TensorKey) -> bool:
-        """Whether a gradient for this tensor flows back to the stage that made it."""
+        """Returns whether a gradient for this tensor flows back to the stage that made it."""
         layer = self.layers[key[0]]
         return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
 
@@ -422,7 +422,7 @@ def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
 
 
 def other_calls(expected: Sequence[str], got: Sequence[str]) -> str:
-    """The first difference of two sequences of calls and what to do about it, for error messages."""
+    """Returns the first difference of two sequences of calls and what to do about it, for error messages."""
     difference, before, now = first_difference(expected, got), Counter(expected), Counter(got)
     repeated = [name for name in before if now[name] != before[name]]
     if before.keys() != now.keys() or not repeated:

@@ -32,7 +32,7 @@ class Memo(Protocol):
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
-        """What a layer gives for these arguments; `run` executes it."""
+        """Returns what a layer gives for these arguments; `run` executes it."""
 
 
 class Stop(BaseException):
@@ -102,7 +102,7 @@ class DummyMemory:
 
     @torch.inference_mode(False)
     def of(self, spec: TensorSpec) -> Tensor:
-        """A tensor of the right shape, strides and type; memory grows to that of the largest one."""
+        """Returns a tensor of the right shape, strides and type; memory grows to that of the largest one."""
         key = (spec.dtype, spec.device)
         memory, size = self._largest.get(key), torch.Size(spec.shape).numel()
         if memory is None:
@@ -154,7 +154,7 @@ class LayerRun:
         self._inside = self._in_fine = self._stopping = False
 
     def checkpoints_layers(self) -> bool:
-        """Whether a checkpoint called now lies around layers."""
+        """Returns whether a checkpoint called now lies around layers."""
         return not self._inside
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ class LayerRun:
             self._inside = False
 
     def received(self, layer: Layer, leaf: int) -> Tensor:
-        """The tensor of a foreign layer that is read here."""
+        """Returns the tensor of a foreign layer that is read here."""
         raise NotImplementedError
 
     def walk(self, call: Callable[[], Any]) -> Any:
@@ -300,7 +300,7 @@ class LayerRun:
         return self._handed_out(layer, flat, spec) if changed else out
 
     def _is_plain(self, layer: Layer, out: Any) -> bool:
-        """The common case, one tensor that nobody else needs, without looking for leaves."""
+        """Handles the common case, one tensor that nobody else needs, without looking for leaves."""
         return (
             isinstance(out, Tensor)
             and len(layer.outputs) == 1
@@ -332,7 +332,7 @@ class LayerRun:
 
 
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor in the memory layout of the probe: receivers reserve it, and `*_like` depends on it."""
+    """Returns the tensor in the memory layout of the probe: receivers reserve it, and `*_like` depends on it."""
     stride = value.stride()
     if stride == spec.stride or all(
         size < 2 or a == b for size, a, b in zip(spec.shape, stride, spec.stride, strict=True)

@@ -62,7 +62,7 @@ class Store(Protocol):
     """Where entries are kept."""
 
     def read(self, key: str) -> Entry | None:
-        """The entry of a key; None if there is none."""
+        """Returns the entry of a key; None if there is none."""
 
     def write(self, key: str, entry: Entry) -> None:
         """Keeps an entry."""
@@ -126,7 +126,7 @@ class LayerMemo:
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
-        """What a layer gives for these arguments.
+        """Returns what a layer gives for these arguments.
 
         Raises:
             GraphError: What was stored is not what the layer gives.
@@ -163,7 +163,7 @@ class LayerMemo:
                 self._store.write(key, Entry(rows, tuple(dense_stride(leaf) for leaf, _ in leaves)))
 
     def _digest(self, layer: Layer, module: nn.Module) -> str | None:
-        """The digest of a layer; None from when its weights change, as each step would need another one."""
+        """Returns the digest of a layer; None from when its weights change, as each step would need another one."""
         state = _state_of(module)
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
@@ -182,7 +182,7 @@ class LayerMemo:
 
 
 def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: float) -> str:
-    """What keeps a frozen layer from being remembered; empty if nothing does.
+    """Returns what keeps a frozen layer from being remembered; empty if nothing does.
 
     Args:
         layer: A frozen layer.
@@ -244,7 +244,7 @@ class _Recorder:
 
 
 def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | None:
-    """A key for each sample of a call; None if an argument cannot be hashed.
+    """Returns a key for each sample of a call; None if an argument cannot be hashed.
 
     Args:
         layer: The layer that is called, with known rows per sample.
@@ -283,7 +283,7 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
 
 
 def module_digest(module: nn.Module) -> str:
-    """A hash of what a module computes: its code, structure, settings, weights and buffers."""
+    """Returns a hash of what a module computes: its code, structure, settings, weights and buffers."""
     found = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
     modules = list(module.modules())
     for code in dict.fromkeys(map(type, modules)):
@@ -300,7 +300,7 @@ def module_digest(module: nn.Module) -> str:
 
 
 def settings_digest(module: nn.Module) -> str:
-    """A hash of how a module computes, apart from its weights: classes, plain attributes, attention processors.
+    """Hashes how a module computes, apart from its weights: classes, plain attributes, attention processors.
 
     Takes some ten milliseconds for a U-Net.
     """
@@ -309,13 +309,13 @@ def settings_digest(module: nn.Module) -> str:
 
 
 def _state_of(module: nn.Module) -> list[tuple[int, int, int]]:
-    """What changes when a weight or buffer is written, replaced or moved."""
+    """Returns what changes when a weight or buffer is written, replaced or moved."""
     tensors = [*module.parameters(), *module.buffers()]
     return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def _version_of(code: type) -> str:
-    """The version of the library that defines a class; the source of a class that is in none."""
+    """Returns the version of the library that defines a class; the source of a class that is in none."""
     library = sys.modules.get(code.__module__.partition(".")[0])
     version = getattr(library, "__version__", None)
     if version is None:
@@ -331,7 +331,7 @@ _OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another f
 
 
 def _settings(module: nn.Module) -> str:
-    """The plain attributes of a module, and the kinds of the others, such as attention processors."""
+    """Returns the plain attributes of a module, and the kinds of the others, such as attention processors."""
     return repr(
         [
             (name, _plain(value))
@@ -355,7 +355,7 @@ def _plain(value: Any) -> Any:
 
 
 def _values_of(config: Any) -> str:
-    """The values of a diffusers or transformers config; the kind of any other."""
+    """Returns the values of a diffusers or transformers config; the kind of any other."""
     values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
     attention = getattr(config, "_attn_implementation", None)
     kept = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
@@ -393,7 +393,7 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 
 
 def _tensor_leaves(layer: Layer, out: Any) -> list[tuple[Tensor, int]]:
-    """The tensors of an output, each once, with their rows per sample."""
+    """Returns the tensors of an output, each once, with their rows per sample."""
     flat = pytree.tree_leaves(out)
     return [
         (flat[leaf], spec.rows or 0)
@@ -403,7 +403,7 @@ def _tensor_leaves(layer: Layer, out: Any) -> list[tuple[Tensor, int]]:
 
 
 def _join(layer: Layer, entries: Sequence[Entry], device: torch.device) -> Any:
-    """The output of a group, from the entries of its samples."""
+    """Returns the output of a group, from the entries of its samples."""
     flat: list[Any] = []
     number = 0
     for expected in layer.outputs:

@@ -73,7 +73,7 @@ def refuse_transformed(layer_name: str) -> None:
 
 
 def transform_around() -> str | None:
-    """The innermost function transform that the code runs in, by a name that users know."""
+    """Returns the innermost function transform that the code runs in, by a name that users know."""
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
         kind = transform.key().name
@@ -82,7 +82,7 @@ def transform_around() -> str | None:
 
 
 def num_transforms_around() -> int:
-    """How many function transforms the code runs in."""
+    """Returns how many function transforms the code runs in."""
     transform = torch._C._functorch.peek_interpreter_stack()
     return (0 if transform is None else transform.level()) + forward_ad._current_level + 1
 
@@ -96,13 +96,13 @@ def stays_whole(name: str, function: str) -> str:
 
 
 def is_users(path: str) -> bool:
-    """Whether code of a file is the user's, or of a model: neither torch's nor that of probing."""
+    """Returns whether code of a file is the user's, or of a model: neither torch's nor that of probing."""
     path = path.replace("\\", "/")
     return not any(own in path for own in _OWN)
 
 
 def _caller(into: str = "") -> str:
-    """The user's line that runs; with `into`, the outermost one that calls a file with that in its path."""
+    """Returns the user's line that runs; with `into`, the outermost one that calls a file with that in its path."""
     frames = [(f.filename.replace("\\", "/"), f.lineno) for f in traceback.extract_stack()]
     users = [i for i, (path, _) in enumerate(frames) if is_users(path)]
     calling = [i for i in users[:-1] if into and into in frames[i + 1][0]]

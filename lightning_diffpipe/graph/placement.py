@@ -21,7 +21,7 @@ _STRIDE = "_diffpipe_stride"
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether a parameter lives on another rank."""
+    """Returns whether a parameter lives on another rank."""
     return hasattr(tensor, _STRIDE)
 
 
@@ -82,7 +82,7 @@ def _follow(root: nn.Module, device: torch.device) -> None:
 
 
 def has_own_tensors(module: nn.Module) -> bool:
-    """Whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
+    """Returns whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
     # Recurrent layers would lay their weights out anew, which are parameters.
     return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
@@ -139,7 +139,7 @@ def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
 
 
 def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """A placeholder with the shape, strides and dtype of a parameter, which may be on the meta device."""
+    """Returns a placeholder with the shape, strides and dtype of a parameter, which may be on the meta device."""
     empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     placeholder = nn.Parameter(empty, requires_grad=False)
     setattr(placeholder, _STRIDE, tuple(parameter.stride()))

@@ -281,7 +281,7 @@ def _without_values(
     work: Callable[[StepProbe], LayerGraph],
     allow_failure: bool,
 ) -> LayerGraph | str:
-    """The graph of a run on fake tensors, or why the step cannot be run on them."""
+    """Returns the graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
         return _fake(root, step, batch, mode, form, work)
@@ -304,7 +304,7 @@ def _without_values(
 
 
 def _where(error: Exception) -> str:
-    """The line outside of torch that an error came from."""
+    """Returns the line outside of torch that an error came from."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if is_users(frame.filename)]
     return f", {outside[-1].filename}:{outside[-1].lineno}" if outside else ""

@@ -332,7 +332,7 @@ class Provenance(TorchDispatchMode):
         return buffer.startswith(self.current.name + ".")
 
     def keeps_state(self, old: Tensor, new: Tensor) -> bool:
-        """Whether a buffer is replaced by what depends on its value before, or on layers.
+        """Returns whether a buffer is replaced by what depends on its value before, or on layers.
 
         All else, such as a table for a length, comes out alike wherever it is made.
         """
@@ -380,7 +380,7 @@ class ValueReads(TorchFunctionMode):
 
 
 def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator makes values known to Python: `.item()`, `if tensor:`, `nonzero()`, `x[mask]`."""
+    """Returns whether an operator makes values known to Python: `.item()`, `if tensor:`, `nonzero()`, `x[mask]`."""
     if func.overloadpacket.__name__ in _INDEXING:
         indices = tensors_in((args[1:], kwargs))
         return any(index.dtype in _MASKS for index in indices)
@@ -388,7 +388,7 @@ def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator changes."""
+    """Returns the arguments that an operator changes."""
     arguments = func._schema.arguments
     given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -104,7 +104,7 @@ class RelayRun:
         return False
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """All ranks see the same values."""
+        """Passes on what was logged: all ranks see the same values."""
         return original(*args, **kwargs)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,7 +121,7 @@ class RelayRun:
         return self._share(owner, self._execute(site, args, kwargs))
 
     def lend(self, parameter: Tensor) -> Tensor | None:
-        """The value of a parameter that not all ranks hold, None if all do."""
+        """Returns the value of a parameter that not all ranks hold, None if all do."""
         entry = self._owners.get(id(parameter))
         if entry is None or self.inside:
             return None
@@ -177,13 +177,13 @@ class _LentParameters(TorchFunctionMode):
 
 
 def _containers(name: str) -> list[str]:
-    """Names of the modules that hold a buffer, the outermost one first; without the root."""
+    """Returns names of the modules that hold a buffer, the outermost one first; without the root."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a parameter is moved to where it is, as `module.to(device)` does with all of them."""
+    """Returns whether a parameter is moved to where it is, as `module.to(device)` does with all of them."""
     name, parameter = getattr(func, "__name__", ""), args[0] if args else None
     if name == "__set__":  # `parameter.data = parameter`
         return parameter is args[1]

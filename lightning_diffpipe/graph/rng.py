@@ -109,7 +109,7 @@ def private_stream(host: bool) -> Iterator[None]:
 
 
 def is_global(generator: torch.Generator) -> bool:
-    """Whether a generator is torch's own for a device."""
+    """Returns whether a generator is torch's own for a device."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     # Operators are given another object for the same generator.
     return any(generator._cdata == own._cdata for own in (torch.default_generator, *cuda))
@@ -120,7 +120,7 @@ _TRAINING_ARGUMENTS = ("train", "training")
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator takes numbers from a global generator.
+    """Returns whether an operator takes numbers from a global generator.
 
     The tag of the operator alone says too much: attention without dropout and dropout outside training
     are tagged, but draw nothing.
@@ -142,7 +142,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def host_state() -> tuple[Any, ...]:
-    """A comparable picture of the states of `random` and `numpy.random`."""
+    """Returns a comparable picture of the states of `random` and `numpy.random`."""
     numpy_random = _numpy_random()
     numpy_state = numpy_random.get_state() if numpy_random else None
     picture = (numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None

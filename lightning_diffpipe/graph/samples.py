@@ -30,7 +30,7 @@ _PLAIN = (str, bytes, int, float, bool, np.generic)
 
 
 def is_per_sample(node: Any, num_samples: int) -> bool:
-    """Whether a part of a batch has one entry for each of its samples.
+    """Returns whether a part of a batch has one entry for each of its samples.
 
     Example:
         >>> captions, sizes, pair = ("a", "b"), [(8, 8), (8, 9)], [torch.zeros(2), torch.ones(2)]
@@ -64,7 +64,7 @@ class Form:
         return _decided(batch, num_samples)[1]
 
     def parts(self, batch: Any, num_samples: int) -> list[Any] | None:
-        """The leaves of another batch; None if that is of another form."""
+        """Returns the leaves of another batch; None if that is of another form."""
         try:
             leaves = self.spec.flatten_up_to(batch)
         except Exception:  # of whatever containers compare
@@ -92,7 +92,7 @@ class OwnForm:
 
     @classmethod
     def of(cls, module: Any) -> OwnForm | None:
-        """That of a module; None if it has no `split_batch`."""
+        """Returns the form of a module's batches; None if it has no `split_batch`."""
         split_batch = getattr(module, "split_batch", None)
         if not callable(split_batch):
             return None
@@ -122,7 +122,7 @@ def change_samples(
     changes: Sequence[Callable[[Any], Any]],
     form: Form | None = None,
 ) -> list[Any]:
-    """For each change the batch with all parts changed that have one entry per sample; all else stays.
+    """Applies each change to all parts of the batch with one entry per sample; all else stays.
 
     Args:
         batch: A batch.
@@ -141,7 +141,7 @@ def change_samples(
 
 
 def _decided(batch: Any, num_samples: int) -> tuple[list[Any], Form]:
-    """The leaves of a batch, and its form."""
+    """Returns the leaves of a batch, and its form."""
 
     def is_leaf(node: Any) -> bool:
         return is_per_sample(node, num_samples)
@@ -151,7 +151,7 @@ def _decided(batch: Any, num_samples: int) -> tuple[list[Any], Form]:
 
 
 def sample_counts(batch: Any) -> dict[str, int]:
-    """What each part of a batch says how many samples there are; equal numbers in a batch that can be cut.
+    """Returns what each part of a batch says how many samples there are; equal numbers in a batch that can be cut.
 
     Example:
         >>> sample_counts({"image": torch.zeros(2, 3), "caption": ["a", "b"], "scale": 2.0})
@@ -187,7 +187,7 @@ def count_samples(batch: Any, form: Form | OwnForm | None = None) -> int | None:
 
 
 def add_sample(batch: Any, num_samples: int, form: Form | None = None) -> Any:
-    """The batch with its first sample repeated at the end; for its form see `change_samples`."""
+    """Returns the batch with its first sample repeated at the end; for its form see `change_samples`."""
 
     def repeat(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -204,7 +204,7 @@ def _num_entries(part: Any) -> int | None:
 
 
 def _is_shared(leaf: Any, num_samples: int) -> bool:
-    """Whether it still is a leaf, and has not come to have an entry per sample."""
+    """Returns whether a part still is a leaf, and has not come to have an entry per sample."""
     inside = isinstance(leaf, list | tuple | dict) or type(leaf) in pytree.SUPPORTED_NODES
     return not inside and not is_per_sample(leaf, num_samples)
 
@@ -221,7 +221,7 @@ def _first_counts(batch: Any) -> Iterator[int]:
 
 
 def _is_texts(node: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds texts, some of which may be missing; what has named fields is a record."""
+    """Returns whether a tuple holds texts, some of which may be missing; what has named fields is a record."""
     return (
         not hasattr(node, "_fields")
         and all(item is None or isinstance(item, str | bytes) for item in node)
@@ -230,7 +230,7 @@ def _is_texts(node: tuple[Any, ...]) -> bool:
 
 
 def _is_values(node: Any) -> bool:
-    """Whether a node holds nothing but one plain value per sample, whatever their number."""
+    """Returns whether a node holds nothing but one plain value per sample, whatever their number."""
     if isinstance(node, tuple):
         return _is_texts(node)
     return (

@@ -164,7 +164,7 @@ class _Graph:
         return list(found)
 
     def exits(self) -> tuple[dict[Node, list[Tensor]], list[tuple[Node, int]]]:
-        """Where ways to weights leave the ways to inputs.
+        """Returns the nodes at which ways to weights leave the ways to inputs.
 
         Returns:
             Nodes with weights that hang off them alone; and, for all other weights, the edges (node,
@@ -216,7 +216,7 @@ class NestedExits(Exception):
 
 
 def _post_order(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below the roots, each after everything below it."""
+    """Returns all nodes below the roots, each after everything below it."""
     order: list[Node] = []
     seen: set[Node] = set()
     for root in roots:

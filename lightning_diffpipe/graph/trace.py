@@ -75,7 +75,7 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
 
 
 def _is_metric(value: Any) -> bool:
-    """Whether it is an object of torchmetrics, which nobody needs to have installed."""
+    """Returns whether a value is an object of torchmetrics, which nobody needs to have installed."""
     return isinstance(value, nn.Module) and hasattr(value, "_forward_cache")
 
 
@@ -337,7 +337,7 @@ def nodes_below(loss: Tensor) -> set[Any]:
 
 
 def loss_of(out: Any) -> Tensor:
-    """The loss among what a step returned.
+    """Returns the loss among what a step returned.
 
     Raises:
         GraphError: There is none, it is no scalar, or no gradient can flow from it.
@@ -354,7 +354,7 @@ def loss_of(out: Any) -> Tensor:
 
 
 def weight_of(out: Any) -> Tensor | float | None:
-    """How much the loss of a microbatch weighs, if the step says it: `{"loss": loss, "weight": num_tokens}`.
+    """Reads the weight of a microbatch's loss, if the step says it: `{"loss": loss, "weight": num_tokens}`.
 
     Raises:
         GraphError: It is no number.

@@ -46,7 +46,7 @@ class Versions:
         self.note()
 
     def note(self, before_update: bool = False) -> None:
-        """From now on changes count.
+        """Notes the present versions: changes count from now on.
 
         Args:
             before_update: The optimizer's step comes next, and with it whatever follows trained weights.
@@ -62,13 +62,13 @@ class Versions:
         self._elements = self._compared()
 
     def changed(self) -> bool:
-        """Whether anything was written or replaced since; takes about a millisecond for a thousand tensors."""
+        """Returns whether anything was written or replaced since; takes 1 ms for a thousand tensors, about."""
         if not _same(self._noted, self._now()):
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
 
     def not_a_number(self) -> list[str]:
-        """Names of the tensors that hold NaN; looks at every element."""
+        """Returns names of the tensors that hold NaN; looks at every element."""
         tensors = ((name, tensors.get(key)) for name, tensors, key in self._places)
         return [
             name
@@ -89,7 +89,7 @@ class Versions:
 
 
 def _waits_for(tensor: Tensor) -> bool:
-    """Whether the host waits for the device if it compares this."""
+    """Returns whether the host waits for the device if it compares this version."""
     return tensor.device.type != "cpu"
 
 
@@ -116,7 +116,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """All parameters and buffers: full name, owner, name there."""
+    """Returns all parameters and buffers: full name, owner, name there."""
     return [
         (f"{name}.{key}" if name else key, module, key)
         for name, module in root.named_modules()
@@ -125,5 +125,5 @@ def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor was written; 0 for inference tensors, which do not count it."""
+    """Returns how often a tensor was written; 0 for inference tensors, which do not count it."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -65,7 +65,7 @@ class StageView:
         self._trained = [p for name, p in root.named_parameters() if name in names]
 
     def remember(self, memo: Memo | None) -> None:
-        """From now on frozen layers are called through a memo; None: as they are."""
+        """Calls frozen layers through a memo from now on; None: as they are."""
         self._plan.memo = memo
 
     def forward(
@@ -136,7 +136,7 @@ class StageRun(LayerRun):
         return self._log(method, args, kwargs)
 
     def received(self, layer: Layer, leaf: int) -> Tensor:
-        """A received tensor as a leaf of this stage's autograd graph."""
+        """Returns a received tensor as a leaf of this stage's autograd graph."""
         key, spec = (layer.index, leaf), layer.outputs[leaf]
         value = self._received.get(key)
         if value is None:
@@ -189,7 +189,7 @@ class StageRun(LayerRun):
         grad_outputs: Mapping[TensorKey, Tensor] | None = None,
         loss_scale: float | Tensor = 1.0,
     ) -> dict[TensorKey, Tensor]:
-        """The half of `backward` that the stage before waits for; `backward_weight` must follow.
+        """Runs the half of `backward` that the stage before waits for; `backward_weight` must follow.
 
         Takes and returns what `backward` does. Where the graph cannot be split (activation
         checkpointing, which would recompute for every question, and hooks on gradients, which both halves would
@@ -212,7 +212,7 @@ class StageRun(LayerRun):
         return self._input_gradients(grads)
 
     def backward_weight(self) -> None:
-        """The other half: gradients of this stage's parameters, into their `.grad`."""
+        """Runs the other half of `backward`: gradients of this stage's parameters, into their `.grad`."""
         if self._later is not None:
             self._later.run()
         self._later = None
@@ -220,7 +220,7 @@ class StageRun(LayerRun):
     def _roots(
         self, grads: Mapping[TensorKey, Tensor], loss_scale: float | Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Where the backward starts, and the gradients there."""
+        """Returns the tensors at which the backward starts, and their gradients."""
         keys = [
             k for k in self._plan.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
         ]

@@ -134,7 +134,7 @@ def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
 
 
 def names_of_adapted(names: Collection[str]) -> list[str]:
-    """Those names of weights that only a part with adapters has.
+    """Returns those names of weights that only a part with adapters has.
 
     Example:
         >>> names_of_adapted(["to_q.base_layer.weight", "to_q.lora_A.default.weight", "to_v.weight"])
@@ -144,7 +144,7 @@ def names_of_adapted(names: Collection[str]) -> list[str]:
 
 
 def settings_of(part: Any) -> dict[str, Any]:
-    """What makes the adapters of a part again, as plain values; nothing if it has none."""
+    """Returns what makes the adapters of a part again, as plain values; nothing if it has none."""
     configs = getattr(part, "peft_config", None)
     # What get_peft_model wraps is of a class that no folder knows; it is refused by that.
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):
@@ -187,7 +187,7 @@ def _add(part: nn.Module, config: Any, name: str = "default") -> None:
 
 
 def merged(part: nn.Module) -> nn.Module:
-    """A copy of a part with its active adapters in the weights, under ordinary names; others as they are."""
+    """Copies a part, with its active adapters in the weights, under ordinary names; others as they are."""
     if not getattr(part, "peft_config", None):
         return part
     part = copy.deepcopy(part)

@@ -128,7 +128,7 @@ class CascadedDiffusion(PartsModule):
     def _losses(
         self, images: Tensor, tokens: Tokens, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of the base, and of the upscaler."""
+        """Returns the losses of the base and of the upscaler."""
         states, pixels = text_states(self.text_encoder, tokens), self._pixels(self.unet)
         if images.shape[-1] != self._pixels(self.upscaler):
             raise ConfigurationError(
@@ -156,7 +156,7 @@ class CascadedDiffusion(PartsModule):
         return base, F.mse_loss(prediction, corrupted.target)
 
     def _told(self, small: Tensor, level: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """What the upscaler is told of the small picture: with noise, as large as its own; and the level of it."""
+        """Returns the small picture with noise, as large as the upscaler draws, and the level of the noise."""
         spread = level.view(-1, 1, 1, 1)
         noisy = (1 - spread.square()).sqrt() * small + spread * noise
         size = (self._pixels(self.upscaler),) * 2
@@ -173,7 +173,7 @@ class CascadedDiffusion(PartsModule):
         small: Tensor | None = None,
         level: Tensor | None = None,
     ) -> Tensor:
-        """The target of the noise schedule, fp32."""
+        """Returns the target of the noise schedule, fp32."""
         mask = tokens.attention_mask if uses_mask(self.text_encoder) else None
         seen = noisy if small is None else torch.cat([noisy, small], 1)
         return denoiser(

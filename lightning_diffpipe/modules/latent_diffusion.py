@@ -301,7 +301,7 @@ class LatentDiffusion(PartsModule):
     def _estimated(
         self, inputs: tuple[Tensor, ...], generator: torch.Generator | None, **conditions: Tensor
     ) -> dict[str, Tensor]:
-        """What a first pass without gradients estimates, in training if a coin says so; empty without."""
+        """Returns what a first pass without gradients estimates, in training if a coin says so; empty without."""
         share = self.self_conditioning
         # Validation estimates whenever training does. The coin is Python's: nobody waits for a GPU to throw it.
         if not share or (generator is None and random.random() >= share):
@@ -494,7 +494,7 @@ def _step_arguments(scheduler: SchedulerMixin, generator: torch.Generator | None
 
 
 def _is_other_pipeline(index: Mapping[str, Any]) -> bool:
-    """Whether an index names a pipeline of diffusers with other parts than `LatentDiffusion` has."""
+    """Returns whether an index names a pipeline of diffusers with other parts than `LatentDiffusion` has."""
     present = {
         name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[0]
     }

@@ -26,7 +26,7 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 
 @dataclass(frozen=True)
 class Noise:
-    """Which times are trained how often, and how much they count.
+    """Settings of noise: how often each time is trained, and how much it counts.
 
     Attributes:
         min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.
@@ -60,7 +60,7 @@ class Corrupted(NamedTuple):
     weights: Tensor | None = None
 
     def loss(self, prediction: Tensor) -> Tensor:
-        """The mean squared error, that of each sample by its weight."""
+        """Returns the mean squared error, that of each sample by its weight."""
         errors = (prediction - self.target).square()
         if self.weights is not None:
             errors = errors * _per_sample(self.weights, errors)

@@ -131,7 +131,7 @@ def read_index(path: str) -> dict[str, Any]:
 
 
 def _folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
-    """The folder or hub id with a part: this one, or the one to which its index leaves it."""
+    """Returns the folder or hub id with a part: this one, or the one to which its index leaves it."""
     other = index.get(_OTHER_PARTS)
     if other is None or not Path(path).is_dir() or (Path(path) / name).is_dir():
         return path
@@ -176,7 +176,7 @@ def _write_part(part: Any, folder: Path) -> None:
 
 
 def _roomy() -> str | None:
-    """A folder for small temporary files; None where all are as full as the one there is for them."""
+    """Returns a folder for small temporary files; None where all are as full as the one there is for them."""
     folders = [f for f in (tempfile.gettempdir(), "/dev/shm", ".") if Path(f).is_dir()]
     return next((f for f in folders if shutil.disk_usage(f).free > _ROOM_BYTES), None)
 
@@ -237,7 +237,7 @@ class PartsModule(L.LightningModule):
         return {name: part for name, part in named.items() if part is not None}
 
     def train(self, mode: bool = True) -> Self:
-        """As in PyTorch, but frozen parts stay in evaluation mode: no dropout in a frozen encoder."""
+        """Sets the mode, but frozen parts stay in evaluation mode: no dropout in a frozen encoder."""
         super().train(mode)
         for name in self.frozen_parts:
             getattr(self, name).eval()
@@ -455,7 +455,7 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
 
 
 def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[str, Tensor]:
-    """The weights of a checkpoint by name, averaged ones in the place of others if `ema`.
+    """Returns the weights of a checkpoint by name, averaged ones in the place of others if `ema`.
 
     Lightning's own weight averaging puts the averages into `state_dict`, and the weights in training elsewhere.
     """
@@ -482,7 +482,7 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict
 def checkpoint_part_weights(
     checkpoint: Mapping[str, Any], name: str, ema: bool = True
 ) -> dict[str, Tensor]:
-    """The weights of one part of a checkpoint by their names in it, with adapters merged into them.
+    """Returns the weights of one part of a checkpoint by their names in it, with adapters merged into them.
 
     Args:
         checkpoint: From `read_checkpoint`.
@@ -500,5 +500,5 @@ def checkpoint_part_weights(
 
 
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the parts of a checkpoint."""
+    """Returns names of the parts of a checkpoint."""
     return tuple(checkpoint[_FILES_KEY])

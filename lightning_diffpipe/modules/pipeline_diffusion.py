@@ -277,7 +277,7 @@ def _size_of(pixels: Tensor) -> dict[str, int]:
 
 
 def _index_of(pipeline: DiffusionPipeline) -> dict[str, Any]:
-    """What a `model_index.json` says of a pipeline beside its parts."""
+    """Returns what a `model_index.json` says of a pipeline beside its parts."""
     config = {n: v for n, v in pipeline.config.items() if not n.startswith("_")}
     absent = {n: [None, None] for n, part in pipeline.components.items() if part is None}
     plain = {n: v for n, v in config.items() if n not in pipeline.components}

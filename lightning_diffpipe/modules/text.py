@@ -72,13 +72,13 @@ def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def uses_mask(text_encoder: PreTrainedModel) -> bool:
-    """Whether padding is hidden from a text encoder, and from the denoiser that reads its states."""
+    """Returns whether padding is hidden from a text encoder, and from the denoiser that reads its states."""
     # CLIP pads with ordinary tokens, and every model conditioned on it was trained to see them.
     return not text_encoder.config.model_type.startswith("clip")
 
 
 def text_states(text_encoder: PreTrainedModel, tokens: Tokens) -> Tensor:
-    """The states of captions, `(B, L, D)`."""
+    """Returns the states of captions, `(B, L, D)`."""
     bias = None
     if uses_mask(text_encoder):
         bias = attention_bias(tokens.attention_mask, text_encoder.dtype)

@@ -291,7 +291,7 @@ def _both_ways(
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
-    """Which other sample counts fit into a time, besides the first, as far apart as possible.
+    """Returns which other sample counts fit into a time, besides the first, as far apart as possible.
 
     The largest comes first: with a microbatch far above what was measured, a time would be extrapolated from
     counts at which activations still fit into a cache.

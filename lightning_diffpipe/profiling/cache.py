@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where profiles are kept: `$DIFFPIPE_CACHE/profiles`, else below `~/.cache`."""
+    """Returns where profiles are kept: `$DIFFPIPE_CACHE/profiles`, else below `~/.cache`."""
     given = os.environ.get(CACHE_VARIABLE)
     root = Path(given) if given else Path.home() / ".cache" / "lightning_diffpipe"
     return root.expanduser() / "profiles"
@@ -63,7 +63,7 @@ def cached_profile(
     agree: Callable[[ModelProfile | None], ModelProfile | None] = lambda known: known,
     pool: Pool = alone,
 ) -> ModelProfile:
-    """The profile from the cache if it still holds, else measured and kept there.
+    """Reads the profile from the cache if it is still true; else measures it and stores it there.
 
     A cache that cannot be written costs a warning, not the profile.
 
@@ -141,7 +141,7 @@ def _step_s(profile: ModelProfile, samples: int) -> float:
 
 
 def _activation_bytes(profile: ModelProfile, samples: int) -> float:
-    """What the trained layers keep of a microbatch for their backwards."""
+    """Returns what the trained layers keep of a microbatch for their backwards."""
     layers = [layer for backbone in profile.backbones for layer in backbone.layers]
     return sum(
         layer.activation_bytes_per_sample * samples + layer.activation_bytes_per_microbatch
@@ -157,7 +157,7 @@ def profile_path(
     name: str,
     folder: Path | None = None,
 ) -> Path:
-    """The file that holds, or will hold, a profile."""
+    """Returns the file that holds, or will hold, a profile."""
     facts = {
         "format": FORMAT,
         "content": _CONTENT,
@@ -180,7 +180,7 @@ def profile_path(
 
 
 def _kernels(module: nn.Module) -> list[object]:
-    """What decides which kernels run and is seen in no tensor: precision, attention, checkpoints."""
+    """Returns what decides which kernels run and is seen in no tensor: precision, attention, checkpoints."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     attention = (
         cuda.flash_sdp_enabled(),
@@ -218,7 +218,7 @@ def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -
 
 
 def device_name(device: torch.device) -> str:
-    """The product name of a device, as far as it is known.
+    """Returns the product name of a device, as far as it is known.
 
     Example:
         >>> device_name(torch.device("meta"))

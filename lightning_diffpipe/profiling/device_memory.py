@@ -26,7 +26,7 @@ def give_back(device: torch.device) -> None:
 
 
 def without_variables(error: Exception) -> Exception:
-    """The error, whose frames let go of their variables: all activations of the step that failed are among them.
+    """Clears the variables of an error's frames: all activations of the step that failed are among them.
 
     Where it was raised can still be told.
     """

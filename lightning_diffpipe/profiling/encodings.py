@@ -60,14 +60,14 @@ class Encoding:
 
 
 def encoder_name(layer: Layer) -> str:
-    """The encoder a frozen layer belongs to: its top-level module."""
+    """Returns the encoder a frozen layer belongs to: its top-level module."""
     return f"frozen {layer.name.partition('.')[0]}"
 
 
 def encodings(
     module: nn.Module, step: Step, batch: Any, graph: LayerGraph, look: Look | None = None
 ) -> dict[str, Encoding]:
-    """The results of every encoder by its name; empty where the step cannot be folded.
+    """Returns the results of every encoder by its name; empty where the step cannot be folded.
 
     Args:
         module: The module.
@@ -120,7 +120,7 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
 
 
 def _readers(folded: LayerGraph, positions: tuple[int, ...]) -> Mapping[TensorKey, list[int]]:
-    """The stages that read each result, of as many stages as there are trained layers."""
+    """Returns the stages that read each result, of as many stages as there are trained layers."""
     found: dict[TensorKey, list[int]] = {}
     for stage in cut(folded, positions).stages:
         for key in stage.frozen_received:

@@ -86,7 +86,7 @@ def _next_on_path(graph: LayerGraph) -> Sequence[int | None]:
 
 
 def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
-    """Whether layer `index` and the one before it lie in one container of frozen layers only."""
+    """Returns whether layer `index` and the one before it lie in one container of frozen layers only."""
     return any(
         call.first < index < call.stop
         and all(graph.layers[i].frozen for i in range(call.first, call.stop))

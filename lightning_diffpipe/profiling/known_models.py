@@ -357,7 +357,7 @@ class KnownTraining(nn.Module):
         return (prediction.float() - noise.float()).square().mean()
 
     def batch(self, num_samples: int, resolution: int) -> Batch:
-        """A batch of random values, where the weights are."""
+        """Returns a batch of random values, where the weights are."""
         picture = (num_samples, 3, resolution, resolution)
         batch = {"image": torch.randn(picture, device=self.device, dtype=self.dtype)}
         for index, (_, _, length) in enumerate(self.known.text_encoders):

@@ -146,7 +146,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 def _measured(
     subject: Subject, counts: Sequence[int]
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    """What this process finds: times, bytes kept by layer, what a split adds, and encodings."""
+    """Returns what this process finds: times, bytes kept by layer, what a split adds, and encodings."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved, splits = subject.bench.run(
@@ -162,7 +162,7 @@ def _measured(
 
 
 def _encodings(subject: Subject) -> dict[str, Encoding]:
-    """What frozen layers hand over; whether it could be stored and split, if the whole module fits the device."""
+    """Measures what frozen layers hand over; and if the whole module fits, whether it can be stored and split."""
     module, step, graph, small = subject.module, subject.step, subject.graph, _probed(subject)
     if not subject.bench.fits:
         return encodings(module, step, small, graph)
@@ -172,7 +172,7 @@ def _encodings(subject: Subject) -> dict[str, Encoding]:
 
 
 def graph_of_device(subject: Subject) -> LayerGraph:
-    """The layers with their types on the device, where autocast may halve what it leaves alone on a host."""
+    """Probes the types of layers on the device, where autocast may halve what it leaves alone on a host."""
     module, device = subject.module, subject.place
     if device.type == "cpu" or not subject.bench.fits:
         return subject.graph
@@ -181,7 +181,7 @@ def graph_of_device(subject: Subject) -> LayerGraph:
 
 
 def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
-    """Whether encoders give the same when they run on some samples only, by their names.
+    """Returns whether encoders give the same when they run on some samples only, by their names.
 
     They run where the module is, on the samples that were probed: together, and one by one.
 
@@ -196,7 +196,7 @@ def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
 
 
 def _probed(subject: Subject) -> Any:
-    """As many samples of the batch as were probed."""
+    """Takes as many samples of the batch as were probed."""
     form, count = subject.graph.form, subject.graph.num_samples
     total = count_samples(subject.batch, form)
     if total is None or count is None:
@@ -227,7 +227,7 @@ def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
 
 
 def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
-    """What a backward in two halves takes longer than the whole one; `None` if it was not timed."""
+    """Returns what a backward in two halves takes longer than the whole one; `None` if it was not timed."""
     added: dict[int, float] = {}
     for count, seconds in splits.items():
         if seconds:
@@ -296,7 +296,7 @@ def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
 
 
 def _work_of(layer: Layer, graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> Hashable:
-    """What tells a layer's work apart from another's."""
+    """Returns what tells a layer's work apart from another's."""
     shapes = [
         (tuple(parameters[name].shape), name in graph.trained)
         for name in layer.parameters

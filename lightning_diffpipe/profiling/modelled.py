@@ -59,7 +59,7 @@ def modelled_profile(
     max_share: float = 1 / 32,
     cache: bool = True,
 ) -> ModelProfile:
-    """The profile of a well-known model on a device on paper.
+    """Returns the profile of a well-known model on a device on paper.
 
     Args:
         name: A key of `KNOWN_MODELS`: sd21, controlnet, sdxl, sd3, flux, pixart.
@@ -151,7 +151,7 @@ def _model(
 
 
 def _as_known(graph: LayerGraph) -> Seen:
-    """What is known of frozen layers without running them.
+    """Returns what is known of frozen layers without running them.
 
     All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
     """

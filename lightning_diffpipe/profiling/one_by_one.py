@@ -129,12 +129,12 @@ def _wants_gradient(leaf: Any) -> bool:
 
 
 def _leaves(arguments: Any) -> Any:
-    """The arguments as leaves of a graph of their own."""
+    """Returns the arguments as leaves of a graph of their own."""
     return _each(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
 
 
 def _written(arguments: Any) -> Any:
-    """The same, fit to be written into: a layer may begin with an operation in place, which leaves refuse."""
+    """Makes arguments fit to be written into: a layer may begin with an operation in place; leaves refuse it."""
     return _each(arguments, lambda t: t.clone() if t.requires_grad else t)
 
 
@@ -151,6 +151,6 @@ def _each(arguments: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _cut_off(tensor: Tensor, home: torch.device) -> Tensor:
-    """An output without its past, at home; not a leaf, so that glue may write into it."""
+    """Returns an output without its past, at home; not a leaf, so that glue may write into it."""
     leaf = tensor.detach().to(home).requires_grad_(tensor.requires_grad)
     return leaf.clone() if tensor.requires_grad else leaf

@@ -25,17 +25,17 @@ Pool = Callable[[Rounds], Rounds]
 
 
 def alone(rounds: Rounds) -> Rounds:
-    """The pool of a rank that measures by itself."""
+    """Returns the pool of a rank that measures by itself."""
     return rounds
 
 
 def summed_up(rounds: Rounds) -> Rounds:
-    """One step for each sample count and kind of backward: medians over the runs, layer by layer."""
+    """Reduces runs to one step for each sample count and kind of backward: medians, layer by layer."""
     return {count: ([middle(whole)], [middle(inputs)]) for count, (whole, inputs) in rounds.items()}
 
 
 def pooled(ranks: Sequence[Rounds]) -> Rounds:
-    """The steps of all ranks together, by sample count.
+    """Returns the steps of all ranks together, by sample count.
 
     Example:
         >>> step = StepTimes((0.0,), (3.0,), 0.0, (6.0,), 0.0)
@@ -54,7 +54,7 @@ def pooled(ranks: Sequence[Rounds]) -> Rounds:
 
 
 def middle(steps: Sequence[StepTimes]) -> StepTimes:
-    """One step for several: typical times, forward and backward.
+    """Reduces several steps to one of typical times, forward and backward.
 
     Example:
         >>> middle([StepTimes((0.0,), (t,), 0.0, (2 * t,), 0.0) for t in (3.0, 4.0, 9.0)]).backward

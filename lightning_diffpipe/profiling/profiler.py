@@ -100,7 +100,7 @@ def _probed(
 
 
 def default_step(module: nn.Module) -> Step:
-    """A step that calls `training_step`, with the batch's index if it takes one.
+    """Returns a step that calls `training_step`, with the batch's index if it takes one.
 
     Raises:
         ConfigurationError: There is no `training_step`.

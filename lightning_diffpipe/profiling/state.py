@@ -39,7 +39,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def placeable(device: torch.device | str) -> torch.device:
-    """A device as tensors on it name theirs, with a number where it is a GPU."""
+    """Returns a device as tensors on it name theirs, with a number where it is a GPU."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -99,7 +99,7 @@ def tree_to(tree: Any, device: torch.device) -> Any:
 
 
 def take_samples(batch: Any, total: int, count: int, form: Form | OwnForm | None = None) -> Any:
-    """The first samples of a batch, see `graph.samples.is_per_sample`.
+    """Returns the first samples of a batch, see `graph.samples.is_per_sample`.
 
     Args:
         batch: A tree of tensors, arrays and lists.

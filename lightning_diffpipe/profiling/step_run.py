@@ -177,7 +177,7 @@ class StepRun:
         """Nothing is logged while measuring."""
 
     def checkpoints_layers(self) -> bool:
-        """Whether a checkpoint called now lies around layers."""
+        """Returns whether a checkpoint called now lies around layers."""
         return not self._inside
 
     def _check(self) -> None:
@@ -211,7 +211,7 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
-    """What layers keep, from what they kept of the smallest and of the largest number of samples.
+    """Returns what layers keep, from what they kept of the smallest and of the largest number of samples.
 
     Args:
         by_count: By number of samples: bytes of every layer. One number tells nothing about microbatches.
@@ -225,7 +225,7 @@ def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
 
 
 def _through(few: int, a: int, many: int, b: int) -> KeptBytes:
-    """The line through `(few, a)` and `(many, b)`, or one above it where it would leave the positive."""
+    """Returns the line through `(few, a)` and `(many, b)`, or one above it where it would leave the positive."""
     if b * few >= a * many:  # also where there is one point only
         return KeptBytes(b / many)
     per_sample = max((b - a) / (many - few), 0.0)

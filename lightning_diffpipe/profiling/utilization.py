@@ -53,7 +53,7 @@ def flops_per_sample(graph: LayerGraph) -> float:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The vendor's peak of a device, None where it is not known, as for CPUs.
+    """Returns the vendor's peak of a device, None where it is not known, as for CPUs.
 
     Args:
         device: Where training runs.
@@ -68,7 +68,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of_name(name: str, precision: str) -> float | None:
-    """See `peak_flops`; by the name a driver gives the device.
+    """Looks a device up by the name its driver gives it; see `peak_flops`.
 
     Example:
         >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")

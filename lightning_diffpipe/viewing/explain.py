@@ -138,7 +138,7 @@ def explain(
 
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
-    """The plan's own stages with these costs; the plan itself where they promise the same step."""
+    """Returns the plan's own stages with these costs; the plan itself where they promise the same step."""
     _check_layers(plan, profile)
     own = replace(cluster, num_ranks=plan.num_ranks)
     profile = joined(profile, apart=plan.num_backbones > 1)
@@ -171,7 +171,7 @@ def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
 
 
 def _shape(plan: PipelinePlan) -> Shape:
-    """Everything about a plan but where it cuts."""
+    """Returns everything about a plan but where it cuts."""
     return Shape(
         plan.num_pipelines,
         plan.ranks_per_pipeline,
@@ -182,7 +182,7 @@ def _shape(plan: PipelinePlan) -> Shape:
 
 
 def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
-    """Each part by leaving it out of the simulation."""
+    """Measures each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
     whole = "pipeline" if plan.num_stages > 1 else "backbone"
@@ -215,7 +215,7 @@ def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
-    """The same work shared evenly: every rank computes for the same time."""
+    """Returns the same work shared evenly: every rank computes for the same time."""
     ranks = sum(stage.num_replicas for stage in plan.stages)
 
     def even(table: Table) -> Table:
@@ -251,7 +251,7 @@ def _changes(
     until_s: float,
     disk_bytes_per_s: float,
 ) -> Iterator[PlannedChange]:
-    """One change at a time, everything else as it is; stages are cut again where they must be.
+    """Plans with one change at a time, everything else as it is; cuts stages again where they must be.
 
     Those still to come share what is left of the time until `until_s`; none takes more than half of it.
     """
@@ -306,7 +306,7 @@ def _wished_group_size(plan: PipelinePlan, profile: ModelProfile, cluster: Clust
 def _with_largest_layer_split(
     plan: PipelinePlan, profile: ModelProfile
 ) -> tuple[ModelProfile, str]:
-    """The profile with its slowest layer as two halves, and that layer's name."""
+    """Returns the profile with its slowest layer as two halves, and that layer's name."""
     size = plan.microbatch_sizes[0]
     backbone, *others = profile.backbones
     times_s = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in backbone.layers]
@@ -330,7 +330,7 @@ def _with_largest_layer_split(
 
 
 def _with_readers_split(encoder: EncoderProfile, index: int) -> EncoderProfile:
-    """The encoder where layer `index` of the backbone is two, both of which read what it read."""
+    """Returns the encoder where layer `index` of the backbone is two, both of which read what it read."""
     results = tuple(
         replace(
             result,
@@ -379,7 +379,7 @@ def _in_short(plan: PipelinePlan) -> str:
 
 
 def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:
-    """Where the new plan cuts, if it cuts the same number of stages elsewhere."""
+    """Returns where the new plan cuts, if it cuts the same number of stages elsewhere."""
     old, new = list(plan.first_layers[1:]), list(found.first_layers[1:])
     if found.num_stages == 1 or old == new:
         return ""

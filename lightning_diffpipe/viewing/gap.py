@@ -212,7 +212,7 @@ class _Measured:
     kinds: tuple[type[Instruction], ...] = ()
 
     def using(self, kinds: tuple[type[Instruction], ...]) -> _Measured:
-        """The same, with measured times for more kinds."""
+        """Returns these costs with measured times for more kinds."""
         return replace(self, kinds=(*self.kinds, *kinds))
 
     def compute_s(self, instruction: Compute) -> float:
@@ -281,7 +281,7 @@ def _ratio(
 
 
 def _unfilled_s(plan: PipelinePlan, costs: _Measured) -> float:
-    """The same pipeline with all frozen work in front of it, shared by all ranks."""
+    """Returns the same pipeline with all frozen work in front of it, shared by all ranks."""
     programs = tuple(
         tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
     )
@@ -311,13 +311,13 @@ class MeasuredStep:
 
 
 def typical_step(samples: Sequence[MeasuredStep]) -> MeasuredStep:
-    """The step of median length; of two in the middle the shorter one, as steps are only ever held up."""
+    """Returns the step of median length; of two in the middle the shorter one, as steps are only ever held up."""
     by_length = sorted(samples, key=lambda sample: sample.timeline.iteration_s)
     return by_length[(len(by_length) - 1) // 2]
 
 
 def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
-    """The difference in words, what each rank did, and both timelines.
+    """Returns the difference in words, what each rank did, and both timelines.
 
     Args:
         plan: What was planned.

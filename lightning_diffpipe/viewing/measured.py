@@ -86,7 +86,7 @@ def measured_timeline(
 
 
 def without_posts(timeline: Timeline) -> Timeline:
-    """The timeline without sends and receives, which take next to no time: for drawings."""
+    """Returns the timeline without sends and receives, which take next to no time: for drawings."""
     kept = tuple(s for s in timeline.spans if not isinstance(s.instruction, Send | Receive))
     return replace(timeline, spans=kept)
 
@@ -144,7 +144,7 @@ def _shortened(span: Span, noted: list[list[Span]], placement: Placement) -> Spa
 
 
 def _at_work(own: list[Span]) -> list[Span]:
-    """One rank's spans without waits, none inside another."""
+    """Returns one rank's spans without waits, none inside another."""
     waits = Wait | ShareResults
     working = [s for s in own if not isinstance(s.instruction, waits) and s.duration_s > 0]
     encodes = [s for s in working if _is_frozen(s)]
@@ -156,7 +156,7 @@ def _at_work(own: list[Span]) -> list[Span]:
 
 
 def _cut_out(span: Span, inside: list[Span]) -> list[Span]:
-    """What is left of a span around others that ran while it was under way."""
+    """Returns what is left of a span around others that ran while it was under way."""
     left, now = [], span.start_s
     for other in sorted(inside, key=lambda s: s.start_s):
         if other.start_s > now:

@@ -10,7 +10,7 @@ from lightning_diffpipe.viewing.units import percent, seconds, size
 
 
 def diff(a: PipelinePlan, b: PipelinePlan) -> str:
-    """What changes from plan `a` to plan `b`.
+    """Returns what changes from plan `a` to plan `b`.
 
     Example:
         stage 1 takes layers 4-7 instead of 4-6
@@ -31,7 +31,7 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
 
 
 def _parts(a: PipelinePlan, b: PipelinePlan) -> str:
-    """Which parts of the files differ, where none of it is told above: costs, say, or pieces of frozen work."""
+    """Names the parts of the files that differ, where nothing above says so: costs, or pieces of frozen work."""
     old, new = json.loads(a.to_json()), json.loads(b.to_json())
     names = sorted(n for n in (old.keys() | new.keys()) - {"digest"} if old.get(n) != new.get(n))
     return f"what they do is the same; other in the files: {', '.join(names)}"

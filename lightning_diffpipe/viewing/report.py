@@ -13,7 +13,7 @@ from lightning_diffpipe.viewing.units import operations, percent, seconds, size,
 
 
 def report(plan: PipelinePlan, max_columns: int = 120) -> str:
-    """The whole page: headline, table of stages, numbers, bottleneck, timeline."""
+    """Returns the whole page: headline, table of stages, numbers, bottleneck, timeline."""
     parts = [headline(plan), stage_table(plan), numbers(plan)]
     if plan.costs is not None:
         parts.append(str(explain(plan)))
@@ -22,7 +22,7 @@ def report(plan: PipelinePlan, max_columns: int = 120) -> str:
 
 
 def headline(plan: PipelinePlan) -> str:
-    """One line: how ranks and samples are shared."""
+    """Says in one line how ranks and samples are shared."""
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
     samples = " or ".join(str(n) for n in sizes) + (" samples" if max(sizes) > 1 else " sample")
     pipelines = _count(plan.num_pipelines, "pipeline")
@@ -40,7 +40,7 @@ def _count(number: int, what: str, ending: str = "s") -> str:
 
 
 def stage_table(plan: PipelinePlan) -> str:
-    """One row for each stage."""
+    """Draws a table with a row for each stage."""
     header = [
         "stage",
         "ranks",
@@ -77,7 +77,7 @@ def stage_table(plan: PipelinePlan) -> str:
 
 
 def numbers(plan: PipelinePlan) -> str:
-    """What a step promises."""
+    """Returns what a step promises."""
     planned = plan.planned
     lines = [
         f"step          {seconds(planned.iteration_s)}, {planned.samples_per_s:.4g} samples/s",
@@ -100,7 +100,7 @@ HEADER = ("layer", "forward", "backward", "parameters", "boundary", "activations
 
 
 def cost_table(profile: ModelProfile, samples: int = 1) -> str:
-    """One table for each backbone and encoder, with a row for each layer.
+    """Draws a table for each backbone and encoder, with a row for each layer.
 
     Args:
         profile: What is shown.
@@ -130,7 +130,7 @@ def _path_row(layer: LayerProfile, samples: int) -> list[str]:
 
 
 def _activation_bytes(layer: LayerProfile) -> int:
-    """Of a microbatch of one sample."""
+    """Sums the activation bytes of a microbatch of one sample."""
     return layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
 
 
@@ -149,7 +149,7 @@ def _frozen_row(layer: EncoderLayerProfile, samples: int) -> list[str]:
 def _sum(
     layers: tuple[LayerProfile, ...] | tuple[EncoderLayerProfile, ...], samples: int
 ) -> list[str]:
-    """The last row; what crosses a boundary does not add up."""
+    """Returns the last row; what crosses a boundary does not add up."""
     trained = [layer for layer in layers if isinstance(layer, LayerProfile)]
     return [
         "all",

@@ -47,7 +47,7 @@ def operations(flops: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one.
+    """Returns a share of one.
 
     Example:
         >>> percent(0.2837)
