@@ -1,4 +1,4 @@
-"""The table of denoisers in `docs/sampling.md` says what happens: some rows of it, sampled again."""
+"""The table of denoisers in `docs/sampling_models.md` says what happens: some rows of it, sampled again."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Writes the table of denoisers in `docs/sampling.md`: how every model of the zoo can be sampled.
+"""Writes the table of denoisers in `docs/sampling_models.md`: how every model of the zoo can be sampled.
 
     python -m tests.predictor.write_models
 
@@ -27,7 +27,7 @@ from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.zoo import CASES
 
-PATH = Path(__file__).parents[2] / "docs" / "sampling.md"
+PATH = Path(__file__).parents[2] / "docs" / "sampling_models.md"
 START, STOP = "<!-- models: python -m tests.predictor.write_models -->", "<!-- end of models -->"
 
 
