@@ -1,5 +1,7 @@
 """The search against trying everything, with the same simulator."""
 
+import cProfile
+import pstats
 import random
 import time
 from dataclasses import replace
@@ -586,7 +588,8 @@ def test_nothing_is_filled_where_there_is_no_bubble():
     assert (plan.num_stages, plan.options.filling) == (1, "none")
 
 
-def cpu_seconds(num_layers, num_ranks, batch, memory=0.3, **options):
+def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
+    """How many functions a search calls: the same on a busy machine, where seconds are not."""
     rng = random.Random(1)
     profile = random_profile(rng, num_layers, frozen=True)
     model = CostModel(profile, Cluster(num_ranks))
@@ -594,26 +597,26 @@ def cpu_seconds(num_layers, num_ranks, batch, memory=0.3, **options):
     need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
-    start = time.process_time()
-    find_plan(profile, cluster, PlanOptions(batch, **options))
-    return time.process_time() - start
+    with cProfile.Profile() as calls:
+        find_plan(profile, cluster, PlanOptions(batch, **options))
+    return pstats.Stats(calls).total_calls
 
 
 @pytest.mark.slow
 def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
-    """Here with a model that fits no rank, which leaves most to be tried; a third of it is usual.
+    """Some six million calls take one. Here with a model that fits no rank, which leaves most to be tried.
 
     History: proposals were simulated before it was asked whether they fit into memory, and most did not.
     With all schedules it took 1.9 s: every message of a schedule was written down to time it once.
     """
-    assert cpu_seconds(60, 8, 64, 0.6, num_stages=8, num_microbatches=16) < 1
-    assert cpu_seconds(60, 8, 64) < 1
-    assert cpu_seconds(60, 8, 64, schedule="auto") < 1.5
+    assert num_calls(60, 8, 64, 0.6, num_stages=8, num_microbatches=16) < 0.25e6
+    assert num_calls(60, 8, 64) < 2.2e6
+    assert num_calls(60, 8, 64, schedule="auto") < 4.5e6
 
 
 @pytest.mark.slow
-def test_two_hundred_layers_on_64_ranks_are_planned_in_ten_seconds():
-    assert cpu_seconds(200, 64, 512) < 10
+def test_two_hundred_layers_on_64_ranks_are_planned_in_two_seconds():
+    assert num_calls(200, 64, 512) < 10e6
 
 
 @pytest.mark.parametrize("seed", seeds(20, 10))
