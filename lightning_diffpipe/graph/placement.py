@@ -9,7 +9,8 @@ Never call `.to()` on a module with placeholders: moving an expanded tensor allo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 
 _STRIDE = "_diffpipe_stride"
+
+
+@contextlib.contextmanager
+def created_in(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which tensors are made in a type at once, unless somebody says otherwise.
+
+    Converted later, they would need the memory of both types.
+
+    Args:
+        dtype: That type.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -8,13 +8,14 @@ predict, compare.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_diffpipe.graph.placement import created_in
 
 Config = Mapping[str, Any]
 Batch = dict[str, Tensor]
@@ -136,7 +137,7 @@ def _call_sd3(
     ).sample
 
 
-def _call_flux(
+def _call_packed(
     module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
 ) -> Tensor:
     samples, channels, height, width = noisy.shape
@@ -272,7 +273,7 @@ KNOWN_MODELS = {
         (CLIP_L, _t5(512)),
         resolution=1024,
         num_parameters=11_901_408_320,
-        call=_call_flux,
+        call=_call_packed,
         source="black-forest-labs/FLUX.1-dev",
     ),
     "pixart": KnownModel(
@@ -323,7 +324,7 @@ class KnownTraining(nn.Module):
         super().__init__()
         self.known, self.dtype, self.device = known, dtype, torch.device(device)
         class_name, config = known.denoiser
-        with self.device, _made_in(dtype if self.device.type != "meta" else torch.float32):
+        with self.device, created_in(dtype if self.device.type != "meta" else torch.float32):
             self.vae = diffusers.AutoencoderKL(**known.vae)
             self.text_encoders = nn.ModuleList(
                 _text_encoder(transformers, kind, config) for kind, config, _ in known.text_encoders
@@ -371,17 +372,6 @@ class KnownTraining(nn.Module):
         if self.known.controlnet is not None:
             batch["hint"] = torch.randn(picture, device=self.device, dtype=self.dtype)
         return batch
-
-
-@contextlib.contextmanager
-def _made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Lets weights be made in a type at once: converted later, they would need the memory of both."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _text_encoder(transformers: Any, kind: str, config: Config) -> nn.Module:

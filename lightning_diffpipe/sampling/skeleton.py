@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.graph.placement import placeholder_of, restore_parameter
+from lightning_diffpipe.graph.placement import created_in, placeholder_of, restore_parameter
 from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_safetensors
 
 _NAMES_SHOWN = 3
@@ -172,17 +172,6 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _created_in(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which tensors are of this type unless somebody says otherwise."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def skeleton(
     cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
@@ -201,7 +190,7 @@ def skeleton(
         ConfigurationError: Its weights are stored quantized.
     """
     _refuse_quantized(cls, config)
-    with _parameters_without_memory(), _created_in(dtype):
+    with _parameters_without_memory(), created_in(dtype):
         model = cls.from_config(dict(config))
     kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
 
