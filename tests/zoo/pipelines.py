@@ -171,6 +171,18 @@ WAN_VAE = {
         temperal_downsample=[False, True, True],
     )
 }
+HUNYUAN_VIDEO_VAE = {
+    "vae": of(
+        diffusers.AutoencoderKLHunyuanVideo,
+        in_channels=3,
+        out_channels=3,
+        norm_num_groups=4,
+        scaling_factor=0.5,
+        spatial_compression_ratio=8,
+        temporal_compression_ratio=4,
+        **levels("HunyuanVideo"),
+    )
+}
 QWEN_VAE = {
     "vae": of(
         diffusers.AutoencoderKLQwenImage,
@@ -733,21 +745,12 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "HunyuanVideoPipeline": TinyPipeline(
         {
+            **HUNYUAN_VIDEO_VAE,
             **FLOW,
             "text_encoder": language_model("Llama"),
             "tokenizer": byte_tokenizer,
             "text_encoder_2": clip77,
             "tokenizer_2": tiny.clip_tokenizer,
-            "vae": of(
-                diffusers.AutoencoderKLHunyuanVideo,
-                in_channels=3,
-                out_channels=3,
-                norm_num_groups=4,
-                scaling_factor=0.5,
-                spatial_compression_ratio=8,
-                temporal_compression_ratio=4,
-                **levels("HunyuanVideo"),
-            ),
             "transformer": denoiser(
                 "HunyuanVideoTransformer3DModel",
                 guidance_embeds=True,
@@ -799,19 +802,10 @@ PIPELINES: dict[str, TinyPipeline] = {
     "Kandinsky5T2VPipeline": TinyPipeline(
         {
             **QWEN_VL,
+            **HUNYUAN_VIDEO_VAE,
             **FLOW,
             "text_encoder_2": clip77,
             "tokenizer_2": tiny.clip_tokenizer,
-            "vae": of(
-                diffusers.AutoencoderKLHunyuanVideo,
-                in_channels=3,
-                out_channels=3,
-                norm_num_groups=4,
-                scaling_factor=0.5,
-                spatial_compression_ratio=8,
-                temporal_compression_ratio=4,
-                **levels("HunyuanVideo"),
-            ),
             "transformer": denoiser(
                 "Kandinsky5Transformer3DModel",
                 in_text_dim=16,
