@@ -17,6 +17,7 @@ from tests.graph.emulate import check_stages
 from tests.graph.steps import step as plain_step
 from tests.modules.tiny_parts import fit, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
+from tests.zoo.pipelines import PIPELINES, build
 
 NAMES = list(tiny.PIPELINES)
 SIZES = ("height", "width", "num_frames")
@@ -120,25 +121,31 @@ def by_hand_sd3(m, batch):
     return m.transformer(noisy, states, pooled, 1000 * sigmas).sample, target
 
 
+def packed(latents):
+    """Squares of two by two as tokens, and the places of these."""
+    rows, columns = (n // 2 for n in latents.shape[-2:])
+    squares = latents.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
+    grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), -1)
+    tokens = squares.reshape(len(latents), rows * columns, -1)
+    return tokens, F.pad(grid.reshape(-1, 2).float(), (1, 0))
+
+
+def unpacked(tokens, latents):
+    rows, columns = (n // 2 for n in latents.shape[-2:])
+    squares = tokens.reshape(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return squares.reshape(latents.shape)
+
+
 def by_hand_flux(m, batch):
     noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
     pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
     states = m.text_encoder_2(ids_of(m.tokenizer_2, 8).input_ids)[0]
-    rows, columns = (n // 2 for n in noisy.shape[-2:])
-    packed = noisy.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
-    grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), -1)
-    places = F.pad(grid.reshape(-1, 2).float(), (1, 0))
+    tokens, places = packed(noisy)
+    no_places, guidance = torch.zeros(8, 3), torch.ones(3)
     predicted = m.transformer(
-        packed.reshape(3, rows * columns, -1),
-        states,
-        pooled,
-        sigmas,
-        places,
-        torch.zeros(8, 3),
-        guidance=torch.ones(3),
+        tokens, states, pooled, sigmas, places, no_places, guidance=guidance
     ).sample
-    predicted = predicted.reshape(3, rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return predicted.reshape(noisy.shape), target
+    return unpacked(predicted, noisy), target
 
 
 def by_hand_dit(m, batch):
@@ -159,13 +166,113 @@ def by_hand_wan(m, batch):
     return m.transformer(noisy, 1000 * sigmas, states).sample, target
 
 
+def by_hand_ddpm(m, batch):
+    noisy, t, target = discrete(m, batch["image"])
+    return m.unet(noisy, t).sample, target
+
+
+def by_hand_aura_flow(m, batch):
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    tokens = ids_of(m.tokenizer, 8)
+    states = m.text_encoder(**tokens)[0] * tokens.attention_mask[..., None]
+    return m.transformer(noisy, states, sigmas).sample, target
+
+
+def by_hand_chroma(m, batch):
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    words = ids_of(m.tokenizer, 8)
+    states = m.text_encoder(**words)[0]
+    one_more = F.pad(words.attention_mask, (1, 0), value=1)[:, :8]  # of the padding
+    tokens, places = packed(noisy)
+    predicted = m.transformer(
+        tokens,
+        states,
+        sigmas,
+        places,
+        torch.zeros(8, 3),
+        attention_mask=torch.cat([one_more.float(), torch.ones(tokens.shape[:2])], 1),
+    ).sample
+    return unpacked(predicted, noisy), target
+
+
+def by_hand_sana(m, batch):
+    latents = m.vae.encode(batch["image"]).latent * m.vae.config.scaling_factor
+    noisy, sigmas, target = flow(latents)
+    tokens = ids_of(m.tokenizer, 8)
+    states = m.text_encoder(**tokens)[0]
+    mask = tokens.attention_mask
+    return m.transformer(noisy, states, 1000 * sigmas, encoder_attention_mask=mask).sample, target
+
+
+def by_hand_lumina2(m, batch):
+    """Time runs from noise to picture, and so does the velocity."""
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    texts = [f"{m.pipeline.system_prompt} <Prompt Start> {caption}" for caption in CAPTIONS]
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    tokens = m.tokenizer(texts, max_length=8, **options)
+    states = m.text_encoder(**tokens, output_hidden_states=True).hidden_states[-2]
+    return -m.transformer(noisy, 1 - sigmas, states, tokens.attention_mask).sample, target
+
+
+def by_hand_cogvideox(m, batch):
+    latents = m.vae.encode(batch["video"]).latent_dist.sample().transpose(1, 2)
+    latents = latents * m.vae.config.scaling_factor
+    timesteps, noise = torch.randint(1000, (len(latents),)), torch.randn(latents.shape)
+    noisy = m.scheduler.add_noise(latents, noise, timesteps)
+    target = m.scheduler.get_velocity(latents, noise, timesteps)
+    states = m.text_encoder(ids_of(m.tokenizer, 8).input_ids)[0]
+    rows, columns = batch["video"].shape[-2:]
+    places = m.pipeline._prepare_rotary_positional_embeddings(rows, columns, noisy.shape[1], "cpu")
+    return m.transformer(noisy, states, timesteps, image_rotary_emb=places).sample, target
+
+
+def by_hand_ltx(m, batch):
+    mean, std = (x.reshape(1, -1, 1, 1, 1) for x in (m.vae.latents_mean, m.vae.latents_std))
+    latents = m.vae.encode(batch["video"]).latent_dist.sample()
+    noisy, sigmas, target = flow((latents - mean) * m.vae.config.scaling_factor / std)
+    words = ids_of(m.tokenizer, 8)
+    space = batch["video"].shape[-1] // noisy.shape[-1]
+    predicted = m.transformer(
+        noisy.flatten(2).transpose(1, 2),
+        m.text_encoder(words.input_ids)[0],
+        1000 * sigmas,
+        words.attention_mask.bool(),
+        *noisy.shape[2:],
+        rope_interpolation_scale=(m.pipeline.vae_temporal_compression_ratio / 25, space, space),
+    ).sample
+    return predicted.transpose(1, 2).reshape(noisy.shape), target
+
+
+def check_by_hand(module, batch, by_hand):
+    got = loss_of(module.eval(), batch)
+    torch.manual_seed(0)
+    expected = F.mse_loss(*by_hand(module, batch))
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_that_of_a_step_written_by_hand(name, tmp_path):
-    module, batch = module_of(name, tmp_path).eval(), batch_of(name)
-    got = loss_of(module, batch)
-    torch.manual_seed(0)
-    expected = F.mse_loss(*globals()[f"by_hand_{name}"](module, batch))
-    torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
+    check_by_hand(module_of(name, tmp_path), batch_of(name), globals()[f"by_hand_{name}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [
+        ("DDPMPipeline", by_hand_ddpm),
+        ("AuraFlowPipeline", by_hand_aura_flow),
+        ("ChromaPipeline", by_hand_chroma),
+        ("SanaPipeline", by_hand_sana),
+        ("Lumina2Pipeline", by_hand_lumina2),
+        ("CogVideoXPipeline", by_hand_cogvideox),
+        ("LTXPipeline", by_hand_ltx),
+    ],
+)
+def test_so_is_that_of_other_pipelines(name, by_hand, tmp_path):
+    entry = PIPELINES[name]
+    module = PipelineDiffusion(build(name, tmp_path), call=entry.call, caption_dropout=0.0)
+    pixels = torch.randn(3, *entry.pixels, generator=torch.Generator().manual_seed(0))
+    batch = {"video" if len(entry.pixels) == 4 else "image": pixels, "caption": CAPTIONS}
+    check_by_hand(module, batch, by_hand)
 
 
 # ------------------------------------------------------------------ what training needs
@@ -290,17 +397,42 @@ class OwnPipeline(diffusers.DiffusionPipeline):
     def times(self, t, latents):
         return t.expand(len(latents))
 
+    def states(self, prompt):
+        letters = torch.tensor([float(len(p)) for p in prompt])
+        return letters[:, None, None].expand(-1, 3, 16).to(self.unet.dtype)
+
     @torch.no_grad()
     def __call__(self, prompt, height=8, width=8, num_inference_steps=10):
-        latents = randn_tensor((len(prompt), 4, height // 2, width // 2))
-        letters = torch.tensor([float(len(p)) for p in prompt])
-        states = letters[:, None, None].expand(-1, 3, 16).to(self.unet.dtype)
+        latents = randn_tensor((len(prompt), 4, height // 2, width // 2)).to(self.unet.dtype)
+        states = self.states(prompt)
         self.scheduler.set_timesteps(num_inference_steps)
         for t in self.scheduler.timesteps:
             noise = self.unet(latents, self.times(t, latents), states).sample
             latents = self.scheduler.step(-noise, t, latents).prev_sample
         latents = latents.transpose(2, 3) * 3 + 1
         return (self.vae.decode(latents.transpose(2, 3)).sample,)
+
+
+class Counted(nn.Module):
+    """A part of one's own: states by the number of letters."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+
+    def forward(self, counts):
+        return self.table(counts)[:, None].expand(-1, 3, -1)
+
+
+class CountingPipeline(OwnPipeline):
+    """With a registered module that is in no library."""
+
+    def __init__(self, unet, vae, scheduler, counted):
+        super().__init__(unet, vae, scheduler)
+        self.register_modules(counted=counted)
+
+    def states(self, prompt):
+        return self.counted(torch.tensor([len(p) for p in prompt]))
 
 
 class MixingPipeline(OwnPipeline):
@@ -367,6 +499,24 @@ def test_a_pipeline_of_ones_own_is_followed(tmp_path):
         PipelineDiffusion.from_checkpoint(tmp_path / "own.ckpt")
     again = PipelineDiffusion.from_checkpoint(tmp_path / "own.ckpt", pipeline_class=OwnPipeline)
     assert torch.equal(loss_of(again, batch), loss_of(module, batch))
+
+
+def test_a_registered_module_of_ones_own_is_a_frozen_part(tmp_path):
+    torch.manual_seed(0)
+    pipeline = CountingPipeline(tiny_unet(), tiny.vae(), diffusers.DDPMScheduler(), Counted())
+    module = PipelineDiffusion(pipeline, caption_dropout=0.0)
+    batch = {"image": torch.randn(3, 3, 8, 8), "caption": CAPTIONS}
+    got = loss_of(module, batch)
+    torch.manual_seed(0)
+    noisy, t, target = discrete(
+        module, (module.vae.encode(batch["image"]).latent_dist.sample() - 1) / 3
+    )
+    states = module.counted(torch.tensor([len(c) for c in CAPTIONS]))
+    torch.testing.assert_close(got, F.mse_loss(-module.unet(noisy, t, states).sample, target))
+    module.double().setup("fit")
+    module.log = lambda *arguments, **options: None
+    graph = check_stages(module, {**batch, "image": batch["image"].double()}, splits=(2, 3))
+    assert "counted" in {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
 
 
 def test_a_pipeline_that_knows_one_time_is_told_that_of_each_sample():
