@@ -16,11 +16,9 @@ def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
     tables: dict[str, object] = {
         name: _table_to_json(getattr(costs, name), first) for name in TABLES
     }
-    feedback = {str(size): costs.feedback_s[at] for size, at in first.items()}
     return {
         "sizes": list(costs.sizes),
         **tables,
-        "feedback_s": feedback,
         "encode_s": list(costs.encode_s),
         "all_reduce_s": list(costs.all_reduce_s),
         "all_gather_s": costs.all_gather_s,
@@ -40,10 +38,9 @@ def costs_from_node(node: Node) -> PipelineCosts:
     Raises:
         DiffPipeError: Of the node's type; names the bad key.
     """
-    keys = ("sizes", *TABLES, "feedback_s", "encode_s", "all_reduce_s", "all_gather_s")
+    keys = ("sizes", *TABLES, "encode_s", "all_reduce_s", "all_gather_s")
     node.check_keys(keys, ("holds_sender", "split_s", "first_layers"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
-    feedback = node["feedback_s"].check_keys(sorted({str(size) for size in sizes}))
     forward, backward, weight, activation, gradient = (
         _read_table(node[name], sizes) for name in TABLES
     )
@@ -54,7 +51,6 @@ def costs_from_node(node: Node) -> PipelineCosts:
         weight_gradient_s=weight,
         activation_s=activation,
         gradient_s=gradient,
-        feedback_s=tuple(feedback[str(size)].number() for size in sizes),
         encode_s=_read_numbers(node["encode_s"]),
         all_reduce_s=_read_numbers(node["all_reduce_s"]),
         all_gather_s=node["all_gather_s"].number(),

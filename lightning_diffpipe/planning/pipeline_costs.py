@@ -38,7 +38,6 @@ class PipelineCosts:
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
-        feedback_s: By microbatch.
         encode_s: By frozen part.
         reduce_s: By rank.
         all_gather_s: Exchange of the frozen results.
@@ -54,7 +53,6 @@ class PipelineCosts:
     weight_gradient_s: Table
     activation_s: Table
     gradient_s: Table
-    feedback_s: tuple[float, ...] = ()
     encode_s: tuple[float, ...] = ()
     all_reduce_s: tuple[float, ...] = ()
     all_gather_s: float = 0.0
@@ -95,7 +93,6 @@ class PipelineCosts:
             weight_gradient_s=longer(self.weight_gradient_s),
             activation_s=longer(self.activation_s),
             gradient_s=longer(self.gradient_s),
-            feedback_s=self.feedback_s * num_batches,
             split_s=longer(self.split_s),
         )
 
@@ -109,11 +106,8 @@ class PipelineCosts:
 
     def message_s(self, message: Message) -> float:
         """See `Costs`."""
-        match message.kind:
-            case "feedback":
-                return self.feedback_s[message.microbatch]
-            case "gradient":
-                return self.gradient_s[message.stage][message.microbatch]
+        if message.kind == "gradient":
+            return self.gradient_s[message.stage][message.microbatch]
         return self.activation_s[message.stage][message.microbatch]
 
     def link_s(self) -> float:
@@ -161,12 +155,6 @@ class PipelineLinks:
         """By stage: the different links to the stage after; none behind the last."""
         after = [self.placement.next_stage(s) for s in range(self.placement.num_stages)]
         return tuple(() if a is None else self._between(s, a) for s, a in enumerate(after))
-
-    @cached_property
-    def feedback(self) -> tuple[Link, ...]:
-        """The different links from the last stage back to the first."""
-        last = self.placement.backbone_of(0)[-1]
-        return self._between(last, 0) if last else ()
 
     @cached_property
     def reductions(self) -> tuple[tuple[Link, int], ...]:
@@ -217,7 +205,6 @@ def pipeline_costs(
     gradient = tuple(row(lambda size, stage=stage: boundary_s(stage, size)) for stage in stages)  # type: ignore[misc]
     before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
-    fed_back = model.profile.self_conditioning.feedback_bytes_per_sample
     sums_s = [
         link.all_reduce_s(model.gradient_bytes(run), num_ranks)
         for run, (link, num_ranks) in zip(runs, links.reductions, strict=True)
@@ -229,7 +216,6 @@ def pipeline_costs(
         weight_gradient_s=table(model.weight_gradient_s),
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
-        feedback_s=row(lambda size: _slowest_s(links.feedback, size * fed_back)),
         encode_s=tuple(model.encode_s(part.num_samples, group_size) for part in parts),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))

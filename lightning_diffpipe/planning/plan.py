@@ -36,7 +36,6 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import (
     Encode,
-    ForwardNoGrad,
     Program,
     format_program,
     parse_program,
@@ -213,11 +212,7 @@ class PipelinePlan:
     @cached_property
     def schedule(self) -> Schedule:
         """The programs as a schedule, without communication."""
-        estimates = not self.placement.no_grad and any(
-            isinstance(i, ForwardNoGrad) for program in self.programs for i in program
-        )
-        lag = 0 if estimates else None
-        return Schedule(self.placement, self.num_microbatches, self.programs, lag)
+        return Schedule(self.placement, self.num_microbatches, self.programs)
 
     @cached_property
     def lowered(self) -> Schedule:

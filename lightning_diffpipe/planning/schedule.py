@@ -199,10 +199,8 @@ class Schedule:
         placement: Which ranks hold which stage.
         num_microbatches: Microbatches of each backbone.
         programs: One program for each rank.
-        feedback_lag: None when nothing flows from a last stage back to the first. Else the
-            estimate of microbatch `m`, made by the no-grad pass, is read by the first stage at
-            microbatch `m + feedback_lag`: by its `Forward` if the lag is 0, else by its
-            `ForwardNoGrad`.
+        feedback_lag: None when nothing flows from a last stage back to the first, as in training. In
+            sampling what the last stage makes of patch `m` is read by the first at `m + feedback_lag`.
         starts: By microbatch the first stage it runs, where steps have several forms, and some
             microbatches leave passes out; empty: stage 0.
     """
@@ -265,8 +263,7 @@ class Schedule:
             return Flow(self._carried(work, stage), before, stage)
         if work in _BACK and after is not None and after not in self.placement.no_grad:
             return Flow("gradient", after, stage)
-        fed_back = work is Forward if self.feedback_lag == 0 else work is ForwardNoGrad
-        return self._feedback(stage) if fed_back and before is None else None
+        return self._feedback(stage) if work is ForwardNoGrad and before is None else None
 
     def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
         """What instructions of this type make for another stage, if anything."""

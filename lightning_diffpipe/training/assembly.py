@@ -394,10 +394,10 @@ def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
 
 
 def _require_runnable(schedule: Schedule, pieces: Cut) -> None:
-    """Says before anything starts that a schedule can be planned, but not run yet.
+    """Refuses programs that do not fit where gradients of this module go.
 
     Raises:
-        PlanError: It has instructions the executor does not know, or none for gradients that have to come back.
+        PlanError: They forward a stage without gradients that get some, or have no backward for it.
     """
     for stage in schedule.placement.no_grad:
         if pieces.stages[stage].is_last or pieces.stages[stage].sent_gradients:
@@ -410,8 +410,8 @@ def _require_runnable(schedule: Schedule, pieces: Cut) -> None:
         for instruction in program:
             if runs_without and isinstance(instruction, ForwardNoGrad):
                 raise PlanError(
-                    f"the plan's schedule has {instruction}, which can be simulated but not run yet; "
-                    "choose another schedule"
+                    f"the plan has {instruction}, a forward that keeps nothing for a backward, but its stages "
+                    'have "gradient": true; make a plan for this module, or leave strategy.plan out'
                 )
 
 

@@ -15,8 +15,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 
 from .sizes import ALL, placement_of
 
-# Self-conditioning can be planned, and not be run.
-RUNNABLE = [n for n in SCHEDULES if n != "self_conditioning" and not SCHEDULES[n].place]
+RUNNABLE = [n for n in SCHEDULES if not SCHEDULES[n].place]
 INTERLEAVED = [(R, v, R * k) for R in range(1, 7) for v in (2, 3, 4) for k in (1, 2, 3, 5)]
 
 

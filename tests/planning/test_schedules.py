@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.instruction import Forward, ForwardNoGrad
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import peak_alive
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
@@ -26,7 +26,6 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_vertical_sync,
     unrolled,
 )
-from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 
@@ -61,7 +60,6 @@ EXAMPLES = {
     "1f1b": (one_f_one_b(4, 6), None),
     "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
     "1f1b_deep": (deep_one_f_one_b(4, 6), TickCosts(activation=1, gradient=1)),
-    "self_conditioning": (self_conditioning(4, 4), TickCosts(feedback=2)),
     "zero_bubble": (zero_bubble(4, 6), THIRDS),
     "pipedream": (unrolled(pipedream(4, 1), 8), None),
     "pipedream_2bw": (unrolled(pipedream_2bw(3, 2), 4), None),
@@ -136,28 +134,6 @@ def test_passes_compose_with_halves_of_backwards_and_keep_nothing():
             plain, both = spec(S, M), two_passes(S, M, spec)
             assert list(map(peak_alive, plain.programs)) == list(map(peak_alive, both.programs))
             lower(both).validate()
-
-
-@pytest.mark.parametrize("feedback", [0, 0.5, 1.7])
-def test_self_conditioning_takes_a_wave_more(feedback):
-    for S, M in SIZES:
-        step_s = simulate(self_conditioning(S, M), TickCosts(feedback=feedback)).iteration_s
-        back = feedback if S > 1 else 0  # On one rank nothing has to travel.
-        expected = max(M, S + back) + (M + S - 1) * 3
-        if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
-            assert step_s >= expected - 1e-9
-        else:
-            assert step_s == pytest.approx(expected)
-
-
-def test_self_conditioning_keeps_activations_of_the_trained_forwards_only():
-    for plain, extra in zip(
-        one_f_one_b(4, 8).programs, self_conditioning(4, 8).programs, strict=True
-    ):
-        assert peak_alive(plain) == peak_alive(extra)
-        assert [i for i in extra if isinstance(i, Forward)] == [
-            i for i in plain if isinstance(i, Forward)
-        ]
 
 
 def test_zero_bubble_leaves_a_third_of_the_bubble():

@@ -549,16 +549,6 @@ def test_filled_plans_are_the_best_of_all_cuts_but_for_a_few():
     assert sum(gap > 1e-9 for gap in gaps) <= 3
 
 
-def test_self_conditioning_can_be_planned():
-    options = PlanOptions(
-        12, num_stages=3, num_microbatches=4, schedule="self_conditioning", partition="uniform"
-    )
-    plan = find_plan(equal_profile(6), Cluster(3), options)
-    # Stages of 2 layers, microbatches of 3 samples: forward 6, backward 12.
-    assert plan.planned.iteration_s == pytest.approx(max(4 * 6, 3 * 6) + (4 + 3 - 1) * 18)
-    assert PipelinePlan.from_json(plan.to_json()).timeline == plan.timeline
-
-
 def test_plain_data_parallelism_is_a_candidate():
     """With free links no pipeline beats it; with slow gradient sums a pipeline does."""
     profile = equal_profile(8, gradient_bytes=10**9, boundary_bytes_per_sample=10**3)

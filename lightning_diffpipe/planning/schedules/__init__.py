@@ -12,7 +12,6 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_2bw,
     pipedream_vertical_sync,
 )
-from lightning_diffpipe.planning.schedules.self_conditioning import self_conditioning
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 from lightning_diffpipe.planning.schedules.v import v, zero_bubble_v
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
@@ -22,7 +21,6 @@ _SPECS = (
     deep_one_f_one_b,
     gpipe,
     zero_bubble,
-    self_conditioning,
     interleaved,
     v,
     zero_bubble_v,

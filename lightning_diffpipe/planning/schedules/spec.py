@@ -35,7 +35,6 @@ class ScheduleSpec:
         splits_backward: Backwards run in two parts, which not every module allows.
         warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
-        feedback_lag: See `Schedule`.
         advice: What a plan is told that could be faster with it; empty if it is not told so.
         weights_behind: Without a flush: by how many batches' updates the weights are behind with which a stage
             runs a batch, once the pipeline is full, given the placement and the stage. None: batches end before
@@ -57,7 +56,6 @@ class ScheduleSpec:
     warmup_depth: int = 1
     auto: bool = False
     advice: str = ""
-    feedback_lag: int | None = None
     weights_behind: Callable[[Placement, int], int] | None = None
     accumulates: bool = False
 
@@ -89,7 +87,7 @@ class ScheduleSpec:
             )
         ranks = range(num_ranks)
         programs = tuple(self.program(placement, num_microbatches, rank) for rank in ranks)
-        return Schedule(placement, num_microbatches, programs, self.feedback_lag)
+        return Schedule(placement, num_microbatches, programs)
 
     def in_time(self, ticks: Ticks) -> ScheduleSpec:
         """The same, in the order for stages that take so long, if that makes a difference."""
