@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.chains import without_gradient
 from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.forms import Exemplar, FormView, StepForm, names_of
@@ -32,7 +33,6 @@ from lightning_diffpipe.graph.layer import (
     other_calls,
 )
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
-from lightning_diffpipe.graph.passes import without_gradient
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.samples import Form, OwnForm
 from lightning_diffpipe.graph.view import StageView
