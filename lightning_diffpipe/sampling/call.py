@@ -30,6 +30,7 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     restored,
 )
+from lightning_diffpipe.sampling.record import Answer
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     drawing_from,
@@ -40,6 +41,34 @@ from lightning_diffpipe.sampling.schedulers import (
 
 _SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
 """Arguments of denoisers without a row per sample, whatever their size."""
+
+
+class Controlled(nn.Module):
+    """A denoiser with the parts that answer for it alone, such as ControlNets; ranks share all their layers.
+
+    Args:
+        denoiser: It.
+        controls: Those parts, by name.
+    """
+
+    def __init__(self, denoiser: nn.Module, controls: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self.controls = nn.ModuleDict(controls)
+
+    def forward(self, controls: Sequence[tuple[str, dict[str, Any]]] = (), **arguments: Any) -> Any:
+        """Calls the denoiser.
+
+        Args:
+            controls: Names and arguments of calls of controls.
+            arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
+        """
+        answers = [pytree.tree_leaves(self.controls[name](**given)) for name, given in controls]
+
+        def known(x: Any) -> Any:
+            return answers[x.call][x.leaf] if isinstance(x, Answer) else x
+
+        return self.denoiser(**pytree.tree_map(known, arguments))
 
 
 @dataclass
@@ -57,7 +86,7 @@ class Call:
         num_samples: Pictures the request draws.
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
-        mixes: The loop's own code brings rows of latents together.
+        mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
         rows: Of the latents, that this rank draws; None means all.
         divided: Where the branches of guidance were before they were divided over two halves of the
             ranks: `"batch"`, `"calls"`, or None if they are together.
@@ -77,7 +106,7 @@ class Call:
     num_samples: int
     step_arguments: dict[str, Any] = field(default_factory=dict)
     channels: int | None = None
-    mixes: bool = False
+    mixes: frozenset[str] = frozenset()
     rows: list[int] | None = None
     divided: str | None = None
     index: int = 0
@@ -146,17 +175,23 @@ class Call:
                 "such as skipped layers, or sample with method=single"
             )
 
-    def refuse_rows(self, method: str) -> None:
-        """Raises ConfigurationError if the loop's own code would need rows that other ranks have.
+    def refuse_rows(self, warmup_steps: int | str) -> None:
+        """Raises ConfigurationError if the loop's own code would need rows that no rank has under PipeFusion.
 
         Args:
-            method: For the message.
+            warmup_steps: Synchronous steps at the start.
         """
-        if self.mixes:
+        name = type(self.pipeline.pipeline).__name__
+        if "latents" in self.mixes:
             raise ConfigurationError(
-                f"between its calls of the denoiser {type(self.pipeline.pipeline).__name__} brings rows of the "
-                f"latents together, such as guidance_rescale and ControlNets do, and with method={method} a rank "
-                "has some of the rows only; leave such options out, or sample with method=distrifusion or single"
+                f"between its calls of the denoiser {name} brings rows of the latents together, and with "
+                "method=pipefusion a rank has some of the rows only; sample with method=sequence, distrifusion or "
+                "single"
+            )
+        if "predictions" in self.mixes and warmup_steps == 0:
+            raise ConfigurationError(
+                f"{name} brings rows of predictions together, as guidance_rescale does, and without a synchronous "
+                "step there are none of the later patches; take warmup_steps=1 or more"
             )
 
     def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
@@ -166,7 +201,9 @@ class Call:
             model: The denoiser, or this rank's part of it.
             exchange: For one branch of guidance: makes both predictions, in order, of this one.
         """
-        divided = self.divided == "batch"
+        divided, controls = self.divided == "batch", self.pipeline.controls
+        if controls:
+            model = Controlled(model, controls)
         return Request(
             model=model,
             denoise=self.denoise(model),
@@ -188,15 +225,14 @@ class Call:
 
     def _begin(self, model: nn.Module, exchange: Exchange | None) -> PipelineLoop:
         loop = PipelineLoop(
-            replace(
-                self.pipeline, parts={**self.pipeline.parts, self.pipeline.denoisers[0]: model}
-            ),
+            self.pipeline,
             lambda arguments: self._compute(model, arguments),
             self.rows,
             None if self.divided is None else self.index,
             self.divided == "calls",
             exchange,
             self.channels,
+            "predictions" in self.mixes,
         )
         self.loop.append(loop)
         return loop
@@ -236,12 +272,12 @@ class Call:
             for number, arguments in enumerate(self._arguments_at(timestep)):
                 if self.divided == "calls" and number != self.index:
                     continue
-                name = latents_name(arguments)
-                own = self._own_rows(len(arguments[name]))
+                num_rows = len(arguments[latents_name(arguments)])
+                own = self._own_rows(num_rows)
                 if own is not None:
-                    arguments = _rows(arguments, own, len(arguments[name]))
-                given = arguments | {name: _given(arguments[name], latents)}
-                out = model(**given)[0][tuple(map(slice, latents.shape))]
+                    arguments = _rows(arguments, own, num_rows)
+                out = model(**_with_latents(arguments, latents))[0]
+                out = out[tuple(map(slice, latents.shape))]
                 found = out if found is None else found + out
             assert found is not None
             return found
@@ -373,19 +409,33 @@ def _to(device: torch.device | str) -> Callable[[Any], Any]:
 
 def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:
     """Takes rows of every argument that has one row per input of the denoiser."""
-    return {
-        name: value
-        if name in _SHARED
-        else pytree.tree_map(
-            lambda leaf: (
-                leaf[list(rows)]
-                if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num_rows
-                else leaf
-            ),
-            value,
-        )
-        for name, value in arguments.items()
-    }
+    taken: dict[int, Tensor] = {}  # what was one tensor stays one
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows:
+            return leaf
+        if id(leaf) not in taken:
+            taken[id(leaf)] = leaf[list(rows)]
+        return taken[id(leaf)]
+
+    def of(given: Mapping[str, Any]) -> dict[str, Any]:
+        controls = {"controls": [(n, of(each)) for n, each in given.get("controls", ())]}
+        return {
+            name: value if name in _SHARED else pytree.tree_map(take, value)
+            for name, value in given.items()
+            if name != "controls"
+        } | (controls if "controls" in given else {})
+
+    return of(arguments)
+
+
+def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:
+    """Arguments of a denoiser, and of its controls, for other latents."""
+    name = latents_name(arguments)
+    given = dict(arguments) | {name: _given(arguments[name], latents)}
+    if "controls" in given:
+        given["controls"] = [(n, _with_latents(each, latents)) for n, each in given["controls"]]
+    return given
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:

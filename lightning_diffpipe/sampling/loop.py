@@ -32,7 +32,15 @@ from torch.utils import _pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError, SamplingError
 from lightning_diffpipe.graph.coroutine import Coroutine
-from lightning_diffpipe.sampling.record import LoopEnds, Record, Recorder, Replayed, moved
+from lightning_diffpipe.sampling.record import (
+    Controls,
+    LoopEnds,
+    Record,
+    Recorder,
+    Replayed,
+    moved,
+)
+from lightning_diffpipe.sampling.request import Complete, Rows
 
 _DENOISER = re.compile(r"(transformer|unet|prior)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -84,6 +92,12 @@ class PipelineCall:
         assert self.record is not None
         return [*self.denoisers[1:], *sorted(self.record.in_loop)]
 
+    @property
+    def controls(self) -> dict[str, nn.Module]:
+        """Parts whose answers only a denoiser reads, such as ControlNets."""
+        assert self.record is not None
+        return {name: self.parts[name] for name in self.record.controls}
+
     def run(
         self,
         on_denoise: Callable[[str, dict[str, Any]], Any],
@@ -107,20 +121,24 @@ class PipelineCall:
         if isinstance(shell, nn.Module):
             own["_modules"] = {}
         turns: Counter[str] = Counter()
+        known = self.record or Record()
+        controls = Controls(known.controls, self.parts, self.device)
         for name in self.names:
             part = self.parts.get(name)
             if name in self.absent:
                 own[name] = None
             elif name == "scheduler":
-                own[name] = _stepping_by(part, on_step)
+                own[name] = _stepping_by(part, controls.forgotten_after(on_step))
             elif name in self.denoisers:
-                own[name] = _denoising_by(part, functools.partial(on_denoise, name))
+                own[name] = _answered_by(part, controls.read_by(on_denoise, name))
             elif record is not None:
                 own[name] = Recorder(part, name, record, is_looping)
-            elif self.record is not None and name in self.record.in_loop:
+            elif name in known.controls:
+                own[name] = _answered_by(part, functools.partial(controls.ask, name))
+            elif name in known.in_loop:
                 own[name] = part
             else:
-                own[name] = Replayed(name, self.record or Record(), part, self.device, turns)
+                own[name] = Replayed(name, known, part, self.device, turns)
         for name in _METHODS:
             if callable(getattr(shell, name, None)):
                 own[name] = self._method(shell, name, record, turns)
@@ -224,21 +242,21 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
     return twin
 
 
-def _denoising_by(denoiser: nn.Module, on_denoise: Callable[[dict[str, Any]], Any]) -> nn.Module:
-    """A shallow copy of a denoiser whose calls are answered."""
-    twin = copy.copy(denoiser)
-    vars(twin).update(vars(denoiser))
-    for name, value in vars(denoiser).items():
+def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
+    """A shallow copy of a denoiser, or of another part, whose calls are answered."""
+    twin = copy.copy(part)
+    vars(twin).update(vars(part))
+    for name, value in vars(part).items():
         if isinstance(value, OrderedDict) and "hooks" in name:
-            vars(twin)[name] = OrderedDict()  # the denoiser itself runs them
+            vars(twin)[name] = OrderedDict()  # the part itself runs them
     vars(twin)["_compiled_call_impl"] = None
-    signature = inspect.signature(type(denoiser).forward)
+    signature = inspect.signature(type(part).forward)
 
-    @functools.wraps(type(denoiser).forward)  # pipelines look which arguments it takes
+    @functools.wraps(type(part).forward)  # pipelines look which arguments it takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         arguments.pop(next(iter(signature.parameters)))
-        return on_denoise(arguments | arguments.pop("kwargs", {}))
+        return answer(arguments | arguments.pop("kwargs", {}))
 
     vars(twin)["forward"] = types.MethodType(forward, twin)
     return twin
@@ -296,7 +314,7 @@ class Outline:
         scheduler: As it is in front of the first step.
         step_arguments: Further arguments of that.
         channels: Channels of predictions that are looked at; None means all.
-        mixes: The loop's own code brings rows of latents together, between calls of the denoiser.
+        mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
         record: What other parts answered.
     """
 
@@ -308,7 +326,7 @@ class Outline:
     scheduler: Any = None
     step_arguments: dict[str, Any] = field(default_factory=dict)
     channels: int | None = None
-    mixes: bool = False
+    mixes: frozenset[str] = frozenset()
     record: Record = field(default_factory=Record)
 
 
@@ -318,6 +336,38 @@ def outline_of(call: PipelineCall) -> Outline:
     Raises:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
         Exception: What the pipeline's own checks raise.
+    """
+    quiet = replace(call, arguments=_without_callbacks(call.arguments))
+    found = _outlined(quiet, None)
+    if not found.timesteps or not any(found.num_calls):
+        raise ConfigurationError(
+            f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with "
+            f"{sum(found.num_calls)} calls of its {call.denoisers[0]}; a loop that can be sampled has at least one "
+            "of each"
+        )
+    in_loop = found.record.in_loop
+    if in_loop:  # which of these are controls?
+        found.record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
+        again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
+        if found.record.controls.keys() < in_loop:
+            again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
+        found.calls = again.calls
+    here, num_steps = replace(quiet, record=found.record), min(2, len(found.timesteps))
+    found.mixes = frozenset(
+        what
+        for what in ("latents", "predictions")
+        if (what == "latents" and in_loop - found.record.controls.keys())
+        or mixes_rows(here, num_steps, what)
+    )
+    return found
+
+
+def _outlined(call: PipelineCall, num_steps: int | None) -> Outline:
+    """One run with a denoiser that predicts zeros.
+
+    Args:
+        call: Without callbacks.
+        num_steps: Of the loop, after which to end; None if the run is to be recorded.
     """
     found, main = Outline(), call.denoisers[0]
     waiting: list[dict[str, Any]] = []
@@ -346,48 +396,51 @@ def outline_of(call: PipelineCall) -> Outline:
         found.num_calls.append(len(waiting))
         found.calls = [*found.calls[:1], list(waiting)]
         waiting.clear()
+        if len(found.timesteps) == num_steps:
+            raise LoopEnds
         values = dict(arguments, **{list(arguments)[1]: prediction.nan_to_num()})
         return plain(**values)
 
     devices = [call.device] if call.device.type == "cuda" else []
-    quiet = replace(call, arguments=_without_callbacks(call.arguments))
+    record = found.record if num_steps is None else None
     with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
-        quiet.run(on_denoise, on_step, found.record, lambda: begun)
-    if not found.timesteps or not any(found.num_calls):
-        raise ConfigurationError(
-            f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with "
-            f"{sum(found.num_calls)} calls of its {main}; a loop that can be sampled has at least one of each"
-        )
-    # What a ControlNet and its like make of latents, the denoiser is given.
-    found.mixes = bool(found.record.in_loop) or mixes_rows(
-        replace(quiet, record=found.record), min(2, len(found.timesteps))
-    )
+        call.run(on_denoise, on_step, record, lambda: begun)
     return found
 
 
-def mixes_rows(call: PipelineCall, num_steps: int) -> bool:
-    """Whether the loop's own code brings rows of latents together, found by NaN in half of them.
+def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
+    """Whether the loop's own code brings rows together, found by NaN in half of them.
 
     Args:
         call: With its record.
         num_steps: To look at.
+        what: Rows of the `"latents"` between two steps, or of `"predictions"`.
     """
     found, left = False, num_steps
+    before = torch.empty(0)  # the latents as they were handed back
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal found
+        given = arguments[latents_name(arguments)]
+        if what == "latents" and given.ndim == before.ndim:
+            axis = 1 if given.ndim == 3 else -2
+            size = before.shape[axis] // 2
+            found |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
         out = _stub(call.parts[name], arguments)
         draw = torch.Generator().manual_seed(len(out[0]))
-        return Prediction(_half_marked(torch.randn(x.shape, generator=draw).to(x)) for x in out)
+        drawn = [torch.randn(x.shape, generator=draw).to(x) for x in out]
+        return Prediction(map(_half_marked, drawn) if what == "predictions" else drawn)
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        nonlocal found, left
+        nonlocal found, left, before
         step = _Step(plain, arguments)
-        marks, own = step[1].isnan(), _half_marked(torch.zeros_like(step[1])).isnan()
-        found |= not torch.equal(marks, own)
+        own = _half_marked(torch.zeros_like(step[1])).isnan()
+        found |= bool((step[1].isnan() & ~own).any())
         left -= 1
         if found or not left:
             raise LoopEnds
-        return step.answer(_half_marked(step[3].nan_to_num()))
+        before = step[3].nan_to_num()
+        return step.answer(_half_marked(before) if what == "latents" else before)
 
     quiet = replace(call, arguments=_without_callbacks(call.arguments))
     with (
@@ -515,7 +568,6 @@ class _Step:
 
 Compute = Callable[[dict[str, Any]], Any]
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
-Rows = Callable[[Tensor], Tensor]
 
 
 def _all_rows(x: Tensor) -> Tensor:
@@ -537,9 +589,11 @@ class PipelineLoop:
         by_calls: Branches are two calls of the denoiser, and not two halves of its batch.
         exchange: Sends this branch's prediction, and returns those of both.
         channels: Channels of a prediction that the loop looks at; None means all.
+        mixes: The loop brings rows of predictions together.
 
     Attributes:
         is_divided: Another rank computes the other branch of guidance.
+        mixes: The same.
     """
 
     def __init__(
@@ -551,9 +605,12 @@ class PipelineLoop:
         by_calls: bool = False,
         exchange: Exchange | None = None,
         channels: int | None = None,
+        mixes: bool = False,
     ) -> None:
         self._call, self._compute, self._rows = call, compute, rows
         self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
+        self.mixes = mixes
+        self._complete: Complete | None = None
         self._exchange, self._channels = exchange, channels
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
         self._event: _Denoise | _Step | None = None
@@ -579,20 +636,28 @@ class PipelineLoop:
 
     # --- what its owner does ------------------------------------------------------------------------
 
-    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor | None = None,
+        again: bool = False,
+        complete: Complete | None = None,
+    ) -> Tensor:
         """Goes on to the next step of the scheduler.
 
         Args:
             latents: After the step before, where another has stepped; None where `step` has, and at the start.
             again: Compute the predictions of this step anew, those before being incomplete.
+            complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
+                and patches, as far as the loop has to see them.
 
         Returns:
             The prediction; where another rank computes the other branch of guidance, that of this one.
         """
+        self._complete = complete
         if again:
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
-                    anew = self._compute(event.arguments)
+                    anew = self._computed(event)
                     for old, new in zip(event.answer, anew, strict=True):
                         old.copy_(new)
         else:
@@ -615,20 +680,26 @@ class PipelineLoop:
         if event not in self._asked:
             self._asked.append(event)
         if self._branch is None:
-            event.answer = self._compute(event.arguments)
+            event.answer = self._computed(event)
             self._go_on(event.answer)
             return None
         if not self._by_calls:
-            return self._compute(event.arguments)
+            return self._computed(event)
         number = len(self._asked) - 1
         if number == self._branch:
-            event.answer = tuple(self._compute(event.arguments))
+            event.answer = tuple(self._computed(event))
         else:
             event.answer = _filled(self._call.parts[event.name], event.arguments)
         if number == 1:
             return self._asked[self._branch].answer
         self._go_on(Prediction(event.answer))
         return None
+
+    def _computed(self, event: _Denoise) -> Any:
+        out = self._compute(event.arguments)
+        if self._complete is None:
+            return out
+        return Prediction((self._complete(self._asked.index(event), out[0]),))
 
     def guided(
         self, prediction: Tensor, take: Rows = _all_rows, put: Callable[..., None] = _put_all

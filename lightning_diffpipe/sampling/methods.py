@@ -295,8 +295,8 @@ class Worker:
         patched = self.options.method == "pipefusion" and (self.options.num_patches or 1) > 1
         if shared or patched or self.place.mesh.guidance > 1:
             call.refuse_steps(self.options.method)
-        if self.options.method in ("pipefusion", "sequence") and (shared or patched):
-            call.refuse_rows(self.options.method)
+        if self.options.method == "pipefusion" and (shared or patched):
+            call.refuse_rows(self.options.synchronous_steps)
         if patched and any(name.startswith("callback") for name in call.pipeline.arguments):
             raise ConfigurationError(
                 "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
@@ -313,7 +313,9 @@ class Worker:
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
-        return call.request(self._model, exchange)
+        request = call.request(self._model, exchange)
+        self._sampler.model = request.model  # with the ControlNets of this request
+        return request
 
     def _sample_share(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
@@ -342,7 +344,10 @@ class Worker:
             return {}
         found = self._sampler.prepare(request)
         rank = self.place.links.rank
-        names = resident_parameters(self._model, found.layout, found.stages, rank)
+        own = dict(request.model.named_parameters())
+        names = resident_parameters(request.model, found.layout, found.stages, rank)
+        resident = {id(own[name]) for name in names}
+        names = {name for name, p in self._model.named_parameters() if id(p) in resident}
         if names & absent:
             load_weights(self._model, self._weights, names & absent)
         return {"setting": found}

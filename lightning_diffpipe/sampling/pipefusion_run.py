@@ -90,6 +90,9 @@ class PipeFusionRun:
         self._schedulers = PatchSchedulers(
             request.scheduler, request.step_kwargs, rows, layout.axis
         )
+        self._predictions: dict[
+            int, Tensor
+        ] = {}  # the newest rows, by call of the denoiser in a step
         self._hidden = _Inbox(links, links.rank - 1, "hidden")
         self._returned = _Inbox(links, links.num_ranks - 1, "latents")
 
@@ -174,9 +177,24 @@ class PipeFusionRun:
 
     def _predict(self, loop: Loop, turn: Turn, seen: Tensor) -> Tensor:
         """Runs the loop of a turn up to its prediction."""
+        complete = None
+        if loop.mixes and self._is_last:
+            complete = functools.partial(self._completed, turn)
         if turn.patch is None and not turn.is_first:  # another microbatch
-            return loop.predict(again=True)
-        return loop.predict(None if turn.step == 0 else seen)
+            return loop.predict(again=True, complete=complete)
+        return loop.predict(None if turn.step == 0 else seen, complete=complete)
+
+    def _completed(self, turn: Turn, number: int, prediction: Tensor) -> Tensor:
+        """A prediction with rows of all patches; those of later ones are of the step before, as keys are."""
+        together, parts = self._shares(turn.patch, (0, 1))
+        if len(parts) > 1:
+            self._collect_rows(prediction, parts, "prediction")
+        if turn.patch is None:
+            self._predictions[number] = prediction.clone()
+            return prediction
+        layout, known = self._setting.layout, self._predictions[number]
+        layout.put_rows(known, together.units, layout.take_rows(prediction, together.units))
+        return known.clone()
 
     def _loop_of(self, turn: Turn, seen: Tensor) -> Loop:
         """The loop of the turn's patch; in synchronous steps, where the first does it, all others go along."""
@@ -191,6 +209,9 @@ class PipeFusionRun:
         """The prediction after guidance: halves of the ranks send each other the rows of a turn only."""
         if not loop.is_divided:
             return prediction
+        if loop.mixes:
+            with self._watch.waiting():
+                return loop.guided(prediction)
         layout, units = self._setting.layout, self._units(turn)
         with self._watch.waiting():
             return loop.guided(
@@ -333,19 +354,19 @@ class PipeFusionRun:
         if not self._is_last:
             return links.receive(TensorShape.of(latents), last, "result").wait()
         if self._sequence.num_ranks > 1:
-            self._collect_rows(latents)
+            self._collect_rows(latents, self._shares(None, (0, 1))[1], "result")
         for rank in range(last):
             links.send(latents, rank, "result")
         return latents
 
-    def _collect_rows(self, latents: Tensor) -> None:
-        """Brings together what the ranks of the last stage have stepped."""
-        layout, (_, parts) = self._setting.layout, self._shares(None, (0, 1))
-        rows = [layout.take_rows(latents, part.units) for part in parts]
+    def _collect_rows(self, x: Tensor, parts: Sequence[Part], kind: MessageKind) -> None:
+        """Brings together what each rank of the last stage has of rows."""
+        layout = self._setting.layout
+        rows = [layout.take_rows(x, part.units) for part in parts]
         shapes = [TensorShape.of(each) for each in rows]
-        gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, "result")()
+        gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, kind)()
         for part, values in zip(parts, gathered, strict=True):
-            layout.put_rows(latents, part.units, values)
+            layout.put_rows(x, part.units, values)
 
 
 class _Announced(NamedTuple):

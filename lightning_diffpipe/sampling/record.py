@@ -5,14 +5,15 @@ on all ranks, under PipeFusion once for each patch. Everybody asks the same ques
 
     rank 0, first      Recorder    asks the real part, and keeps the answer
     everybody, after   Replayed    gives the answers in their order; on rank 0 the real part answers what follows
+                       Controls    those that the loop calls for its denoiser only, computed with that
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class Record:
     Attributes:
         answers: Of calls before the loop, by part and method, in order.
         attributes: Everything else that was looked up.
-        in_loop: Parts that are called inside the loop, such as ControlNets: all ranks need them.
+        in_loop: Parts that are called inside the loop: all ranks need them.
+        controls: Those whose answers only a denoiser reads, such as ControlNets, with what they answer, without
+            values, by shapes of what they are given.
         asked_last: Those that were called since the last call of the denoiser; in the end, those of the tail.
         num_decoded: Rows that were to be decoded; None if the call ended without.
     """
@@ -42,6 +45,7 @@ class Record:
     answers: dict[str, list[Any]] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     in_loop: set[str] = field(default_factory=set)
+    controls: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked_last: set[str] = field(default_factory=set)
     num_decoded: int | None = None
 
@@ -51,7 +55,7 @@ class Record:
             name: [moved(each, device) for each in all_] for name, all_ in self.answers.items()
         }
         attributes = {name: moved(each, device) for name, each in self.attributes.items()}
-        return Record(answers, attributes, self.in_loop, num_decoded=self.num_decoded)
+        return replace(self, answers=answers, attributes=attributes, asked_last=set())
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
@@ -230,3 +234,87 @@ def _copied(answer: Any) -> Any:
     if isinstance(answer, _Iterated):
         return iter(answer)
     return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, answer)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Stands for what a control answers, among the arguments of the denoiser that reads it.
+
+    Attributes:
+        call: Which of the calls of controls.
+        leaf: Which of the tensors that it returns.
+    """
+
+    call: int
+    leaf: int
+
+
+class Controls:
+    """Parts whose results only a denoiser reads, such as ControlNets: ranks compute them as a part of it.
+
+    So they are answered with tensors without memory, and what they were asked is given to the denoiser instead, as
+    its argument `controls`: names and arguments, for which every `Answer` among its other arguments stands.
+
+    Args:
+        known: Of each control, what it answers, without values, by shapes of its arguments; further ones are added,
+            and a control that has other readers is taken out.
+        parts: The parts that are here, by name.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        known: dict[str, dict[str, Any]],
+        parts: Mapping[str, nn.Module],
+        device: torch.device,
+    ) -> None:
+        self._known, self._parts, self._device = known, parts, device
+        self._asked: list[tuple[str, dict[str, Any], list[Any]]] = []
+        self._read: set[int] = set()
+
+    def ask(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Answers a call of a control."""
+        given = [x.shape for x in pytree.tree_leaves(arguments) if torch.is_tensor(x)]
+        known = self._known.setdefault(name, {})
+        if str(given) not in known:
+            answer = self._parts[name](**arguments)
+            known[str(given)] = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), answer)
+
+        def unknown(x: torch.Tensor) -> torch.Tensor:
+            return torch.full((), float("nan"), dtype=x.dtype, device=self._device).expand(x.shape)
+
+        answer = pytree.tree_map_only(torch.Tensor, unknown, known[str(given)])
+        self._asked.append((name, arguments, pytree.tree_leaves(answer)))
+        return answer
+
+    def read_by(self, on_denoise: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Gives a denoiser what the controls were asked whose answers it is given."""
+
+        def denoise(arguments: dict[str, Any]) -> Any:
+            given = {id(x) for x in pytree.tree_leaves(arguments)}
+            controls: list[tuple[str, dict[str, Any]]] = []
+            places: dict[int, Answer] = {}
+            for control, asked, leaves in self._asked:
+                mine = {id(x): i for i, x in enumerate(leaves) if torch.is_tensor(x)}
+                if mine.keys() & given:
+                    places |= {x: Answer(len(controls), i) for x, i in mine.items()}
+                    controls.append((control, asked))
+            if not controls:
+                return on_denoise(name, arguments)
+            self._read |= places.keys() & given
+            linked = pytree.tree_map(lambda x: places.get(id(x), x), arguments)
+            return on_denoise(name, linked | {"controls": controls})
+
+        return denoise
+
+    def forgotten_after(self, on_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Begins anew with each step of the scheduler."""
+
+        def step(*given: Any) -> Any:
+            for name, _, leaves in self._asked:
+                if any(torch.is_tensor(x) and id(x) not in self._read for x in leaves):
+                    self._known.pop(name, None)
+            self._asked, self._read = [], set()
+            return on_step(*given)
+
+        return step

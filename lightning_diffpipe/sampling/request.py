@@ -30,6 +30,7 @@ from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Rows = Callable[[Tensor], Tensor]
+Complete = Callable[[int, Tensor], Tensor]
 
 
 class Loop(Protocol):
@@ -37,16 +38,25 @@ class Loop(Protocol):
 
     Attributes:
         is_divided: Another rank computes the other branch of guidance.
+        mixes: It brings rows of predictions together, so that it has to be given all of them.
     """
 
     is_divided: bool
+    mixes: bool
 
-    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor | None = None,
+        again: bool = False,
+        complete: Complete | None = None,
+    ) -> Tensor:
         """Goes on to the next step of the scheduler.
 
         Args:
             latents: After the step before, where another has stepped; None where `step` has, and at the start.
             again: Compute the predictions of this step anew, those before being incomplete.
+            complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
+                and patches, as far as the loop has to see them.
 
         Returns:
             The prediction; where another rank computes the other branch of guidance, that of this one.
@@ -122,14 +132,16 @@ class PlainLoop:
         request: Of the function `denoise`.
     """
 
-    is_divided = False
+    is_divided = mixes = False
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1
         self._scheduler = copy.deepcopy(request.scheduler)
         self._scaler: InputScaler | None = None  # needed where others step
 
-    def predict(self, latents: Tensor | None = None, again: bool = False) -> Tensor:
+    def predict(
+        self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
+    ) -> Tensor:
         """See `Loop`."""
         request = self._request
         self._index += not again

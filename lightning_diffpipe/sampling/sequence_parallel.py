@@ -18,6 +18,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +130,11 @@ class SequenceParallel:
             interception.uninstall()
 
     def bytes_sent(self, layout: Layout, request: Request) -> dict[str, int]:
-        """Payload of a whole request by kind, of all ranks together, where no mask is made from tokens."""
+        """Payload of a whole request by kind, of all ranks together.
+
+        Neither masks that are made from tokens count, nor predictions before guidance, which loops are given that
+        bring rows together.
+        """
         if self.links.num_ranks == 1:
             return {}
         parts, n = self._parts(layout), self.links.num_ranks
@@ -170,23 +175,24 @@ class SequenceParallel:
             float("nan") if self.verify else 0.0,
         )
         loop, latents = request.loop(), request.latents
+        predict: Callable[[], Tensor] = loop.predict
+        if loop.mixes:
+            predict = partial(loop.predict, complete=lambda _, x: self._whole(x, layout, parts))
         for step in range(request.num_steps):
             runner.start_step()
             with watch.working(ForwardNoGrad(links.rank, step)):
-                run = runner.run(loop.predict, parts[links.rank], _nothing, _nowhere)
+                run = runner.run(predict, parts[links.rank], _nothing, _nowhere)
                 assert run.prediction is not None
-                latents = loop.step(self._gathered(loop, run.prediction, layout, parts))
+                latents = loop.step(self._guided(loop, run.prediction, layout, parts))
             watch.step_done()
             if on_step is not None:
                 on_step(step)
         links.finish()
         return latents
 
-    def _gathered(
-        self, loop: Loop, prediction: Tensor, layout: Layout, parts: list[Part]
-    ) -> Tensor:
+    def _guided(self, loop: Loop, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
         """The prediction after guidance, with the rows of all ranks."""
-        if len(parts) == 1:
+        if loop.mixes:
             return loop.guided(prediction)
         units = parts[self.links.rank].units
         guided = loop.guided(
@@ -194,11 +200,17 @@ class SequenceParallel:
             lambda x: layout.take_rows(x, units),
             lambda x, values: layout.put_rows(x, units, values),
         )
-        mine = layout.take_rows(guided, units).contiguous()
+        return self._whole(guided, layout, parts)
+
+    def _whole(self, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
+        """A prediction with the rows of all ranks."""
+        if len(parts) == 1:
+            return prediction
+        mine = layout.take_rows(prediction, parts[self.links.rank].units).contiguous()
         shapes = []
         for part in parts:
             shape = list(mine.shape)
-            shape[layout.axis] = layout.rows(guided, part.units).shape[layout.axis]
+            shape[layout.axis] = layout.rows(prediction, part.units).shape[layout.axis]
             shapes.append(TensorShape(tuple(shape), mine.dtype))
         whole = start_all_gather(self.links, mine, shapes, "prediction")()
         return torch.cat(whole, layout.axis)

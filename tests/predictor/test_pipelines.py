@@ -12,6 +12,7 @@ from tests.predictor.scenarios import draw_each
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
 from tests.zoo.case import perturb
+from tests.zoo.pipelines import build as build_any
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
 SIZE = {"height": 32, "width": 32}
@@ -116,6 +117,22 @@ def chroma(folder):
     return pipeline, {**SIZE, "max_sequence_length": 8}
 
 
+def sd3_controlnet(folder):
+    """Residuals for each block of a transformer."""
+    parts = build("sd3", folder).components
+    control = diffusers.SD3ControlNetModel.from_config(
+        dict(parts["transformer"].config), num_layers=2, extra_conditioning_channels=0
+    )
+    pipeline = diffusers.StableDiffusion3ControlNetPipeline(**parts, controlnet=perturbed(control))
+    return pipeline, {"control_image": picture(), **options_of("sd3")}
+
+
+def rescaled_video(folder):
+    """Guidance of a transformer, rescaled by the deviation of all tokens."""
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 8}
+    return build_any("LTXPipeline", folder), {**sizes, "guidance_rescale": 0.7}
+
+
 def rescaled(folder):
     return build("stable_diffusion", folder), {**SIZE, "guidance_rescale": 0.5}
 
@@ -123,8 +140,8 @@ def rescaled(folder):
 KINDS = {
     f.__name__: f
     for f in (
-        img2img, inpainting, inpainting_by_mixing, controlnet, refiner, sd3_img2img, two_transformers, chroma,
-        rescaled,
+        img2img, inpainting, inpainting_by_mixing, controlnet, refiner, sd3_img2img, sd3_controlnet,
+        two_transformers, chroma, rescaled, rescaled_video,
     )
 }  # fmt: skip
 
@@ -153,6 +170,7 @@ def by_diffusers(path, name="stable_diffusion", generator=None, **options):
     if "prompt_embeds" not in options:
         options["prompt"] = prompts_of(name)
     settings = {"output_type": "pil", **SETTINGS, **options}
+    torch.manual_seed(0)  # some encode a picture with noise of the default generator
     return drawn_by(pipeline(**settings, generator=generator))
 
 
@@ -165,14 +183,16 @@ def same(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_draws_what_diffusers_draws(kind, saved):
     path, options, expected = saved(kind)
-    found = Predictor.from_pretrained(path, "single")(prompts_of("any"), **SETTINGS, **options)
+    predictor = Predictor.from_pretrained(path, "single")
+    torch.manual_seed(0)
+    found = predictor(prompts_of("any"), **SETTINGS, **options)
     assert same(found, expected)
     assert np.std([np.asarray(each) for each in found]) > 0.01
 
 
 @pytest.mark.distributed
 def test_two_ranks_draw_what_one_process_draws(saved):
-    """Parts of the loop, such as a ControlNet, run whole on every rank; prompts, tokens or rows are divided."""
+    """Prompts, tokens or rows are divided, those of a ControlNet, too."""
     cases = [
         ("img2img", {"method": "single"}),
         ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
@@ -182,6 +202,11 @@ def test_two_ranks_draw_what_one_process_draws(saved):
         ("sd3_img2img", {"method": "sequence"}),
         ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
         ("two_transformers", {"method": "single"}),
+        ("sd3_controlnet", {"method": "single"}),
+        ("sd3_controlnet", {"method": "sequence"}),
+        ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
+        ("rescaled_video", {"method": "sequence"}),
+        ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
         ("chroma", {"method": "sequence"}),
         ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
         ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
@@ -200,28 +225,40 @@ def test_two_ranks_draw_what_one_process_draws(saved):
 
 @pytest.mark.distributed
 def test_patches_on_two_ranks_equal_one_rank(saved):
-    path, options, expected = saved("sd3_img2img")
-    job = (
-        path,
-        prompts_of("any"),
-        {**SETTINGS, **options},
-        {"method": "pipefusion", "num_patches": 2},
-    )
-    [[(found, _)], _] = run_ranks(draw_each, 2, [job])
-    [(alone, _)] = draw_each(0, [job])
-    assert (found == alone).all()
-    assert not same(found, expected)
+    """A ControlNet runs patch by patch; guidance is rescaled with later patches of the step before."""
+    kinds, jobs = ("sd3_img2img", "sd3_controlnet", "rescaled_video"), []
+    for kind in kinds:
+        path, options, _ = saved(kind)
+        patches = {"method": "pipefusion", "num_patches": 2}
+        jobs.append((path, prompts_of("any"), {**SETTINGS, **options}, patches))
+    drawn, _ = run_ranks(draw_each, 2, jobs)
+    for kind, (found, _), (alone, _) in zip(kinds, drawn, draw_each(0, jobs), strict=True):
+        assert (found == alone).all(), kind
+        assert not same(found, saved(kind)[2]), kind
+
+
+@pytest.mark.parametrize("kind", ["controlnet", "sd3_controlnet"])
+def test_a_controlnet_is_shared_with_the_denoiser_that_reads_it(kind, saved):
+    path, options, _ = saved(kind)
+    predictor = Predictor.from_pretrained(path, "single")
+    calls = []
+    sample = predictor._sample
+    predictor._sample = lambda packed: calls.append(packed) or sample(packed)
+    predictor(prompts_of("any"), **SETTINGS, **options)
+    assert calls[0].mixes == frozenset()
+    [(name, given)] = calls[0].steps[0][0]["controls"]
+    assert name == "controlnet"
+    assert given["controlnet_cond"].ndim == 4
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         (
-            "rescaled",
-            {"num_patches": 2},
-            "StableDiffusionPipeline brings rows of the latents together",
+            "rescaled_video",
+            {"num_patches": 2, "warmup_steps": 0},
+            "LTXPipeline brings rows of predictions together",
         ),
-        ("controlnet", {"num_patches": 2}, "StableDiffusionControlNetPipeline brings rows"),
         (
             "two_transformers",
             {"num_patches": 2},
@@ -325,6 +362,9 @@ def test_no_loop_is_left_behind(folder_of):
 class Own(diffusers.StableDiffusionPipeline):
     """A pipeline of one's own: guidance by a call for each branch, and momentum."""
 
+    def seen(self, latents):
+        return latents
+
     @torch.no_grad()
     def __call__(
         self, prompt, num_inference_steps=4, guidance_scale=4.0, generator=None, output_type="pil"
@@ -334,7 +374,7 @@ class Own(diffusers.StableDiffusionPipeline):
         latents = torch.randn(len(prompt), 4, 16, 16, generator=generator)
         latents, momentum = latents * self.scheduler.init_noise_sigma, 0.0
         for t in self.scheduler.timesteps:
-            x = self.scheduler.scale_model_input(latents, t)
+            x = self.scheduler.scale_model_input(self.seen(latents), t)
             a, b = (self.unet(x, t, encoder_hidden_states=each).sample for each in (given, free))
             momentum = (a - b) + 0.5 * momentum
             latents = self.scheduler.step(b + guidance_scale * momentum, t, latents).prev_sample
@@ -342,6 +382,21 @@ class Own(diffusers.StableDiffusionPipeline):
         return diffusers.ImagePipelineOutput(
             self.image_processor.postprocess(images, output_type=output_type)
         )
+
+
+class Centred(Own):
+    """Looks at the mean of all rows of the latents."""
+
+    def seen(self, latents):
+        return latents - latents.mean(-2, keepdim=True)
+
+
+def test_latents_whose_rows_are_mixed_are_refused_in_patches(folder_of, tmp_path, monkeypatch):
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("stable_diffusion")))
+    Centred(**pipeline.components, requires_safety_checker=False).save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers, "Centred", Centred, raising=False)
+    with pytest.raises(ConfigurationError, match="Centred brings rows of the latents together"):
+        Predictor.from_pretrained(tmp_path, num_patches=2)(prompts_of("any"), **SETTINGS)
 
 
 def test_a_pipeline_of_ones_own(folder_of, tmp_path, monkeypatch):

@@ -115,7 +115,8 @@ class BandCall(TorchFunctionMode):
         leaves, tree = pytree.tree_flatten((args, kwargs))
         facts, exchange = self._track.facts, self._track.exchange
         self._whole = leaves[facts.sample]
-        self._band = leaves[facts.sample] = self._cut(self._whole, -2).contiguous()
+        self._band = self._cut(self._whole, -2).contiguous()
+        leaves = [self._band if x is self._whole else x for x in leaves]
         for leaf, axis in facts.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)

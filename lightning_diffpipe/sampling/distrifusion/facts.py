@@ -148,8 +148,9 @@ class _Look:
         self, leaf: int, axis: int | None, name_spreaders: bool = False
     ) -> tuple[Marks, dict[str, dict[int, int]], Any]:
         """One run with marks in the last part of an axis of an argument, or in all of it."""
-        leaves = list(self._leaves)
-        leaves[leaf] = marked = leaves[leaf].clone()
+        given = self._leaves[leaf]
+        marked = given.clone()
+        leaves = [marked if x is given else x for x in self._leaves]  # ControlNets share theirs
         size = marked.numel() if axis is None else self._marked_part(marked.shape[axis])
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
         part.fill_(_NAN)
@@ -183,7 +184,7 @@ class _Look:
         return [
             (leaf, axis - x.ndim)
             for leaf, x in enumerate(self._leaves)
-            if leaf != sample and _is_float(x)
+            if x is not self._leaves[sample] and _is_float(x)
             for axis in range(x.ndim - 1)
             if self._marked_part(x.shape[axis]) and not (axis == 0 and x.shape[0] == num_samples)
         ]
