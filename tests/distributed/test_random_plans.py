@@ -1,4 +1,4 @@
-"""Two hundred random plans run to their end, on real processes, with the gradients of one process.
+"""A hundred random plans run to their end, on real processes, with the gradients of one process.
 
 Stages, cuts, replicas, pipelines side by side, microbatches, batch sizes, schedule and the time every layer
 takes are drawn at random; layers sleep, so that ranks overtake each other in ever new ways. A plan that
@@ -41,7 +41,7 @@ from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-NUM_PLANS = 200
+NUM_PLANS = 100
 WORLD_SIZE = 4
 NUM_BLOCKS = 7
 WIDTH = 4
