@@ -58,8 +58,9 @@ class GradientReducer:
     def start(self, awaited: Awaited) -> Exchange | None:
         """Begins to sum gradients; waiting for it puts the sums into `.grad`.
 
-        A holder without a gradient contributes zeros, and frozen parameters get no sum. Every holder must
-        call it at the same point of its program.
+        A holder without a gradient contributes zeros; if none has one, as a step may leave layers out, there is
+        none afterwards, so that the optimizer leaves the parameter alone. Frozen ones get no sum. Every
+        holder must call it at the same point of its program.
 
         Args:
             awaited: Waits for operations; see `Transport.awaited`.
@@ -174,24 +175,26 @@ class Reduction:
             self._under_way.append(self._begin(*self._later.popleft()))
 
     def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> Exchange:
-        flat = torch.cat(
-            [
-                (p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1)
-                for p in bucket
-            ]
-        )
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        # Behind them, of each parameter, whether this rank has a gradient: summed, how many holders have one.
+        has = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
+        has = has.to(bucket[0].device, non_blocking=True)
+        flat = torch.cat([*(g.detach().reshape(-1) for g in gradients), has])
         work = dist.all_reduce(flat, group=self._mesh.reduction_group(ranks), async_op=True)
         assert work is not None
         return self._awaited([work], "summed gradients", partial(_put, flat, bucket))
 
 
 def _put(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
-    """Puts the sums of a bucket into `.grad`."""
+    """Puts the sums of a bucket into `.grad`; only who lacks a gradient asks the device whether others have it."""
+    lacks = any(p.grad is None and p.requires_grad for p in bucket)
+    num_having = flat[-len(bucket) :].tolist() if lacks else [1] * len(bucket)
     start = 0
-    for parameter in bucket:
+    for parameter, having in zip(bucket, num_having, strict=True):
         summed = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-        if not parameter.requires_grad:  # frozen during training: with zeros it would decay
+        # With zeros what is frozen during training, or was left out of all holders' steps, would decay.
+        if not having or not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)

@@ -212,6 +212,30 @@ def test_a_coin_with_accumulation_clipping_and_two_pipelines():
     )
 
 
+class SometimesMore(TinyDiffusion):
+    """Calls a trained layer in every other batch only."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch, batch_idx):
+        self.calls_more = batch_idx % 2 == 0
+        return super().training_step(batch, batch_idx)
+
+    def denoise(self, noisy, t, text):
+        return super().denoise(noisy + self.more(noisy) if self.calls_more else noisy, t, text)
+
+
+def test_a_layer_that_both_pipelines_leave_out_stays_as_it_is():
+    """History: it got gradients of zero there, by which weight decay and Adam's moments moved it."""
+    settings = Settings(module_class=SometimesMore, data={"batch_size": 4})
+    expected = reference(settings, 1, 2)
+    assert {"more.weight" in gradients for gradients in expected.gradients} == {True, False}
+    settings.strategy = {"num_stages": 1, "data_parallel": 2, "num_microbatches": 1}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
+
+
 class Listing(Coin):
     """Keeps its losses in a list."""
 

@@ -18,11 +18,17 @@ RANKS = (0, 1)
 
 
 class Sums:
-    """Stands for `torch.distributed`: two ranks with the same gradients; the peer stops behind some sums."""
+    """Stands for `torch.distributed`: two ranks with the same gradients; the peer stops behind some sums.
+
+    Args:
+        num_until_lost: So many.
+        more: Is added to all sums: what the peer has and this rank has not.
+    """
 
     Work = object
 
-    def __init__(self, num_until_lost=NUM_BUCKETS):
+    def __init__(self, num_until_lost=NUM_BUCKETS, more=0):
+        self.more = more
         self.num_begun, self.num_until_lost, self.most, self.num_over = 0, num_until_lost, 0, 0
 
     def all_reduce(self, flat, group, async_op):
@@ -33,7 +39,7 @@ class Sums:
             if number >= self.num_until_lost:
                 raise RuntimeError("Connection closed by peer")
             self.num_over += 1
-            flat.mul_(2)
+            flat.mul_(2).add_(self.more)
 
         return SimpleNamespace(wait=wait)
 
@@ -85,3 +91,17 @@ def test_a_peer_lost_in_any_bucket_is_told_alike(parts, monkeypatch, num_until_l
     under_way = start()
     with pytest.raises(PipelineTimeoutError, match="rank 0 waited for summed gradients: lost a"):
         poll(under_way) if polled else under_way.wait()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch, more):
+    """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
+    parameters, start = parts
+    parameters["weight07"].grad = None
+    monkeypatch.setattr(reduction, "dist", Sums(more=more))
+    start().wait()
+    if more:
+        assert parameters["weight07"].grad.tolist() == [1.0] * 3
+    else:
+        assert parameters["weight07"].grad is None
+    assert parameters["weight08"].grad.tolist() == [16.0 + more] * 3
