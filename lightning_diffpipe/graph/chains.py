@@ -176,7 +176,7 @@ def _metrics(root: nn.Module) -> dict[int, list[Tensor]]:
     """Copies of the states of metric objects."""
     return {
         id(module): [leaf.detach().clone() for leaf in pytree.tree_leaves(own)]
-        for module, own in own_tensors(root)
+        for module, own in own_tensors(root.modules())
     }
 
 

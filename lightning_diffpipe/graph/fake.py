@@ -13,7 +13,7 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -184,27 +184,33 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 
 
 @contextlib.contextmanager
-def untouched(root: nn.Module) -> Iterator[None]:
-    """Puts back what a real run changes: buffers, metrics, counters and lists, training flags, random numbers."""
+def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Puts back what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
+
+    Args:
+        root: The module whose step is run; its lists are put back in any case.
+        modules: What the run may change otherwise; all modules if not given.
+    """
+    modules = list(root.modules() if modules is None else modules)
     buffers = [
         (module, key, buffer, buffer.detach().clone())
-        for module in root.modules()
+        for module in modules
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
     # A run changes copies: whoever moved the states here may put back the tensors it found.
-    metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(root)]
+    metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(modules)]
     for module, _, own in metrics:
         copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
         module.__dict__.update(copies)
-    plain = [(m, {k: v for k, v in vars(m).items() if _is_plain(v)}) for m in root.modules()]
+    plain = [(m, {k: v for k, v in vars(m).items() if _is_plain(v)}) for m in modules]
     containers = [
         (value, value.copy())
-        for module in root.modules()
+        for module in {root, *modules}
         for key, value in vars(module).items()
         if not key.startswith("_") and type(value) in (list, dict, set)
     ]
-    training = [(m, m.training) for m in root.modules()]
+    training = [(m, m.training) for m in modules]
     with rng.preserved(host=True):
         try:
             yield

@@ -98,6 +98,8 @@ class FormView:
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, replace(tail(graph), needed=frozenset()), memory)
         self._attributes = Attributes(root, graph.toggled | graph.left)
+        owners = sorted({name.rpartition(".")[0] for name in graph.glue_writes})
+        self._owners = [root.get_submodule(name) for name in owners]
 
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
@@ -108,13 +110,13 @@ class FormView:
             call: Runs the user's step on it.
             seed: Seeds what the step draws between layers.
             known: The run ends where only one of these is possible, and complete; the graph's, if there are none.
-                If it is none of them, the step runs to its end, and what that changes is put back.
+                If it is none of them, the step runs to its end. What it changes is put back.
 
         Raises:
             GraphError: The step calls a layer that it did not call when it was probed.
         """
         patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
-        with rng.preserved(host=True), self._attributes.preserved():
+        with untouched(self._root, self._owners), self._attributes.preserved():
             form = self._walked(_FormRun(self._plan, patterns), call, seed)
             if form is None:
                 with untouched(self._root):

@@ -10,7 +10,7 @@ Never call `.to()` on a module with placeholders: moving an expanded tensor allo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,11 +105,11 @@ def has_own_tensors(module: nn.Module) -> bool:
     return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
 
-def own_tensors(root: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+def own_tensors(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Tensors, and lists of them, that are plain attributes of modules which move them: states of metrics."""
     return [
         (module, {name: value for name, value in module.__dict__.items() if _is_tensors(value)})
-        for module in root.modules()
+        for module in modules
         if has_own_tensors(module)
     ]
 

@@ -71,7 +71,7 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(m, dict(m._buffers)) for m in module.modules()]
     # `_device` is what `LightningModule.device` answers.
     homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
-    states = own_tensors(module)
+    states = own_tensors(module.modules())
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)

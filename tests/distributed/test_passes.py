@@ -258,6 +258,29 @@ def test_what_a_step_keeps_is_not_told_of_trials(coin):
     assert all(map(math.isfinite, module.seen))
 
 
+class Counting(TinyDiffusion):
+    """Counts its microbatches in a buffer and in a list, in front of all layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.num_seen += 1
+        self.seen.append(len(batch["image"]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_step_counts_is_not_counted_where_its_form_is_recognised():
+    """History: with one stage the first microbatch of every batch was counted twice."""
+    module = Counting().double()
+    strategy = quick_strategy(num_stages=1, num_microbatches=2)
+    quiet_trainer(devices=1, strategy=strategy).fit(module, datamodule=Data(batch_size=4))
+    assert module.seen == [2] * 12
+    assert module.num_seen == 12
+
+
 class Later(Coin):
     """Estimates from the third step on, if a coin says so: more than was planned."""
 
