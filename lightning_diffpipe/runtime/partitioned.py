@@ -360,7 +360,7 @@ def aligned(
     """Ways to give the layer calls of a form to the stages of the planned one.
 
     A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
-    beginning; a call that has none goes to the stage nearest to it whose rank holds the layer.
+    beginning; one that has none goes to the nearest stage of its backbone whose rank holds the layer.
 
     Args:
         names: Layers that the form calls, in order.
@@ -376,10 +376,11 @@ def aligned(
         >>> next(aligned("xab", "xabab", [0, 0, 1, 2, 3], placement))
         [2, 2, 3]
     """
-    held: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for name, stage in zip(planned, stage_of, strict=True):
-        held[name].add(placement.stage_ranks[stage])
     last = placement.num_stages - 1
+    places = [(placement.backbone_of(s), placement.stage_ranks[s]) for s in range(last + 1)]
+    held = defaultdict(set)
+    for name, stage in zip(planned, stage_of, strict=True):
+        held[name].add(places[stage])
     for backwards in (True, False):
         step = -1 if backwards else 1
         calls, stages = list(zip(planned, stage_of, strict=True))[::step], list[int]()
@@ -389,7 +390,7 @@ def aligned(
                 now, at = calls[at][1], at + 1
             else:
                 left = range(now, -1, -1) if backwards else range(now, last + 1)
-                found = next((s for s in left if placement.stage_ranks[s] in held[name]), None)
+                found = next((s for s in left if places[s] in held[name]), None)
                 if found is None:
                     break
                 now = found

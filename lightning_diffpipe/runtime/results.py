@@ -308,7 +308,8 @@ class ChainEnds:
             for work in works:
                 key, layout = MessageKey("end", stage, work.index), _layout(work, stage)
                 if self._local_rank == rank:
-                    tensors = list(work.ends.pop(stage).values())
+                    # Nothing of a chain that this form of the step leaves out.
+                    tensors = list(work.ends.pop(stage, {}).values())
                     sends.append(Parcel(key, layout.pack(tensors, self._device), self._reporter))
                 else:
                     buffer = layout.empty(self._device)

@@ -1,5 +1,7 @@
 """Two backbones of one step, in opposite directions: the numbers of one process."""
 
+import random
+
 import lightning as L
 import pytest
 import torch
@@ -55,6 +57,25 @@ def test_three_backbones_with_accumulation_and_clipping():
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     )[0].plan
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (1,), (0,), (0,), (1,)]
+
+
+class Seldom(Cascade):
+    """Trains one of its backbones for some microbatches only, as a coin says."""
+
+    def __init__(self, seldom):
+        super().__init__()
+        self.seldom = seldom
+
+    def one(self, denoiser, latent, t, text):
+        if denoiser is self.get_submodule(self.seldom) and random.random() < 0.5:
+            return latent.new_zeros(()), latent
+        return super().one(denoiser, latent, t, text)
+
+
+@pytest.mark.parametrize("seldom", ["base", "upscaler"])
+def test_a_coin_that_leaves_a_backbone_out(seldom):
+    """History: its layers were given to a stage of the other one, and the program was out of order."""
+    check(2, module_class=Seldom, module={"seldom": seldom}, strategy={"filling": "none"})
 
 
 def test_two_pipelines_of_a_cascade_and_last_batches_that_are_smaller():
