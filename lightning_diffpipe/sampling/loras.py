@@ -1,6 +1,6 @@
 """LoRA files at sampling: their low-rank products are added to weights as each rank reads its own.
 
-    W + sum over files: scale * alpha / rank * B A
+    W + sum over files: scale * alpha / rank * B A        (rsLoRA: alpha / sqrt(rank))
 
 So no rank holds more than its part of the denoiser, and nothing is computed besides in a step. What form a file has
 (of peft, of Kohya's scripts, of diffusers before peft) is for the loader of the pipeline's class.
@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
+_SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
 
 
 class _Weights(Protocol):
@@ -61,19 +64,29 @@ class Lora:
         except Exception as error:
             raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
         weights, *more = found if isinstance(found, tuple) else (found,)
-        alphas: dict[str, float] = {}
+        settings: dict[str, Any] = {}
         for each in more:
-            alphas |= each or {}
+            settings |= each or {}
         self._products: dict[str, tuple[Tensor, Tensor, float]] = {}
+        others = set(weights)
         for down, up in _PAIRS:
             for name in (n for n in weights if n.endswith(down)):
                 layer = name.removesuffix(down)
-                a, b = weights[name], weights[layer + up]
-                self._products[layer] = a, b, scale * _alpha(alphas, layer, len(a)) / len(a)
+                if layer + up in weights:
+                    a, b = weights[name], weights[layer + up]
+                    self._products[layer] = a, b, scale * _factor(settings, layer, len(a))
+                    others -= {name, layer + up}
         if not self._products:
             raise CheckpointError(
                 f"{self.path} has no adapters ({', '.join(sorted(weights)[:3]) or 'nothing'}); a LoRA has pairs "
                 "such as unet.mid_block.to_q.lora_A.weight and lora_B.weight"
+            )
+        if others:
+            raise CheckpointError(
+                f"{self.path} has {len(others)} tensors besides its {len(self._products)} pairs of low-rank "
+                f"matrices, such as {min(others)}: magnitudes (DoRA), biases or whole weights, which are not added "
+                "here. Merge it, and open the result: pipeline.load_lora_weights(FILE); pipeline.fuse_lora(); "
+                "pipeline.unload_lora_weights(); pipeline.save_pretrained(FOLDER)"
             )
 
     def parts(self) -> set[str]:
@@ -107,13 +120,14 @@ class Lora:
                 )
 
     def added(self, part: str, layer: str, weight: Tensor) -> Tensor:
-        """The weight of a layer with the product of its adapter, if there is one."""
+        """The weight of a layer with the product of its adapter, if there is one, in float32 at least."""
         product = self._products.get(f"{part}.{layer}")
-        if product is None:
+        if product is None or not weight.is_floating_point():
             return weight
         a, b, scale = product
         change = (b.flatten(1).float() @ a.flatten(1).float()).reshape(weight.shape)
-        return (weight.float() + scale * change.to(weight.device)).to(weight.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return weight.to(wide) + scale * change.to(weight.device, wide)
 
     def digest(self, part: str, layer: str) -> str:
         """What ranks compare of one product; nothing where there is none."""
@@ -124,13 +138,17 @@ class Lora:
         return hashlib.sha256(data + str(product[2]).encode()).hexdigest()
 
 
-def _alpha(alphas: Mapping[str, Any], layer: str, rank: int) -> float:
-    """That of a layer, as Kohya's scripts store it, or that of all layers of its part, as peft does."""
-    part = layer.partition(".")[0]
-    for name in (f"{layer}.alpha", f"{part}.lora_alpha", "lora_alpha"):
-        if name in alphas:
-            return float(alphas[name])
-    return float(rank)
+def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Of the product of a layer, by its alpha, as Kohya's scripts store it, or by peft's settings of its part."""
+    part, _, name = layer.partition(".")
+    own = {key: settings.get(f"{part}.{key}", settings.get(key)) for key in _SETTINGS}
+    alpha = own["lora_alpha"]
+    for pattern, value in (own["alpha_pattern"] or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            alpha = value
+            break
+    alpha = float(settings.get(f"{layer}.alpha", rank if alpha is None else alpha))
+    return alpha / (math.sqrt(rank) if own["use_rslora"] else rank)
 
 
 def read_loras(loras: Mapping[str | Path, float], cls: Any, parts: Collection[str]) -> list[Lora]:
@@ -166,7 +184,7 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[Lora]) -> None:
         lora.require_fit(name, {n: p.shape for n, p in parameters.items()})
         for layer in lora.layers(name):
             weight = parameters[f"{layer}.weight"]
-            weight.data = lora.added(name, layer, weight.data)
+            weight.data = lora.added(name, layer, weight.data).to(weight.dtype)
 
 
 class AdaptedWeights:

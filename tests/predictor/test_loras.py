@@ -2,6 +2,7 @@
 
 import diffusers
 import numpy as np
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -10,6 +11,9 @@ from PIL import Image
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.sampling import loras as sampling_loras
+from lightning_diffpipe.sampling.loras import AdaptedWeights
+from lightning_diffpipe.sampling.skeleton import SafetensorsFolder
 from tests.command import call
 from tests.predictor import tiny_pipelines as tiny
 
@@ -65,6 +69,70 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
         got = predictor(["a cat 1"], **options)[0]
     assert abs(pixels(got) - pixels(draw())).max() <= 1
     assert abs(pixels(got) - pixels(without)).max() > 8
+
+
+def trained_with_peft(folder, **settings):
+    """A file as diffusers writes it, of a small SD3, which is in the folder `model`."""
+    tiny.build("sd3", folder / "parts").save_pretrained(folder / "model")
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder / "model")
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "to_k"], **settings)
+    pipeline.transformer.add_adapter(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in pipeline.transformer.named_parameters():
+            if ".lora_magnitude" in key:
+                parameter.mul_(1.7)
+            elif ".lora_" in key:
+                parameter.normal_(std=0.3, generator=generator)
+    pipeline.save_lora_weights(
+        folder / "lora",
+        transformer_lora_layers=peft.get_peft_model_state_dict(pipeline.transformer),
+        transformer_lora_adapter_metadata=pipeline.transformer.peft_config["default"].to_dict(),
+    )
+    return folder / "lora"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"to_q": 8, r"transformer_blocks\.\d+\.attn\.to_k": 1}},
+    ],
+)
+def test_settings_of_peft_scale_adapters_as_in_diffusers(settings, tmp_path):
+    """History: alpha / rank of all layers was taken whatever the file says, and nothing said so."""
+    file = trained_with_peft(tmp_path, **settings)
+    plain = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "model")
+    plain.load_lora_weights(file)
+    plain.fuse_lora()
+    plain.unload_lora_weights()
+    weights = AdaptedWeights(
+        SafetensorsFolder(tmp_path / "model" / "transformer"),
+        "transformer",
+        [sampling_loras.Lora(file, 1.0, type(plain))],
+    )
+    expected = plain.transformer.state_dict()
+    for name, value in weights.read(weights.names()):
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+def test_what_is_more_than_low_rank_products_is_refused(settings, tmp_path):
+    """History: magnitudes and biases were left out without a word."""
+    file = trained_with_peft(tmp_path, **settings)
+    with pytest.raises(CheckpointError, match=r"besides its \d+ pairs .*fuse_lora"):
+        Predictor.from_pretrained(tmp_path / "model", "single", alone=True, loras={file: 1.0})
+
+
+def test_weights_are_not_rounded_to_the_stored_type_with_a_lora(tmp_path):
+    """History: what was added to weights stored in bfloat16 was lost in their rounding, also for dtype=float32."""
+    file = trained_with_peft(tmp_path)
+    lora = sampling_loras.Lora(file, 1e-4, diffusers.StableDiffusion3Pipeline)
+    layer = min(lora.layers("transformer"))
+    weight = torch.ones(lora._products[f"transformer.{layer}"][1].shape[0], 16)
+    exact = lora.added("transformer", layer, weight.double())
+    assert (exact != 1).any()
+    torch.testing.assert_close(lora.added("transformer", layer, weight.bfloat16()), exact.float())
 
 
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
