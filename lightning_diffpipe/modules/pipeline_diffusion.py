@@ -240,9 +240,10 @@ class PipelineDiffusion(PartsModule):
         """Draws one picture or video per prompt with the pipeline's own call, in this process.
 
         Args:
-            prompts: Prompts or class numbers.
+            prompts: Prompts or class numbers; of a model without either only their number counts.
             num_inference_steps: Denoising steps.
-            guidance_scale: Strength of guidance; the pipeline's own if not given.
+            guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
+                given.
             generator: Of the start noise.
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
@@ -251,11 +252,10 @@ class PipelineDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
         guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
+        own = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
         taken = inspect.signature(self.pipeline.__call__).parameters
         arguments = {
-            **{name: pixels for name, pixels in self._trained_size.items() if name in taken},
-            **guidance,
-            **self.hparams.call,
+            **{name: value for name, value in own.items() if name in taken},
             **options,
             "num_inference_steps": num_inference_steps,
         }

@@ -377,6 +377,29 @@ def test_pictures_are_drawn_in_the_size_of_those_trained_on(tmp_path):
     assert module.sample(["a"], 1, width=32).shape == (1, 3, 32, 32)
 
 
+def test_the_guidance_that_is_asked_for_is_drawn_with(tmp_path):
+    """History: that of training, in `call`, was drawn with whatever was asked for."""
+    call = {"guidance_scale": 1.0, "max_sequence_length": 8}
+    module = PipelineDiffusion(tiny.build("flux", tmp_path), call=call)
+    module.on_train_batch_start(batch_of("flux"), 0)
+    drawn = [
+        module.sample(["a"], 1, scale, torch.Generator().manual_seed(0))
+        for scale in (None, 1.0, 9.0)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.allclose(drawn[1], drawn[2])
+
+
+def test_models_of_nothing_draw_as_many_as_are_asked_for():
+    """History: the callback that draws in training gives a guidance, and ended it with a traceback."""
+    unet = diffusers.UNet2DModel(
+        8, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
+    )  # fmt: skip
+    module = PipelineDiffusion(diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()))
+    assert module.sample(["", ""], 1, guidance_scale=3.0).shape == (2, 3, 8, 8)
+
+
 def test_captions_are_dropped_before_the_call(tmp_path):
     module = module_of("flux", tmp_path)
     module.hparams.caption_dropout = 1.0
