@@ -251,8 +251,11 @@ class CascadedDiffusion(PartsModule):
             )
             return F.pixel_shuffle(found, patch).clamp(-1, 1)
 
-        given = None if small is None else 2 * small.to(self.device)[:, : self.hparams.colors] - 1
-        small = draw(self.unet) if given is None else given
+        if small is None:
+            small = draw(self.unet)
+        else:
+            small = 2 * small.to(self.device) - 1
+            small = small.mean(1, keepdim=True) if self.hparams.colors == 1 else small
         level = torch.full((len(prompts),), noise_level, device=self.device)
         noise = self._noise(len(prompts), small.shape[-1], generator)
         return draw(self.upscaler, *self._told(small, level, noise)).expand(-1, 3, -1, -1) / 2 + 0.5

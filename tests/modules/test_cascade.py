@@ -114,6 +114,8 @@ def test_grey_pictures_have_one_channel(batch):
     images = drawn(module)
     assert images.shape == (2, 3, 8, 8)
     assert torch.equal(images[:, 0], images[:, 2])
+    small = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(drawn(module, small=small), drawn(module, small=small.mean(1, True)))
 
 
 def test_pictures_of_another_size_are_refused(batch):
