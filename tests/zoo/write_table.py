@@ -60,7 +60,7 @@ two and three stages. Its loss is the same to the last bits (1e-12), and so is e
   power of ten.
 
 Which of them several ranks can *sample* together, and how, is in [a table](sampling_models.md#denoisers);
-of video models, the Predictor draws with Wan from text; the samplers themselves take latents and give latents.
+the Predictor runs the loops of diffusers' pipelines; the samplers themselves take latents and give latents.
 """
 
 
