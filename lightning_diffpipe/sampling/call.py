@@ -211,7 +211,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=restored(self.step_arguments),
+            step_kwargs=restored(self.step_arguments, self.whole.device),
             branches_in_batch=1 if divided else self._expansion_or_1 * self._copies,
             begin=lambda: self._begin(model, exchange),
         )

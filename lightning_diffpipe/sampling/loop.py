@@ -19,10 +19,11 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import re
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -210,7 +211,7 @@ class PipelineCall:
             functions: Among the arguments, which do not travel.
         """
         assert self.record is not None
-        arguments = {n: moved(value, device) for n, value in restored(self.arguments).items()}
+        arguments = {n: moved(v, device) for n, v in restored(self.arguments, device).items()}
         twin = copy.copy(self.pipeline)
         if isinstance(twin, nn.Module):
             vars(twin)["_device"] = device
@@ -262,14 +263,37 @@ def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn
     return twin
 
 
+@contextlib.contextmanager
+def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
+    """A context behind which parts have the types and attention processors that they had in front of it.
+
+    A pipeline that changes them (SDXL decodes in float32, perturbed-attention guidance has processors of its own)
+    takes that back at the end of its call, which neither a first run nor a request that fails reaches.
+    """
+    modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+    tensors = [x for each in modules for x in itertools.chain(each.parameters(), each.buffers())]
+    dtypes = [(x, x.dtype) for x in tensors]
+    layers = [x for each in modules for x in each.modules() if hasattr(x, "set_processor")]
+    processors = [(layer, layer.processor) for layer in layers]
+    try:
+        yield
+    finally:
+        for tensor, dtype in dtypes:
+            if tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+        for layer, processor in processors:
+            if layer.processor is not processor:
+                layer.set_processor(processor)
+
+
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the states of their generators in place of these."""
     return {name: _Generator.of(value) for name, value in arguments.items()}
 
 
-def restored(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with generators of their own, in the states that were taken."""
-    return {name: _Generator.restored(value) for name, value in arguments.items()}
+def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Arguments with generators of their own, in the states that were taken; of `device` if of its type."""
+    return {name: _Generator.restored(value, device) for name, value in arguments.items()}
 
 
 @dataclass(frozen=True)
@@ -288,12 +312,13 @@ class _Generator:
         return cls(value.get_state(), str(value.device))
 
     @classmethod
-    def restored(cls, value: Any) -> Any:
+    def restored(cls, value: Any, device: torch.device | None) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(cls.restored(v) for v in value)
+            return type(value)(cls.restored(v, device) for v in value)
         if not isinstance(value, cls):
             return value
-        generator = torch.Generator(value.device)
+        own = torch.device(value.device)
+        generator = torch.Generator(device if device and device.type == own.type else own)
         generator.set_state(value.state)
         return generator
 
@@ -559,7 +584,7 @@ class _Step:
 
     def count(self) -> None:
         """Lets the scheduler take this step on zeros: some scale model inputs by what they have stepped."""
-        zeros, options = torch.zeros((1,) * self[3].ndim), {}
+        zeros, options = self[3].new_zeros((1,) * self[3].ndim), {}
         if "generator" in inspect.signature(self.plain).parameters:
             options["generator"] = torch.Generator()
         with torch.random.fork_rng(devices=[]):

@@ -28,6 +28,7 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.loop import settings_restored
 from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
@@ -323,7 +324,8 @@ class Worker:
         was_training = self._model.training
         self._model.eval()
         try:
-            latents: Tensor = self._sampler.sample(self._request(call), on_step, **prepared)
+            with settings_restored(call.pipeline.parts):
+                latents: Tensor = self._sampler.sample(self._request(call), on_step, **prepared)
             self.place.branches.finish()
             return latents
         finally:

@@ -28,7 +28,12 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import as_texts
-from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, outline_of
+from lightning_diffpipe.sampling.loop import (
+    PipelineCall,
+    denoisers_among,
+    outline_of,
+    settings_restored,
+)
 from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -360,7 +365,8 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
         ConfigurationError: The call fails in front of the loop, or with a denoiser that predicts zeros.
     """
     try:
-        request = Call.of(call, outline_of(call))
+        with settings_restored(call.parts):
+            request = Call.of(call, outline_of(call))
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
@@ -371,7 +377,8 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
             f"zeros: {error}; if it does so in diffusers alone, take another scheduler or other arguments"
         ) from error
     try:
-        drawn = request.finish(sample(request))
+        with settings_restored(call.parts):
+            drawn = request.finish(sample(request))
     finally:
         request.close()
     for attribute in ("images", "frames"):

@@ -1,5 +1,7 @@
 """Pipelines and arguments that nothing in the package knows of: their own loop draws, as in diffusers."""
 
+from unittest import mock
+
 import diffusers
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.loop import _Generator, _Step, restored
 from tests.predictor.scenarios import draw_each
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
@@ -347,6 +350,61 @@ def test_sigmas_of_ones_own(folder_of):
     )
     assert same(found, by_diffusers(path, "sd3", **options))
     assert len(steps) == 3
+
+
+@pytest.mark.parametrize("method", ["single", "pipefusion"])
+def test_a_request_leaves_no_attention_processors_behind(method, tmp_path):
+    """History: perturbed-attention guidance had its own in the denoiser from the first run on, and for ever."""
+    parts = build("pixart", tmp_path / "words").components
+    pipeline = diffusers.PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+    pipeline.save_pretrained(tmp_path / "saved")
+    options = {"method": method, "warmup_steps": 4} | (
+        {"num_patches": 2} if method == "pipefusion" else {}
+    )
+    predictor = Predictor.from_pretrained(tmp_path / "saved", **options)
+    for scale in (3.0, 0.0):
+        options = options_of("pixart") | {"pag_scale": scale}
+        found = predictor(prompts_of("any"), **SETTINGS, **options)
+        assert same(found, by_diffusers(tmp_path / "saved", **options))
+
+
+def test_a_request_that_failed_leaves_the_decoder_in_its_type(folder_of, tmp_path):
+    """History: SDXL's stayed in float32 after its first run, and the next request ended in a traceback."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("sdxl")))
+    pipeline.vae.register_to_config(force_upcast=True)
+    pipeline.save_pretrained(tmp_path)
+    predictor = Predictor.from_pretrained(tmp_path, "single", dtype=torch.float16)
+
+    def stop(done, steps):
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        predictor(prompts_of("any"), **SETTINGS, **SIZE, on_step=stop)
+    assert predictor.source._pipeline.vae.dtype == torch.float16
+    assert predictor(prompts_of("any"), **SETTINGS, **SIZE)
+
+
+def test_a_scheduler_whose_numbers_are_on_the_device_counts_along():
+    """`meta` stands for a GPU: history, zeros on the host were stepped by flow matching's sigmas there."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(2, device="meta")
+    scheduler.set_begin_index(0)
+    latents = torch.zeros(1, 4, 8, 8, device="meta")
+    given = {"self": scheduler, "model_output": latents, "timestep": scheduler.timesteps[0]}
+    _Step(type(scheduler).step, given | {"sample": latents}).count()
+    assert scheduler.step_index == 1
+
+
+def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch):
+    """History: rank 1 drew with a generator of rank 0's GPU for tensors of its own, which torch refuses."""
+    made = []
+    monkeypatch.setattr(
+        torch, "Generator", lambda device: made.append(str(device)) or mock.MagicMock()
+    )
+    taken = {"generator": [_Generator(torch.empty(0), "cuda:0"), _Generator(torch.empty(0), "cpu")]}
+    restored(taken, torch.device("cuda:1"))
+    restored(taken)
+    assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
 
 
 def test_no_loop_is_left_behind(folder_of):
