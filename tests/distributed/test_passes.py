@@ -258,6 +258,23 @@ def test_what_a_step_keeps_is_not_told_of_trials(coin):
     assert all(map(math.isfinite, module.seen))
 
 
+class Reading(TinyDiffusion):
+    """Reads a number that a layer gives, in front of others."""
+
+    def denoise(self, noisy, t, text):
+        size = int(100 * self.time(t[:, None]).abs().max())
+        return super().denoise(noisy, t, text) * (1 + size / 100)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_that_reads_values_between_layers_takes_one_form(num_ranks):
+    """History: its form was looked for with NaN in place of layers, of which it could make no whole number."""
+    settings = Settings(module_class=Reading, trainer={"max_steps": 2, "max_epochs": -1})
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 2}
+    assert_equal_runs(run_ranks(fit, num_ranks, settings, num_ranks), expected, 1e-9)
+
+
 class Counting(TinyDiffusion):
     """Counts its microbatches in a buffer and in a list, in front of all layers."""
 
