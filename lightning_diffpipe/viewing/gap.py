@@ -48,6 +48,7 @@ _MEETING = (ReduceGradients, ExchangeFrozen)
 
 MESSAGES = "messages, and waiting that the plan does not know"
 PIPELINE = "the pipeline; a plan without costs does not tell which part of it"
+PACE = "the pipeline, whose pace the slowest rank or link sets, as it is not flushed"
 OPTIMIZER = "optimizer, callbacks and logging, after the pipeline"
 LOADING = "loading the next batch"
 
@@ -71,6 +72,9 @@ REMEDIES = {
     "microbatches, or fewer stages.",
     PIPELINE: "The plan has no costs, so that nobody knows which part takes longer: plan anew, with `diffpipe "
     "plan` or by starting without `strategy.plan`.",
+    PACE: "Without a flush batches overlap, so that parts of one do not add up to its time. Look in the trace for "
+    "the rank that never waits: its layers, or its optimizer, which steps in the pipeline, take longer than "
+    "planned.",
     OPTIMIZER: "The optimizer, callbacks and loggers run on every rank while no pipeline does: use a "
     "fused optimizer, log less often, check callbacks.",
     LOADING: "The data loader keeps the pipeline waiting: raise num_workers, or store the samples in "
@@ -178,7 +182,8 @@ def explain_gap(
             before_s = now_s
         if plan.pieces:
             unfilled_s = _unfilled_s(plan, substituted)
-    parts.append(GapPart(MESSAGES if simulated else PIPELINE, pipeline_s - before_s))
+    rest = MESSAGES if simulated else PACE if plan.runs_free else PIPELINE
+    parts.append(GapPart(rest, pipeline_s - before_s))
     parts += [GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s)]
     step_s = pipeline_s + after_s + loading_s
     ratio = plan.planned.bubble_ratio

@@ -175,6 +175,7 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
         (2, "random", {}),
         (2, "torch", {}),
         (3, "batch_idx", {}),
+        (4, "random", {"num_stages": 4}),
         (3, "random", {"schedule": "zero_bubble", "filling": "none"}),
         (2, "global_step", {}),
     ],

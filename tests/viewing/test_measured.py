@@ -21,7 +21,14 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.viewing.gap import LOADING, MESSAGES, OPTIMIZER, PIPELINE, explain_gap
+from lightning_diffpipe.viewing.gap import (
+    LOADING,
+    MESSAGES,
+    OPTIMIZER,
+    PACE,
+    PIPELINE,
+    explain_gap,
+)
 from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
 
 from ..planning.profiles import equal_profile
@@ -230,3 +237,12 @@ def test_a_plan_without_costs_is_compared_as_a_whole():
     bare = replace(plan, costs=None)
     gap = explain_gap(bare, plan.timeline)
     assert [part.name for part in gap.parts] == [PIPELINE, OPTIMIZER, LOADING]
+
+
+def test_without_a_flush_the_slowest_rank_sets_the_pace():
+    """History: it was said that the plan had no costs."""
+    options = PlanOptions(4, num_stages=2, num_microbatches=1, schedule="pipedream")
+    plan = find_plan(equal_profile(8), Cluster(2), options)
+    text = str(explain_gap(plan, Timeline(plan.timeline.spans, 2)))
+    assert PACE in text
+    assert "without costs" not in text
