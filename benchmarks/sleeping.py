@@ -40,14 +40,18 @@ class Sleeper(nn.Module):
         forward_s: Seconds a sample.
         backward_s: Seconds a sample; None for a frozen layer.
         rows: Of its weight. The profiler evens the times of layers whose weights have the same shape.
+        weight_s: Seconds a sample of its weight gradient, besides those of its backward.
     """
 
-    def __init__(self, forward_s: float, backward_s: float | None, rows: int = 1) -> None:
+    def __init__(
+        self, forward_s: float, backward_s: float | None, rows: int = 1, weight_s: float = 0.0
+    ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(rows, 4), requires_grad=backward_s is not None)
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.forward_s, self.backward_s, self.weight_s = forward_s, backward_s, weight_s
 
     def forward(self, x: Tensor) -> Tensor:
         nap(self.forward_s * len(x))
-        y = x * self.scale.mean(0)
+        scale = Nap.apply(self.scale, self.weight_s * len(x)) if self.weight_s else self.scale
+        y = x * scale.mean(0)
         return y if self.backward_s is None else Nap.apply(y, self.backward_s * len(x))

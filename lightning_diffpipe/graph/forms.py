@@ -171,11 +171,15 @@ class Forms:
     Attributes:
         exemplars: Makes it take each of them again, the one with most calls first; it calls all layers.
         shares: How often each was taken.
+        names: The layers that each calls.
+        is_shared: All microbatches of a batch took the same.
         throws_coins: The step drew something that may have been a coin, for each microbatch by itself.
     """
 
     exemplars: tuple[Exemplar, ...] = ()
     shares: tuple[float, ...] = (1.0,)
+    names: tuple[tuple[str, ...], ...] = ()
+    is_shared: bool = True
     throws_coins: bool = True
 
     @property
@@ -241,9 +245,12 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
                 f"({len(forms[0])}) does not call {more[0]}, which another does. Let one of them call all "
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
+    batches = zip(found[::2], found[1::2], strict=False)
     return forms[0], Forms(
         tuple(exemplars[form] for form in forms),
         tuple(counts[form] / len(found) for form in forms),
+        tuple(map(names_of, forms)),
+        all(first[0] == second[0] for first, second in batches),
         any(exemplar.has_coins for _, exemplar in found),
     )
 

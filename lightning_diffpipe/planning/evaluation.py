@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
@@ -45,6 +45,9 @@ from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec, Ticks
 from lightning_diffpipe.planning.timeline import Timeline
+
+NUM_MIXTURES = 8
+"""Where each microbatch throws its own coin, so many batches stand for all."""
 
 TICKS = 24
 """The average stage takes so many where the order of work depends on times."""
@@ -86,6 +89,9 @@ class Pipeline:
     sizes: tuple[int, ...]
     links: PipelineLinks
     _peaks: dict[int, dict[int, Waiting]] = field(default_factory=dict, repr=False, compare=False)
+    _outlines: dict[tuple[int, ...], Outline] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def schedule(self) -> Schedule:
         """Without frozen work; made anew, as many large ones would slow down everything else."""
@@ -125,10 +131,11 @@ class Pipeline:
         """Of all ranks."""
         return tuple(map(self.peak, range(self.placement.num_ranks)))
 
-    @cached_property
-    def outline(self) -> Outline:
-        """What decides how long it takes; only made if something is simulated."""
-        return outline_of(self.schedule(), self.sizes)
+    def outline(self, starts: tuple[int, ...]) -> Outline:
+        """What decides how long it takes if microbatches begin at these stages; only made where it is simulated."""
+        if starts not in self._outlines:
+            self._outlines[starts] = outline_of(self.schedule().starting_at(starts), self.sizes)
+        return self._outlines[starts]
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,8 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.calls = self.model
-        if self.model.profile.backbones[0].passes:
+        backbone = self.model.profile.backbones[0]
+        if backbone.passes or len(backbone.seen.forms) > 1:
             factor = self.model.optimizer_bytes_factor
             self.model = CostModel(folded(self.model.profile), self.model.cluster, factor, True)
 
@@ -216,8 +224,8 @@ class Evaluator:
         shape = proposal.shape
         base = shape.placement(proposal.replicas)
         placement = base
-        if self.calls is not self.model and shape.num_ranks > 1:
-            backbone = self.calls.profile.backbones[0]
+        backbone = self.calls.profile.backbones[0]
+        if backbone.passes and shape.num_ranks > 1:
             placement = unrolled(base, backbone, self.runs(proposal))
         ticks = self._ticks(proposal) if shape.spec.timed else ()
         key = (shape, placement.stage_ranks, placement.no_grad, ticks)
@@ -258,13 +266,44 @@ class Evaluator:
             if frame.pipeline.runs_free:
                 step_s = period_s(prefix_frozen(frame.pipeline.schedule(), frame.parts), costs)
             else:
-                step_s = makespan(frame.pipeline.outline, costs, start_s)
+                step_s = self._expected_s(proposal, costs, start_s)
             if self.model.profile.backbones[0].skips:
                 step_s += LINK_SHARE * costs.link_s() / proposal.shape.num_ranks
             if self.fills:
                 step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
             self._steps[proposal] = step_s
         return self._steps[proposal]
+
+    def _expected_s(self, proposal: Proposal, costs: PipelineCosts, start_s: float) -> float:
+        """The simulated time of the pipeline, over the forms that its microbatches take."""
+        pipeline, seen = self.frame(proposal).pipeline, self.calls.profile.backbones[0].seen
+        if len(seen.forms) == 1:
+            return makespan(pipeline.outline(()), costs, start_s)
+        if proposal.shape.num_ranks == 1:  # stages leave calls out only as a whole
+            costs = pipeline_costs(self.model, pipeline.links, proposal.runs, proposal.shape.sizes)
+            return makespan(pipeline.outline(()), costs, start_s)
+        starts = self._first_stages(proposal)
+        shares, size = [share for share, _ in seen.forms], len(proposal.shape.sizes)
+        if seen.shared:
+            mixtures = [
+                (share, (start,) * size) for share, start in zip(shares, starts, strict=True)
+            ]
+        else:
+            draw = random.Random(0)
+            mixtures = [
+                (1 / NUM_MIXTURES, tuple(draw.choices(starts, shares, k=size)))
+                for _ in range(NUM_MIXTURES)
+            ]
+        return sum(
+            share * makespan(pipeline.outline(mixture), costs, start_s)
+            for share, mixture in mixtures
+        )
+
+    def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
+        """By form: the first stage that it does not leave out."""
+        stops = [run.stop for run in self.runs(proposal)]
+        forms = self.calls.profile.backbones[0].seen.forms
+        return tuple(bisect_right(stops, first) for _, first in forms)
 
     def _all_done_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
         """When all ranks are done if none ever waits, each with its own work and its share of samples."""
@@ -344,6 +383,13 @@ class Evaluator:
             samples_per_s=self._rate(iteration_s),
             **self._sent_bytes(proposal),
         )
+        forms: tuple[tuple[float, int], ...] = ()
+        seen = self.calls.profile.backbones[0].seen
+        if len(seen.forms) > 1:
+            start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
+            planned = replace(planned, expected_s=self._expected_s(proposal, costs, start_s))
+            shares = (share for share, _ in seen.forms)
+            forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
         return PipelinePlan(
             self._resolved(proposal, "none"),
             self._stages(proposal),
@@ -351,6 +397,7 @@ class Evaluator:
             planned,
             costs,
             layers=self._layers,
+            forms=forms,
         )
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
@@ -402,6 +449,7 @@ class Evaluator:
             costs,
             filled.pieces,
             self._layers,
+            unfilled.forms,
         )
 
     def _peak_bytes_filled(self, proposal: Proposal, filled: Filled) -> tuple[int, ...]:
@@ -480,7 +528,10 @@ def preference_s(filled_s: float, unfilled_s: float) -> float:
 
 def preference(plan: PipelinePlan) -> float:
     """By this the best of several plans is chosen; see `preference_s`."""
-    return preference_s(plan.planned.iteration_s, plan.planned.unfilled_iteration_s)
+    planned = plan.planned
+    saved_s = planned.unfilled_iteration_s - planned.iteration_s
+    unfilled_s = planned.unfilled_iteration_s if planned.expected_s is None else planned.expected_s
+    return preference_s(max(unfilled_s - saved_s, 0.0), unfilled_s)
 
 
 def _no_bubble_limit_s(timeline: Timeline) -> float:

@@ -248,10 +248,11 @@ class _Numbers:
         if flow not in self.flows:
             first, ranks = self.num_sent, self.schedule.placement.stage_ranks
             period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
-            known: dict[tuple[int, int], tuple[int, int] | None] = {}
+            starts = self.schedule.starts or (0,) * self.schedule.num_microbatches
+            known: dict[tuple[int, int, int], tuple[int, int] | None] = {}
             self.flows[flow] = [_NOTHING_SENT] * flow.lag
             for microbatch in range(flow.lag, self.schedule.num_microbatches):
-                like = microbatch % period, self.first_like[microbatch]
+                like = microbatch % period, self.first_like[microbatch], starts[microbatch]
                 if like not in known:
                     known[like] = self.message_and_edge(flow, microbatch)
                 sent = known[like]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from lightning_diffpipe.planning.cost import LayerRun
 from lightning_diffpipe.planning.instruction import (
@@ -47,9 +48,14 @@ from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 def folded(profile: ModelProfile) -> ModelProfile:
     """A profile whose layers each stand for all calls of theirs; as it is if there is one pass.
 
-    The forward is that of the first pass, everything else counts as backward: then bounds hold.
+    The forward is that of the first pass, everything else counts as backward: then bounds hold. Of a step of
+    several forms a call takes what it does on average.
     """
     backbone = profile.backbones[0]
+    if len(backbone.seen.forms) > 1:
+        layers = tuple(map(_as_often, backbone.layers, map(backbone.seen.share_calling, count())))
+        backbone = replace(backbone, layers=layers)
+        profile = replace(profile, backbones=(backbone, *profile.backbones[1:]))
     if not backbone.passes:
         return profile
     calls = [_calls(backbone, unit, unit + 1) for unit in range(_num_units(backbone))]
@@ -121,10 +127,10 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
         >>> [str(i) for i in widened(gpipe(2, 2), twice).programs[1]]
         ['1P0', '1P1', '3F0', '3F1', '3B0', '3B1']
     """
-    count, more = schedule.num_microbatches, placement.num_stages - schedule.num_stages
+    size, more = schedule.num_microbatches, placement.num_stages - schedule.num_stages
     planned = {more + stage for stage in schedule.placement.no_grad}
     if placement.no_grad == planned | {*range(more)}:
-        waves = (_wave(placement, more, count, rank) for rank in range(placement.num_ranks))
+        waves = (_wave(placement, more, size, rank) for rank in range(placement.num_ranks))
         programs = tuple(
             (
                 *wave,
@@ -134,8 +140,8 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
         )
     else:
         splits = any(isinstance(i, BackwardInput) for program in schedule.programs for i in program)
-        programs = _greedy(placement, count, splits)
-    return Schedule(placement, count, programs)
+        programs = _greedy(placement, size, splits)
+    return Schedule(placement, size, programs)
 
 
 def _wave(placement: Placement, num_stages: int, num_microbatches: int, rank: int) -> Program:
@@ -185,6 +191,16 @@ def _greedy(
         ),
         lambda stage: most if stage == 0 else num_microbatches,
         splits_backward,
+    )
+
+
+def _as_often(layer: LayerProfile, share: float) -> LayerProfile:
+    weight = layer.weight_gradient_s
+    return replace(
+        layer,
+        forward_s=layer.forward_s.scaled(share),
+        backward_s=layer.backward_s.scaled(share),
+        weight_gradient_s=None if weight is None else weight.scaled(share),
     )
 
 

@@ -79,6 +79,8 @@ class Planned:
             not known.
         chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
             several.
+        expected_s: Time of a step over the forms that it takes, with frozen work in front of the pipeline, where it
+            takes several; the other numbers are of the form with most calls.
     """
 
     iteration_s: float
@@ -92,6 +94,7 @@ class Planned:
     samples_per_s: float
     sent_bytes: int | None = None
     chain_sent_bytes: int | None = None
+    expected_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class PipelinePlan:
         costs: What the promise is computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
+        forms: `(share, first stage)` of the forms that the step took in trials, where it takes several.
         changes: What would make the step shorter, best first, where that was looked into. Advice only:
             it does not count for the digest.
     """
@@ -125,6 +129,7 @@ class PipelinePlan:
     costs: PipelineCosts | None = None
     pieces: tuple[FrozenPiece, ...] = ()
     layers: tuple[str, ...] = ()
+    forms: tuple[tuple[float, int], ...] = ()
     changes: tuple[PlannedChange, ...] = ()
 
     def __post_init__(self) -> None:
@@ -361,6 +366,7 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
         "options": plan.options.to_dict(),
         "stages": [_stage_to_json(stage) for stage in plan.stages],
         **({"layers": list(plan.layers)} if plan.layers else {}),
+        **({"forms": [list(form) for form in plan.forms]} if plan.forms else {}),
         "programs": texts,
         "planned": {k: v for k, v in asdict(plan.planned).items() if v is not None},
         **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
@@ -385,7 +391,7 @@ def _stage_to_json(stage: Stage) -> dict[str, object]:
 def _read(node: Node) -> PipelinePlan:
     node.check_format(FORMAT)
     keys = ("format", "options", "stages", "programs", "planned")
-    node.check_keys(keys, ("digest", "layers", "pieces", "costs", "changes"))
+    node.check_keys(keys, ("digest", "layers", "forms", "pieces", "costs", "changes"))
     options = _read_options(node["options"])
     stages = tuple(_read_stage(stage) for stage in node["stages"].elements())
     _check_stages(stages)
@@ -397,6 +403,7 @@ def _read(node: Node) -> PipelinePlan:
         costs_from_node(node["costs"]) if "costs" in node else None,
         tuple(map(_read_piece, node["pieces"].elements())) if "pieces" in node else (),
         tuple(name.text() for name in node["layers"].elements()) if "layers" in node else (),
+        tuple(map(_read_form, node["forms"].elements())) if "forms" in node else (),
         tuple(map(_read_change, node["changes"].elements())) if "changes" in node else (),
     )
     plan.validate()
@@ -443,6 +450,13 @@ def _read_piece(node: Node) -> FrozenPiece:
     return FrozenPiece(*(node[name].integer() for name in names))
 
 
+def _read_form(node: Node) -> tuple[float, int]:
+    pair = list(node.elements())
+    if len(pair) != 2:
+        raise node.expected("a pair: [share, first stage]")
+    return pair[0].number(maximum=1), pair[1].integer()
+
+
 def _read_change(node: Node) -> PlannedChange:
     node.check_keys(("description", "iteration_s"))
     return PlannedChange(node["description"].text(), node["iteration_s"].number())
@@ -467,10 +481,14 @@ def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]
 
 def _read_planned(node: Node) -> Planned:
     names = tuple(f.name for f in fields(Planned))
-    late = ("sent_bytes", "chain_sent_bytes")
+    late = ("sent_bytes", "chain_sent_bytes", "expected_s")
     names = tuple(name for name in names if name not in late)
     node.check_keys(names, late)
     memory = tuple(element.integer() for element in node["peak_memory_bytes"].elements())
     numbers = {name: node[name].number() for name in names if name != "peak_memory_bytes"}
-    sent, chained = (node[name].integer() if name in node else None for name in late)
-    return Planned(peak_memory_bytes=memory, sent_bytes=sent, chain_sent_bytes=chained, **numbers)
+    sent, chained = (node[name].integer() if name in node else None for name in late[:2])
+    expected_s = node["expected_s"].number() if "expected_s" in node else None
+    return Planned(
+        peak_memory_bytes=memory, sent_bytes=sent, chain_sent_bytes=chained, expected_s=expected_s,
+        **numbers,
+    )  # fmt: skip

@@ -18,12 +18,15 @@ between and beyond the measured counts (but do not fall beyond the largest); siz
 Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repeated_s": {"1": 0.001}` and
 `"split_s"` like it; see `BackboneProfile`. An encoder may also have
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
-see `EncoderProfile`. A layer may also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`.
+see `EncoderProfile`. Of a step of several forms a backbone may have
+`"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
+also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -154,6 +157,23 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
+class FormsSeen:
+    """How often a step took which of its forms, in trials.
+
+    Attributes:
+        forms: `(share, first call)`: a form calls the layers from this one on, the first one all of them.
+        shared: All microbatches of a batch take the same; else each throws its own coin.
+    """
+
+    forms: tuple[tuple[float, int], ...] = ((1.0, 0),)
+    shared: bool = True
+
+    def share_calling(self, position: int) -> float:
+        """How often a layer is called."""
+        return sum(share for share, first in self.forms if first <= position)
+
+
+@dataclass(frozen=True, slots=True)
 class BackboneProfile:
     """A trainable denoiser: its layers in order.
 
@@ -169,6 +189,7 @@ class BackboneProfile:
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. None if every layer is called once.
         chains: Names and first layers of backbones that are joined into this one, and run apart; see `chains.py`.
+        seen: The forms of the step, of which this is the one with most calls.
     """
 
     name: str
@@ -178,6 +199,7 @@ class BackboneProfile:
     skips: tuple[Skip, ...] = ()
     passes: tuple[tuple[int, int], ...] = ()
     chains: tuple[tuple[str, int], ...] = ()
+    seen: FormsSeen = FormsSeen()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +351,7 @@ def _write(profile: ModelProfile) -> str:
                 "layers": [_layer_to_json(layer) for layer in b.layers],
                 **({"skips": [asdict(skip) for skip in b.skips]} if b.skips else {}),
                 **({"passes": [list(p) for p in b.passes]} if b.passes else {}),
+                **({"seen": asdict(b.seen)} if len(b.seen.forms) > 1 else {}),
             }
             for b in profile.backbones
         ],
@@ -412,7 +435,7 @@ def _read(node: Node) -> ModelProfile:
 
 
 def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips", "passes"))
+    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips", "passes", "seen"))
     repeated_s, split_s = (
         Seconds.from_node(node[key]) if key in node else None for key in ("repeated_s", "split_s")
     )
@@ -420,8 +443,21 @@ def _read_backbone(node: Node) -> BackboneProfile:
     given = node["skips"].elements() if "skips" in node else ()
     skips = tuple(_read_skip(skip, len(layers)) for skip in given)
     return BackboneProfile(
-        node["name"].text(), layers, repeated_s, split_s, skips, _read_passes(node, len(layers))
-    )
+        node["name"].text(), layers, repeated_s, split_s, skips, _read_passes(node, len(layers)),
+        seen=_read_seen(node["seen"], len(layers)) if "seen" in node else FormsSeen(),
+    )  # fmt: skip
+
+
+def _read_seen(node: Node, num_layers: int) -> FormsSeen:
+    node.check_keys(("forms", "shared"))
+    given = [list(form.elements()) for form in node["forms"].elements()]
+    forms = tuple((f[0].number(maximum=1), f[1].integer()) for f in given if len(f) == 2)
+    sums_up = math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6)
+    if len(forms) != len(given) or not sums_up or max(f for _, f in forms) >= num_layers:
+        raise node["forms"].expected(
+            f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
+        )
+    return FormsSeen(forms, node["shared"].flag())
 
 
 def _read_passes(node: Node, num_layers: int) -> tuple[tuple[int, int], ...]:

@@ -30,11 +30,12 @@ from lightning_diffpipe.errors import (
     raised_by_all,
 )
 from lightning_diffpipe.graph.chains import Chains
+from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.planning.chains import joined, separated
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.plan_checks import check_wishes
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.bench import Rounds
@@ -53,6 +54,7 @@ _log = logging.getLogger(__name__)
 def plan_of_rank_0(
     subject: Subject,
     chains: Chains,
+    forms: Forms,
     options: PipelineOptions,
     process: Process,
     world: dist.ProcessGroup | None,
@@ -68,6 +70,7 @@ def plan_of_rank_0(
         if options.plan is None:
             with liveness.inside("profiling layers"):
                 profile = _in_chains(_profile(subject, options.profile, world), chains)
+                profile = _with_forms(profile, forms)
         if process.rank == 0:
             with liveness.inside("planning"):
                 profile = profile and _knowing_what_splits(subject, profile)
@@ -92,6 +95,18 @@ def _in_chains(profile: ModelProfile, chains: Chains) -> ModelProfile:
     if tuple(accumulate(sizes, initial=0)) == chains.starts:
         return profile
     return separated(joined(profile), chains.starts)
+
+
+def _with_forms(profile: ModelProfile, forms: Forms) -> ModelProfile:
+    """The profile with how often the step took which of its forms, which is none of the layers' times."""
+    if forms.widest is None or len(profile.backbones) > 1:
+        return profile
+    (backbone,) = profile.backbones
+    path = {layer.name for layer in backbone.layers}
+    calls = [sum(name in path for name in names) for names in forms.names]
+    firsts = (max(calls[0] - count, 0) for count in calls)
+    seen = FormsSeen(tuple(zip(forms.shares, firsts, strict=True)), forms.is_shared)
+    return replace(profile, backbones=(replace(backbone, seen=seen),))
 
 
 def _require_chains(chains: Chains, options: PipelineOptions) -> None:

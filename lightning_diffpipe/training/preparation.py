@@ -110,7 +110,7 @@ def prepare(
             microbatch_size=_microbatch_size(size, options),
             least_samples=_least_samples(module, planned_step, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip
-        plan, basis = plan_of_rank_0(subject, chains, options, process, world)
+        plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)
     with liveness.inside("placing stages"):
         pipeline = assemble(

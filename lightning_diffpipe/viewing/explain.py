@@ -82,6 +82,17 @@ class Explanation:
             f"The rest, {percent(1 - limit_s / step_s if step_s else 0)}, is waiting for others and for "
             "links; more can only be won with less work.",
         ]
+        if planned.expected_s is not None:
+            forms = (
+                f"{percent(share)} from stage {first} on"
+                if first
+                else f"{percent(share)} all stages"
+                for share, first in self.plan.forms
+            )
+            lines.append(
+                f"That is its form with most calls. Over the forms seen (of microbatches, {', '.join(forms)}) a "
+                f"step is expected to take {seconds(planned.expected_s)} without filling; plans are chosen by that."
+            )
         if self.plan.costs is not None:
             lines.append(f"Bottleneck: {self.bottleneck}.")
         for part in self.parts:

@@ -9,6 +9,7 @@ import pytest
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.makespan import makespan, outline_of
 from lightning_diffpipe.planning.memory import peak_alive
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
 from lightning_diffpipe.planning.schedule import Placement
@@ -109,6 +110,7 @@ def test_microbatches_of_other_forms_leave_passes_out(spec):
             form = full.starting_at(mixture)
             lower(form).validate()
             step_s = simulate(form).iteration_s
+            assert makespan(outline_of(form, (1,) * M), TickCosts()) == pytest.approx(step_s)
             assert plain - 1e-9 <= step_s <= simulate(full).iteration_s + 1e-9
         assert simulate(form).iteration_s == pytest.approx(plain)  # none estimates
 

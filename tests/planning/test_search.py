@@ -9,10 +9,11 @@ from itertools import combinations, islice, pairwise
 
 import pytest
 
+from benchmarks.schedules import main as schedules_benchmark
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
-from lightning_diffpipe.planning.chains import joined
+from lightning_diffpipe.planning.chains import joined, separated
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
@@ -27,6 +28,7 @@ from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
+    FormsSeen,
     FrozenResult,
     LayerProfile,
     ModelProfile,
@@ -43,6 +45,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import Search, find_plan
 from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.viewing.explain import explain
 
 from .profiles import (
     equal_profile,
@@ -680,3 +683,60 @@ def test_weight_versions_are_in_the_memory_of_a_plan(schedule):
     assert memory == tuple(100 + 100 * count for count in versions)
     with pytest.raises(PlanError, match="no plan fits"):
         find_plan(profile, Cluster(4, memory_bytes=max(memory) - 1), options)
+
+
+def self_conditioned(seen):
+    """Two passes through five layers that are not alike, the first without gradients."""
+    times = (1.0, 3.0, 1.0, 1.0, 2.0)
+    first, second = (
+        [
+            LayerProfile(
+                f"layer{i}",
+                Seconds.per_sample(s),
+                Seconds.per_sample(2 * s * trained),
+                gradient=trained,
+            )
+            for i, s in enumerate(times)
+        ]
+        for trained in (False, True)
+    )
+    backbone = BackboneProfile("x", (*first, *second), passes=((0, 5), (5, 10)), seen=seen)
+    return ModelProfile("self-conditioned", (backbone,))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_expected_time_over_forms_is_minimised(shared):
+    """History: the time of the form with most calls was."""
+    seen = FormsSeen(((0.25, 0), (0.75, 5)), shared)
+    profile = self_conditioned(seen)
+    assert ModelProfile.from_json(profile.to_json()) == profile
+    options = PlanOptions(8, num_stages=2, data_parallel=1)
+    best = find_plan(profile, Cluster(2), options)
+    assert PipelinePlan.from_json(best.to_json()) == best
+    assert best.forms == ((0.25, 0), (0.75, 2))
+    plans = [
+        find_plan(profile, Cluster(2), replace(options, num_microbatches=count))
+        for count in (1, 2, 4, 8)
+    ]
+    assert best.planned.expected_s == min(plan.planned.expected_s for plan in plans)
+    full, bare = (
+        simulate(best.schedule.starting_at([start] * best.num_microbatches), best.costs).iteration_s
+        for start in (0, 2)
+    )
+    mean_s = 0.25 * full + 0.75 * bare
+    assert best.planned.expected_s == pytest.approx(mean_s, rel=1e-9 if shared else 0.25)
+    assert "25.0% all stages, 75.0% from stage 2 on" in str(explain(best))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_what_the_benchmark_of_schedules_measures_can_be_planned(num_ranks):
+    profile, cluster = schedules_benchmark.profile_of(1e-3), Cluster(num_ranks)
+    for chains, schedule, stages, count in schedules_benchmark.candidates(num_ranks):
+        half = schedules_benchmark.NUM_LAYERS // chains
+        apart = separated(profile, tuple(range(0, half * chains, half)))
+        options = PlanOptions(
+            schedules_benchmark.SAMPLES, num_stages=stages, num_microbatches=count,
+            schedule=schedule, filling="none", data_parallel=1,
+        )  # fmt: skip
+        planned = find_plan(apart, cluster, options).planned
+        assert planned.iteration_s >= planned.no_bubble_limit_s * (1 - 1e-9)
