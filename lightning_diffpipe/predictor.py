@@ -380,6 +380,9 @@ class Predictor:
                 forget_variables(error)
                 release_memory()
                 self._chooser.refuse(worker.options, error)
+            except BaseException:
+                call.close()
+                raise
 
     def _load(self, worker: Worker, call: Call) -> dict[str, Any]:
         """Reads what this rank needs: parts that the loop calls whole, and its share of the denoiser."""

@@ -417,6 +417,26 @@ def test_no_loop_is_left_behind(folder_of):
     assert calls[0].loop == []
 
 
+def test_no_loop_is_left_behind_by_an_error(folder_of):
+    """History: on ranks other than the first they waited in their threads for ever."""
+    predictor = Predictor.from_pretrained(folder_of("pixart"), num_patches=4)
+    left = []
+
+    def stop(done, steps):
+        raise ValueError("enough")
+
+    def sample(packed):
+        try:
+            return predictor._sampled(packed)
+        finally:
+            left.append(len(packed.loop))
+
+    predictor._sample = sample
+    with pytest.raises(ValueError, match="enough"):
+        predictor(prompts_of("any"), **SETTINGS, **options_of("pixart"), on_step=stop)
+    assert left == [0]
+
+
 class Own(diffusers.StableDiffusionPipeline):
     """A pipeline of one's own: guidance by a call for each branch, and momentum."""
 
