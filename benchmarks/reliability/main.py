@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [
         (phase, harm)
         for phase, harm in itertools.product(arguments.phases, arguments.harms)
-        # One that is frozen before they meet is waited for, as long as one that starts slowly.
+        # Under torchrun one that is frozen before they meet is waited for, as long as one that starts slowly.
         if phase != "starting processes" or harm not in ("STOP", "CABLE")
     ]
     rows = []

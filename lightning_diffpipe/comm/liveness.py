@@ -146,6 +146,7 @@ class Liveness:
         self._unknown: list[_Line] = []  # that have not said who they are
         self._losses: dict[int, Loss] = {}
         self._left: set[int] = set()
+        self._stopped_s: dict[int, float] = {}  # since when processes are stopped that start
         self._signalled_s, self._end_s = 0.0, math.inf
         self._silence_s, self._period_s = 0.0, _PERIOD_S
         self._runs = self._num_runs = self._connections = 0
@@ -353,6 +354,7 @@ class Liveness:
                 if (
                     now_s - before_s > pause_s + 1.0
                 ):  # this process was stopped, perhaps with all others
+                    self._stopped_s.clear()
                     for line in self._lines.values():
                         line.heard_s = now_s
                 for key, _ in ready:
@@ -361,7 +363,7 @@ class Liveness:
                     told_s = now_s
                     self._tell()
                 self._look_for_silence(now_s)
-                self._look_for_processes()
+                self._look_for_processes(now_s)
             self._end_if_alone(now_s)
 
     def _is_watching(self) -> bool:
@@ -454,8 +456,8 @@ class Liveness:
                 silence = f"{self._silence_s:g} s"
                 self._lose(Loss(line.rank, line.phase, "silent", silence, line.pid, line.host))
 
-    def _look_for_processes(self) -> None:
-        """Looks whether a process of this host has ended that is not connected yet."""
+    def _look_for_processes(self, now_s: float) -> None:
+        """Looks whether a process of this host has ended, or is stopped, that is not connected yet."""
         if not self._runs:
             return
         known = self._lines.keys() | self._losses.keys() | self._left
@@ -464,6 +466,14 @@ class Liveness:
             if rank not in known and code is not None and (code or self._group is None):
                 self._lose(Loss(rank, _STARTING, "ended", self._status_of(rank), child.pid))
         parent = os.environ.get(LAUNCHER)
+        starting = {rank: child.pid for rank, child in self.children.items()}
+        starting |= {0: int(parent)} if self.rank and parent is not None else {}
+        for rank, pid in starting.items():
+            if rank in known or not _is_stopped(pid):
+                self._stopped_s.pop(rank, None)
+            elif now_s - self._stopped_s.setdefault(rank, now_s) > _LEAST_SILENCE_S:
+                silence = f"{_LEAST_SILENCE_S:g} s"
+                self._lose(Loss(rank, _STARTING, "silent", silence, pid, socket.gethostname()))
         if self.rank and 0 not in known and parent is not None and os.getppid() != int(parent):
             self._lose(Loss(0, _STARTING, "ended", self._status_of(0)))
 
@@ -560,6 +570,14 @@ def _is_of_peers(error: Exception) -> bool:
 
 def _place() -> tuple[int, str]:
     return os.getpid(), socket.gethostname()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP or a terminal; only Linux tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _end_frozen(loss: Loss) -> None:

@@ -140,6 +140,8 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     ("launcher", "harm", "rank", "phase"),
     [
         ("Lightning", "KILL", 1, "starting processes"),
+        ("Lightning", "STOP", 1, "starting processes"),
+        ("Lightning", "STOP", 0, "starting processes"),
         ("torchrun", "KILL", 0, "profiling layers"),
         ("Lightning", "STOP", 0, "saving a checkpoint"),
         ("torchrun", "STOP", 1, "validating"),
