@@ -22,13 +22,15 @@ from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.modules.adapters import refuse_adapted
-from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, pictures
+from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, latent_size, pictures
 from lightning_diffpipe.modules.parts import (
     checkpoint_part,
     checkpoint_part_weights,
     checkpoint_parts,
+    folder_of_part,
     read_checkpoint,
 )
+from lightning_diffpipe.pipelines.stand_ins import checked_arguments
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -42,6 +44,7 @@ from lightning_diffpipe.sampling.source import (
     Sample,
     Settings,
     Source,
+    call_arguments,
     drawn_by,
     refuse_prompts,
 )
@@ -60,6 +63,7 @@ def open_source(
     parts: Mapping[str, Any] | None = None,
     vae: Collection[str] = (),
     loras: Mapping[str | Path, float] | None = None,
+    pipeline_class: str | None = None,
 ) -> Source:
     """Opens the model at a path.
 
@@ -73,6 +77,7 @@ def open_source(
         parts: To take in place of those in a diffusers folder; None leaves one out.
         vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
         loras: Scale of each LoRA file, for a diffusers folder.
+        pipeline_class: To draw with in place of the one that a diffusers folder names.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
@@ -81,7 +86,7 @@ def open_source(
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
         _refuse_loras(loras, path)
-        _refuse_variant(variant, path, parts or {}, vae)
+        _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
         return _checkpoint(Path(path), leads, device, dtype, ema)
     folder = model_folder(str(path))
     try:
@@ -90,9 +95,11 @@ def open_source(
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") == "LatentDiffusion":
         _refuse_loras(loras, path)
-        _refuse_variant(variant, path, parts or {}, vae)
+        _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
         return _latent_diffusion_folder(folder, index, leads, device, dtype)
-    return DiffusersFolder(folder, leads, device, dtype, variant, parts or {}, vae, loras)
+    return DiffusersFolder(
+        folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class
+    )
 
 
 def _present(index: dict[str, Any]) -> list[str]:
@@ -109,9 +116,14 @@ def _refuse_loras(loras: Mapping[str | Path, float] | None, path: str | Path) ->
 
 
 def _refuse_variant(
-    variant: str | None, path: str | Path, parts: Mapping[str, Any], vae: Collection[str]
+    variant: str | None,
+    path: str | Path,
+    parts: Mapping[str, Any],
+    vae: Collection[str],
+    pipeline_class: str | None,
 ) -> None:
-    for name in [*parts, *(f"vae_{each}" for each in vae)]:
+    others = ["pipeline_class"] if pipeline_class is not None else []
+    for name in [*parts, *(f"vae_{each}" for each in vae), *others]:
         value = "None" if parts.get(name, name) is None else "..."
         raise ConfigurationError(
             f"{name}={value} is of diffusers folders; {path} was written by this project, and all its parts are "
@@ -168,7 +180,7 @@ def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
             "Predictor.from_pretrained"
         )
     name = "unet" if hasattr(module, "unet") else "transformer"
-    return LatentDiffusionSource(name, module.denoiser, None, module)
+    return LatentDiffusionSource(name, module.denoiser, None, module, module.vae.config)
 
 
 def model_folder(path: str) -> Path:
@@ -208,6 +220,52 @@ def _refuse_lora(path: Path) -> None:
         )
 
 
+def check_request(source: Source, settings: Settings, num_patches: int | None = None) -> None:
+    """Refuses what configs alone tell that a model cannot draw; the rest is told when it draws.
+
+    Of diffusers pipelines, what they check themselves in front of all else, and `num_patches` unless they pack
+    latents into tokens, whose number only their call knows.
+
+    Args:
+        source: The model, whose weights need not be read.
+        settings: What to draw.
+        num_patches: Of PipeFusion.
+
+    Raises:
+        ConfigurationError: It cannot be drawn.
+    """
+    if isinstance(source, LatentDiffusionSource):
+        rows: int | None = source.check(settings)
+    else:
+        assert isinstance(source, DiffusersFolder)
+        rows = _checked_rows(source, settings)
+    if rows is not None and num_patches is not None and num_patches > rows:
+        raise ConfigurationError(
+            f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
+            f"and {rows}"
+        )
+
+
+def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
+    """Rows of tokens in a picture, where configs tell them."""
+    try:
+        pipeline = source.outline()
+    except ConfigurationError:
+        raise
+    except Exception:  # a pipeline that cannot be made without its text encoders will check later
+        return None
+    checked = checked_arguments(pipeline, call_arguments(pipeline, settings))
+    denoiser, vae = source.denoiser.config, getattr(pipeline, "vae", None)
+    channels = denoiser.get("in_channels"), getattr(vae, "config", {}).get("latent_channels")
+    names = ("vae_scale_factor", "vae_scale_factor_spatial")
+    scale = next((getattr(pipeline, name) for name in names if hasattr(pipeline, name)), None)
+    is_packed = hasattr(pipeline, "_pack_latents") or channels[0] != channels[1]
+    height, patch = (checked or {}).get("height"), denoiser.get("patch_size") or 1
+    if is_packed or not (isinstance(scale, int) and isinstance(height, int)):
+        return None
+    return height // scale // (patch if isinstance(patch, int) else patch[-2])
+
+
 class LatentDiffusionSource:
     """This project's own module.
 
@@ -216,6 +274,7 @@ class LatentDiffusionSource:
         denoiser: The denoiser, or a skeleton of it.
         weights: Where the weights of a skeleton are.
         module: The whole module, on the rank that leads.
+        vae: Config of the autoencoder.
     """
 
     def __init__(
@@ -224,20 +283,32 @@ class LatentDiffusionSource:
         denoiser: nn.Module,
         weights: Weights | None,
         module: LatentDiffusion | None,
+        vae: Mapping[str, Any],
     ) -> None:
         self.name, self.denoiser, self.weights = name, denoiser, weights
-        self._module = module
+        self._module, self._vae = module, vae
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
-        """Calls `LatentDiffusion.sample` around `sample`."""
-        module = self._module
-        assert module is not None, "only the rank that leads has text encoders"
+    def check(self, settings: Settings) -> int:
+        """Refuses what the module does not draw; returns the rows of tokens in a picture.
+
+        Raises:
+            ConfigurationError: It takes no such size or option.
+        """
         if settings.options:
             raise ConfigurationError(
                 f"LatentDiffusion takes no {min(settings.options)!r}; it takes num_inference_steps, "
                 "guidance_scale, seed, height and width"
             )
         refuse_prompts(settings.prompts)
+        config = self.denoiser.config
+        rows, _ = latent_size(self._vae, config, settings.height, settings.width)
+        return rows // (config.get("patch_size") or 1)
+
+    def draw(self, settings: Settings, sample: Sample) -> Any:
+        """Calls `LatentDiffusion.sample` around `sample`."""
+        module = self._module
+        assert module is not None, "only the rank that leads has text encoders"
+        self.check(settings)
         arguments = _DEFAULTS | settings.given()
         arguments |= {"prompts": list(settings.prompts or ()), "generator": settings.generator()}
         parts = {**module.parts, "scheduler": module.scheduler}
@@ -263,7 +334,9 @@ def _latent_diffusion_folder(
     if leads:
         module = LatentDiffusion.from_pretrained(folder, **{name: denoiser})
         _settle(module, name, device, dtype)
-    return LatentDiffusionSource(name, denoiser, weights, module)
+    vae = getattr(diffusers, index["vae"][1])
+    config = vae.load_config(folder_of_part(str(folder), index, "vae"), subfolder="vae")
+    return LatentDiffusionSource(name, denoiser, weights, module, config)
 
 
 def _checkpoint(
@@ -285,7 +358,8 @@ def _checkpoint(
     if leads:
         module = LatentDiffusion.from_checkpoint(path, ema, **{name: denoiser})
         _settle(module, name, device, dtype)
-    return LatentDiffusionSource(name, denoiser, weights, module)
+    vae = checkpoint_part(checkpoint, "vae")[1]
+    return LatentDiffusionSource(name, denoiser, weights, module, vae)
 
 
 def _denoiser_name(parts: Collection[str], origin: str) -> str:

@@ -126,6 +126,7 @@ class Predictor:
         loras: Mapping[str | Path, float] | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        pipeline_class: str | None = None,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -156,6 +157,8 @@ class Predictor:
                 added to the weights as they are read.
             vae_tiling: Let the autoencoder work tile by tile, in less memory; pictures differ a little.
             vae_slicing: Let it work picture by picture.
+            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, to draw with the parts of a
+                folder that names another.
             further: Options of the method, such as `group_norm` of DistriFusion; or a part of the pipeline, the
                 same on all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of
                 Stable Diffusion 3.
@@ -184,10 +187,14 @@ class Predictor:
 
         def open_it() -> Source:
             fitted(options, world.num_ranks)
-            return open_source(path, world.rank == 0, where, dtype, ema, variant, parts, vae, loras)
+            leads = world.rank == 0
+            return open_source(
+                path, leads, where, dtype, ema, variant, parts, vae, loras, pipeline_class
+            )
 
         source = world.agree("opening the model", open_it)
         common = {"dtype": dtype, "ema": ema, "variant": variant, "parts": list(parts), "vae": vae}
+        common["pipeline_class"] = pipeline_class
         _refuse_other_models(world, source, options, common)
         return cls(source, options, world, where, timeout_s)
 

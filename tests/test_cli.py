@@ -400,7 +400,26 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
         (["demo", "sampler.num_patches=99"], "sampler.num_patches=99 is more than the 8 rows"),
-        (["sample", "prompts=3"], "prompts must be a list of texts; got 3"),
+        (
+            ["sample", "prompts=3"],
+            "prompts must be a list of texts or a list of whole numbers; got 3",
+        ),
+        (
+            ["sample", "height=7"],
+            "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8",
+        ),
+        (
+            ["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
+            "sampler.num_patches=99 is more than the 8 rows of tokens of these pictures; choose between 1 and 8",
+        ),
+        (
+            ["train", "data.resolution=63", "trainer.devices=2"],
+            "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks pictures; take 56 or 64",
+        ),
+        (
+            ["train", "experiment=glyphs_cascade", "data.resolution=63"],
+            "the upscaler draws 128 pixels, but pictures have 63; set data.resolution",
+        ),
         (["demo", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
         (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
         (["demo", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),

@@ -23,7 +23,9 @@ from lightning_diffpipe.files import write_atomically
 
 _MAX_COLUMNS = 8
 _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
-_OURS = re.compile(r"\d{3,}\.png|grid\.png|difference\.png|report\.json")
+_OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
+_OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
+_VIDEO_FORMATS = ("mp4", "gif", "png")
 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
@@ -34,14 +36,13 @@ def sample(config: DictConfig) -> Any:
     _refuse_values(values)
     prepare(config)  # before anything is imported that may look for a network
     refuse_request(values, num_ranks)
-    if str(values["path"]).endswith(".ckpt") or "://" in str(values["path"]):
+    values["options"] = _options(values)
+    if "://" in values["path"]:
         from lightning_diffpipe.checkpoint_files import require_file
 
         require_file(values["path"])
     elif not _is_launched():
-        from lightning_diffpipe.model_sources import model_folder
-
-        model_folder(str(values["path"]))
+        _refuse_by_model(values)
     require_writable_folder("output", values["output"])
     _refuse_files_of_others(Path(values["output"]))
     _refuse_missing_gpus(values, num_ranks)
@@ -62,8 +63,7 @@ def _written_earlier(folder: Path) -> set[str]:
 @raised_by_all()
 def _refuse_files_of_others(folder: Path) -> None:
     """Refuses to write over files that no earlier run has written."""
-    there = {path.name for path in folder.glob("[0-9][0-9][0-9].png")}
-    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
+    there = {path.name for path in folder.glob("*.*") if _OURS.fullmatch(path.name)}
     if foreign := sorted(there - _written_earlier(folder)):
         raise ConfigurationError(
             f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier run "
@@ -84,6 +84,80 @@ def _refuse_values(values: dict[str, Any]) -> None:
     timeout_s = values["timeout_s"]
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
+    for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
+        if values[name] not in choices:
+            raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
+    if values["report"] and values["output_type"] != "pil":
+        raise ConfigurationError(
+            f"report=true compares pictures, and output_type={values['output_type']} has none; leave one out"
+        )
+
+
+def _options(values: dict[str, Any]) -> dict[str, Any]:
+    """Further arguments of the pipeline's call, with the pictures among them.
+
+    Raises:
+        ConfigurationError: An argument is given twice, or a picture for each prompt cannot be read.
+    """
+    options = dict(values["options"] or {})
+    for name, files in (values["images"] or {}).items():
+        if name in options:
+            raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
+        several, num = isinstance(files, list), len(values["prompts"])
+        if several and len(files) != num:
+            raise ConfigurationError(
+                f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
+            )
+        pictures = [_opened(name, file) for file in (files if several else [files])]
+        options[name] = pictures if several else pictures[0]
+    if values["output_type"] != "pil":
+        options["output_type"] = values["output_type"]
+    return options
+
+
+def _opened(name: str, file: Any) -> Any:
+    from diffusers.utils import load_image
+
+    mode = "L" if "mask" in name else "RGB"
+    try:
+        return load_image(str(file), convert_method=lambda picture: picture.convert(mode))
+    except Exception as error:  # whatever a decoder meets in a broken file
+        raise ConfigurationError(f"images.{name}={file} cannot be read: {error}") from error
+
+
+def _refuse_by_model(values: dict[str, Any]) -> None:
+    """Refuses what files of the model tell that it cannot draw, before there are several processes.
+
+    Raises:
+        ConfigurationError: The model is missing or broken, or takes no such request; or no encoder is there.
+    """
+    import torch
+
+    from lightning_diffpipe.model_sources import check_request, open_source
+    from lightning_diffpipe.sampling.source import DiffusersFolder, Settings
+
+    common, sampler = _opening(values), values["sampler"]
+    ema = sampler.get("ema", True)
+    source = open_source(values["path"], False, torch.device("cpu"), ema=ema, **common)
+    num_patches = sampler.get("num_patches") if sampler["method"] == "pipefusion" else None
+    request = _request(values)
+    options = {name: request.pop(name) for name in values["options"]}
+    with named({"num_patches": "sampler.num_patches"}):
+        check_request(source, Settings(**request, options=options), num_patches)
+    makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
+    if makes_video and (values["output_type"], values["video_format"]) == ("pil", "mp4"):
+        _require_encoder()
+
+
+def _require_encoder() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigurationError(
+            "video_format=mp4 needs the package av; run: pip install 'lightning-diffpipe[video]', or take "
+            "video_format=gif"
+        ) from error
+    return av
 
 
 @raised_by_all()
@@ -168,13 +242,16 @@ def _sample(values: dict[str, Any]) -> Any:
         return None
     assert pictures is not None
     assert report is not None
-    pictures = _as_pictures(pictures)
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
     _remove_earlier(folder)
-    _write_pictures(pictures, values["prompts"], folder)
+    files = [_REPORT, *_write_drawn(pictures, values, folder)]
+    if values["output_type"] == "pil":
+        files.append(_GRID)
+        pictures = _as_pictures(pictures)
+        _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
+        print(f"{folder / _GRID}  all of them")
     print(f"\n{report}")
-    files = [_REPORT, _GRID, *map(_name, range(len(pictures)))]
     numbers = report.to_dict() | {"files": files}
     _write_numbers(numbers, folder)  # before what may fail, or be killed for memory
     if values["report"]:
@@ -217,18 +294,27 @@ def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
         device = f"cuda:{index}"
         ask_for_queues()
         torch.cuda.set_device(index)
+    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
+    opening = {name: value for name, value in _opening(values).items() if name != "vae"}
+    return opening | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
+
+
+def _opening(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `open_source` that tell how a model is opened."""
+    import torch
+
     return {
-        "device": device,
         "dtype": getattr(torch, str(values["dtype"])),
         "variant": values["variant"],
         "loras": values["loras"],
-        "timeout_s": float(values["timeout_s"]),
+        "pipeline_class": values["pipeline_class"],
+        "vae": [each for each in ("tiling", "slicing") if values[f"vae_{each}"]],
     }
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
     names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
-    return {name: values[name] for name in names} | dict(values["options"] or {})
+    return {name: values[name] for name in names} | values["options"]
 
 
 def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
@@ -257,18 +343,63 @@ def _remove_earlier(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _write_pictures(pictures: list[Any], prompts: list[Any], folder: Path) -> None:
-    per_prompt = len(pictures) // len(prompts)  # several with num_images_per_prompt
-    for number, picture in enumerate(pictures):
-        path = folder / _name(number)
-        picture.save(path)
-        print(f"{path}  {prompts[number // per_prompt]}")
-    _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
-    print(f"{folder / _GRID}  all of them")
+def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
+    """Writes a file for each picture, video or array; returns their names."""
+    prompts, ending = values["prompts"], _OUTPUT_TYPES[values["output_type"]]
+    if isinstance(drawn[0], list):
+        ending = f".{values['video_format']}"
+    per_prompt = max(1, len(drawn) // len(prompts))  # several with num_images_per_prompt
+    names = [f"{number:03d}{ending}" for number in range(len(drawn))]
+    for number, (name, each) in enumerate(zip(names, drawn, strict=True)):
+        try:
+            _write(each, folder / name, values["fps"])
+        except (
+            Exception
+        ) as error:  # of the encoder, the disk, or a size that the format does not take
+            raise DiffPipeError(
+                f"cannot write {folder / name}: {type(error).__name__}: {error}"
+                + ("; take video_format=gif or png" if ending == ".mp4" else "")
+            ) from error
+        print(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
+    return names
 
 
-def _name(number: int) -> str:
-    return f"{number:03d}.png"
+def _write(drawn: Any, path: Path, fps: int) -> None:
+    """Writes one of a request as the ending of its file says.
+
+    Args:
+        drawn: A picture, the frames of a video, an array, or a tensor.
+        path: Of the file.
+        fps: Frames that a video shows in a second.
+    """
+    if path.suffix == ".npy":
+        import numpy as np
+
+        np.save(path, drawn)
+    elif path.suffix == ".pt":
+        import torch
+
+        torch.save(drawn.cpu().clone(), path)  # of a row of a batch, without the others
+    elif path.suffix == ".gif":
+        # Times are whole hundredths of a second.
+        drawn[0].save(
+            path, save_all=True, append_images=drawn[1:], duration=round(1000 / fps), loop=0
+        )
+    elif path.suffix == ".mp4":
+        _write_mp4(drawn, path, fps)
+    else:
+        _as_pictures([drawn])[0].save(path)
+
+
+def _write_mp4(frames: list[Any], path: Path, fps: int) -> None:
+    av = _require_encoder()
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"  # which every player shows
+        for frame in frames:
+            file.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        file.mux(stream.encode())
 
 
 def _as_pictures(drawn: list[Any]) -> list[Any]:

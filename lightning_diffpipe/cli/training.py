@@ -84,6 +84,15 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
         trainer.fit(module, datamodule=data, ckpt_path=path)
 
 
+def _data_for(module: Any, config: DictConfig) -> Any:
+    """Builds the data, of pictures that the module can learn from."""
+    resolution = config.data.get("resolution")
+    if hasattr(module, "require_size") and isinstance(resolution, int):
+        with raised_by_all(), named({"height": "data.resolution"}):
+            module.require_size(resolution, resolution)
+    return hydra.utils.instantiate(config.data)
+
+
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
     _refuse_trainer_values(config)
@@ -288,7 +297,7 @@ def train(config: DictConfig) -> Any:
     _require_plan_and_profile(config)
     prepare(config)
     module = module_of(config)
-    data = hydra.utils.instantiate(config.data)
+    data = _data_for(module, config)
     trainer = _build_trainer(config)
     with _runs_ended(trainer):
         for logger in trainer.loggers:
@@ -363,7 +372,7 @@ def demo(config: DictConfig) -> Any:
 
     module = hydra.utils.instantiate(config.model)
     refuse_sampler(config.sampler.method, module, config.sampler.get("num_patches"))
-    data = hydra.utils.instantiate(config.data)
+    data = _data_for(module, config)
     story = DemoStory(
         config.output_dir,
         config.prompts,

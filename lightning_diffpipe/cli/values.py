@@ -45,12 +45,19 @@ SETTINGS: dict[str, Any] = {
     "save_dtype": str,
     # sample, demo
     "path": str,
-    "prompts": list[str],
+    "prompts": list[str] | list[int],
     "num_inference_steps": int,
     "guidance_scale": float | None,
     "height": int | None,
     "width": int | None,
+    "images": dict | None,
     "options": dict | None,
+    "output_type": str,
+    "video_format": str,
+    "fps": int,
+    "pipeline_class": str | None,
+    "vae_tiling": bool,
+    "vae_slicing": bool,
     "report": bool,
     "dtype": str,
     "variant": str | None,
@@ -81,7 +88,7 @@ SETTINGS: dict[str, Any] = {
 """Settings of the verbs themselves; one name means one thing in all of them."""
 
 _POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
-             "num_samples", "num_passes", "max_columns", "samples", "num_threads"}  # fmt: skip
+             "num_samples", "num_passes", "max_columns", "samples", "num_threads", "fps"}  # fmt: skip
 _SINGLE = (int, float, bool, str, Path, type(None), Literal)
 _WORDS = {
     int: "a whole number",

@@ -125,16 +125,20 @@ class CascadedDiffusion(PartsModule):
         ):
             self.log(f"val/{name}", loss, batch_size=len(batch["image"]), sync_dist=True)
 
+    def require_size(self, height: int, width: int) -> None:
+        """Raises ConfigurationError unless pictures of a size, in pixels, are what the upscaler draws."""
+        if {height, width} != {self._pixels(self.upscaler)}:
+            raise ConfigurationError(
+                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but pictures have {width}; "
+                "set data.resolution, or the upscaler's sample_size"
+            )
+
     def _losses(
         self, images: Tensor, tokens: Tokens, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the losses of the base and of the upscaler."""
         states, pixels = text_states(self.text_encoder, tokens), self._pixels(self.unet)
-        if images.shape[-1] != self._pixels(self.upscaler):
-            raise ConfigurationError(
-                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but pictures have {images.shape[-1]}; "
-                "set data.resolution, or the upscaler's sample_size"
-            )
+        self.require_size(*images.shape[-2:])
         if self.hparams.colors == 1:
             images = images.mean(1, keepdim=True)
         small = F.interpolate(images, (pixels, pixels), mode="area")

@@ -173,12 +173,6 @@ class ControlNetDiffusion(LatentDiffusion):
                 f"conditions of {_size(condition)} pixels beside pictures of {_size(batch['image'])}: they must be "
                 "of one size, as a ControlNet says where in the picture something shall be"
             )
-        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
-        if any(pixels % scale for pixels in condition.shape[-2:]):
-            raise ConfigurationError(
-                f"conditions of {_size(condition)} pixels: for a ControlNet width and height must be multiples of "
-                f"{scale}, by which the autoencoder shrinks pictures (data.resolution)"
-            )
         return {"condition": condition}
 
     @torch.no_grad()

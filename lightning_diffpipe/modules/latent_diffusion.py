@@ -57,6 +57,40 @@ _DENOISERS: dict[str, tuple[type, ...]] = {
 }
 
 
+def latent_size(
+    vae: Mapping[str, Any], denoiser: Mapping[str, Any], height: int | None, width: int | None
+) -> tuple[int, int]:
+    """Rows and columns of the latents of a picture.
+
+    Args:
+        vae: Config of the autoencoder.
+        denoiser: Config of the U-Net or transformer.
+        height: In pixels; None takes that of the model.
+        width: In pixels.
+
+    Raises:
+        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink pictures by.
+    """
+    trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
+    default = (trained, trained) if isinstance(trained, int) else tuple(trained)
+    scale = 2 ** (len(vae["block_out_channels"]) - 1)
+    unit, found = scale * patch, []
+    for name, pixels, rows in (("height", height, default[0]), ("width", width, default[1])):
+        if pixels is not None and (pixels < unit or pixels % unit):
+            by = (
+                f"the autoencoder and patches of {patch} shrink"
+                if patch > 1
+                else "the autoencoder shrinks"
+            )
+            near = dict.fromkeys(max(unit, n * unit) for n in (pixels // unit, pixels // unit + 1))
+            raise ConfigurationError(
+                f"{name}={pixels} is no multiple of {unit}, by which {by} pictures; take "
+                + " or ".join(map(str, near))
+            )
+        found.append(rows if pixels is None else pixels // scale)
+    return found[0], found[1]
+
+
 class LatentDiffusion(PartsModule):
     """A text-conditional latent diffusion model in training, and a plain sampler.
 
@@ -190,7 +224,11 @@ class LatentDiffusion(PartsModule):
 
         Returns:
             fp32 latents of about unit variance, `(B, C, h, w)`.
+
+        Raises:
+            ConfigurationError: The model has no latents for pictures of this size.
         """
+        self.require_size(*images.shape[-2:])
         posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
         latents = (posterior.sample() if sample else posterior.mode()).float()
         return (latents - (self.vae.config.shift_factor or 0)) * self.vae.config.scaling_factor
@@ -344,7 +382,7 @@ class LatentDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1].
 
         Raises:
-            ConfigurationError: A size is no multiple of what the autoencoder shrinks pictures by.
+            ConfigurationError: The model has no latents for pictures of this size.
         """
         return self._drawn(prompts, num_inference_steps, guidance_scale, generator, (height, width))
 
@@ -358,7 +396,7 @@ class LatentDiffusion(PartsModule):
         **conditions: Tensor,
     ) -> Tensor:
         """Samples in evaluation mode."""
-        size = self._latent_size(*pixels)
+        size = self.require_size(*pixels)
         with self.evaluating():
             return self._sample(
                 prompts, num_inference_steps, guidance_scale, generator, size, **conditions
@@ -397,20 +435,9 @@ class LatentDiffusion(PartsModule):
         )
         return self.decode_latents(latents)
 
-    def _latent_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        trained = self.denoiser.config.sample_size
-        default = (trained, trained) if isinstance(trained, int) else tuple(trained)
-        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels is not None and (pixels < scale or pixels % scale):
-                raise ConfigurationError(
-                    f"{name}={pixels} is no multiple of {scale}, by which the autoencoder shrinks pictures"
-                )
-        rows, columns = (
-            pixels // scale if pixels is not None else size
-            for pixels, size in zip((height, width), default, strict=True)
-        )
-        return rows, columns
+    def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        """The size of the latents of pictures, by `latent_size`."""
+        return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def _start_noise(
         self, num_samples: int, generator: torch.Generator | None, size: tuple[int, int]

@@ -130,7 +130,7 @@ def read_index(path: str) -> dict[str, Any]:
         ) from error
 
 
-def _folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
+def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
     """Returns the folder or hub id with a part: this one, or the one to which its index leaves it."""
     other = index.get(_OTHER_PARTS)
     if other is None or not Path(path).is_dir() or (Path(path) / name).is_dir():
@@ -293,7 +293,7 @@ class PartsModule(L.LightningModule):
         """
         index = read_index(str(path))
         stored = {
-            name: (_folder_of_part(str(path), index, name), name, *index[name])
+            name: (folder_of_part(str(path), index, name), name, *index[name])
             for name in cls.part_names
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }

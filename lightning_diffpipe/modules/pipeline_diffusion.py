@@ -182,6 +182,10 @@ class PipelineDiffusion(PartsModule):
             drawn = encoded.latents if hasattr(encoded, "latents") else encoded[0]
         return tail.undone(drawn, num_samples)
 
+    def require_size(self, height: int, width: int) -> None:
+        """Raises ConfigurationError for pictures of a size, in pixels, that the pipeline's own check refuses."""
+        self.step.check({"height": height, "width": width})
+
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Notes what is drawn while training: a pipeline's own size may be many times that of the pictures."""
         self._trained_size = _size_of(batch["video"] if "video" in batch else batch["image"])

@@ -48,6 +48,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     ReplayedEncoder,
     TimedDenoiser,
     TorchOfCall,
+    checked_arguments,
 )
 
 DENOISERS = ("transformer", "unet", "prior")
@@ -303,15 +304,29 @@ class OneStep:
         for name, method in methods.items():
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
             own[name] = method if is_static else types.MethodType(method, pipeline)
+        with contextlib.suppress(Captured):
+            call(pipeline, **self._given(conditions, len(timesteps), pixels))
+
+    def _given(
+        self, conditions: Sequence[Any], num_samples: int, pixels: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """The arguments of a call."""
         sizes = {**pixels, **dict.fromkeys(_FRAMES, pixels.get("num_frames"))}
         taken = {n: v for n, v in sizes.items() if v is not None and n in self._parameters}
         arguments = self._arguments | taken
         if self.condition is not None:
             arguments[self.condition] = conditions
         elif "batch_size" in self._parameters:
-            arguments["batch_size"] = len(timesteps)
-        with contextlib.suppress(Captured):
-            call(pipeline, **arguments)
+            arguments["batch_size"] = num_samples
+        return arguments
+
+    def check(self, pixels: Mapping[str, int]) -> None:
+        """Raises ConfigurationError where the pipeline's own check refuses pictures of a size.
+
+        Args:
+            pixels: As in `predict`.
+        """
+        checked_arguments(self._pipeline, self._given([_NEUTRAL[self.condition]], 1, pixels))
 
 
 def condition_of(cls: type) -> str | None:

@@ -5,9 +5,11 @@ Each passes on what it does not replace, so that configs, types and methods are 
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,48 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from lightning_diffpipe.errors import ConfigurationError
+
 
 class Captured(Exception):
     """Ends a call once it has given what was wanted."""
+
+
+def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Runs a pipeline's call until it has checked its arguments, which needs no weights.
+
+    Args:
+        pipeline: Parts that the call looks at no sooner, such as text encoders, may be missing.
+        arguments: Of the call.
+
+    Returns:
+        What was checked, by name; None where the call checks nothing, or fails before it does.
+
+    Raises:
+        ConfigurationError: What the check says.
+    """
+    found: dict[str, Any] = {}
+    twin = copy.copy(pipeline)
+
+    def check(*values: Any, **named: Any) -> None:
+        try:
+            pipeline.check_inputs(*values, **named)
+        except ValueError as error:
+            raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
+        bound = inspect.signature(pipeline.check_inputs).bind(*values, **named)
+        found.update(bound.arguments)
+        raise Captured
+
+    twin.check_inputs = check
+    try:
+        twin(**arguments)
+    except ConfigurationError:
+        raise
+    except Captured:
+        return found
+    except Exception:  # without weights a call may fail in any way; with them it will say why
+        return None
+    return None
 
 
 class StandIn:

@@ -152,6 +152,7 @@ class DiffusersFolder:
             `text_encoder_3` of Stable Diffusion 3, which is large.
         vae: What the autoencoder shall do for memory: `"tiling"`, `"slicing"`.
         loras: Scale of each LoRA file.
+        pipeline_class: Of diffusers, in place of the one that the folder names.
 
     Raises:
         ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
@@ -168,8 +169,11 @@ class DiffusersFolder:
         parts: Mapping[str, Any] = MappingProxyType({}),
         vae: Collection[str] = (),
         loras: Mapping[str | Path, float] | None = None,
+        pipeline_class: str | None = None,
     ) -> None:
         index = dict(_config(diffusers.DiffusionPipeline, path))
+        if pipeline_class is not None:
+            index["_class_name"] = _known_pipeline(pipeline_class)
         for name, part in parts.items():
             if name not in index:
                 value = "None" if part is None else "..."
@@ -219,20 +223,52 @@ class DiffusersFolder:
             )
         self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}
-        self._loras = added
+        self._loras, self._vae = added, vae
         self._pipeline = None
         if leads:
             loaded = {self.name: self.denoiser, **self._given}
             self._pipeline = _load_others(path, index, loaded, device, **self._options)
             for name in set().union(*(lora.parts() for lora in added)) - {self.name}:
                 add_to_part(getattr(self._pipeline, name), name, added)
-            for way in vae:
-                turn_on = getattr(getattr(self._pipeline, "vae", None), f"enable_{way}", None)
-                if turn_on is None:
-                    raise ConfigurationError(
-                        f"vae_{way}=True, but the {index['_class_name']} at {path} has no autoencoder that can"
-                    )
-                turn_on()
+            self._save_memory(self._pipeline)
+
+    def _save_memory(self, pipeline: Any) -> None:
+        for way in self._vae:
+            turn_on = getattr(getattr(pipeline, "vae", None), f"enable_{way}", None)
+            if turn_on is None:
+                raise ConfigurationError(
+                    f"vae_{way}=True, but the {type(pipeline).__name__} at {self._path} has no autoencoder that can"
+                )
+            turn_on()
+
+    @property
+    def draws_videos(self) -> bool:
+        """Whether the pipeline is asked for a number of frames."""
+        cls = getattr(diffusers, self._index["_class_name"])
+        return "num_frames" in inspect.signature(cls.__call__).parameters
+
+    def outline(self) -> Any:
+        """The pipeline made from configs alone: its modules have no weights, and those of transformers are missing.
+
+        Raises:
+            ConfigurationError: Its autoencoder cannot save memory as is asked for.
+        """
+        cls = getattr(diffusers, self._index["_class_name"])
+        entries = {n: e for n, e in self._index.items() if n in inspect.signature(cls).parameters}
+        parts = {n: None if isinstance(e, list | tuple) else e for n, e in entries.items()}
+        for name, entry in entries.items():
+            if isinstance(entry, list | tuple) and entry[0] == "diffusers":
+                kind = getattr(diffusers, entry[1])
+                config = _config(kind, self._path / name)
+                is_module = issubclass(kind, nn.Module)
+                parts[name] = (
+                    skeleton(kind, config, torch.device("cpu"), torch.float32)
+                    if is_module
+                    else kind.from_config(config)
+                )
+        pipeline = cls(**parts | {self.name: self.denoiser} | self._given)
+        self._save_memory(pipeline)
+        return pipeline
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls the pipeline around `sample`."""
@@ -255,6 +291,21 @@ class DiffusersFolder:
             add_to_part(part, name, self._loras)
             self._parts[name] = part.to(self._device).eval()
         return self._parts[name]
+
+
+def _known_pipeline(name: str) -> str:
+    """The name of a pipeline of diffusers.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    if name.endswith("Pipeline") and hasattr(diffusers, name):
+        return name
+    near = difflib.get_close_matches(name, [n for n in dir(diffusers) if n.endswith("Pipeline")], 1)
+    raise ConfigurationError(
+        f"pipeline_class={name!r} is no pipeline of diffusers {diffusers.__version__}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
 
 
 def _config(cls: Any, folder: Path) -> Any:
@@ -334,6 +385,19 @@ def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: S
     Raises:
         ConfigurationError: An option is unknown, or cannot be used here.
     """
+    arguments = call_arguments(pipeline, settings)
+    parts = dict(pipeline.components)
+    absent = frozenset(name for name, part in parts.items() if part is None)
+    call = PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
+    return drawn_by(call, sample, type(pipeline).__name__)
+
+
+def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
+    """The arguments of a diffusers pipeline's call.
+
+    Raises:
+        ConfigurationError: An option is unknown, or cannot be used here.
+    """
     known = inspect.signature(type(pipeline).__call__).parameters
     arguments = settings.given()
     option = next((name for name in _PROMPTS if name in known), None)
@@ -352,10 +416,7 @@ def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: S
     arguments.setdefault("generator", settings.generator())
     if "output_type" in known:
         arguments.setdefault("output_type", "pil")
-    parts = dict(pipeline.components)
-    absent = frozenset(name for name, part in parts.items() if part is None)
-    call = PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
-    return drawn_by(call, sample, type(pipeline).__name__)
+    return arguments
 
 
 def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
@@ -430,3 +491,8 @@ def _check_option(name: str, known: Mapping[str, Any], pipeline: str, prompts: s
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
         raise ConfigurationError(f"{pipeline} takes no {name!r}; {hint}")
+    if name.startswith("ip_adapter_"):
+        raise ConfigurationError(
+            f"{name} needs an IP-Adapter, which is loaded into a pipeline in memory and which no folder holds, and "
+            "ranks read denoisers from folders: draw with it in one process, by diffusers alone"
+        )

@@ -164,7 +164,7 @@ def without_condition(batch):
         (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels beside .* 8x8"),
         (
             lambda b: {**b, **dict.fromkeys(("image", "condition"), torch.rand(4, 3, 8, 7))},
-            r"multiples of 2",
+            r"no multiple of 2",
         ),
     ],
 )

@@ -10,6 +10,9 @@ import sys
 import weakref
 from pathlib import Path
 
+import av
+import diffusers
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,7 +20,7 @@ from PIL import Image
 from lightning_diffpipe import predictor
 from lightning_diffpipe.cli import sampling
 from lightning_diffpipe.cli.sampling import _as_pictures
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from tests.command import ROOT, call, run
 from tests.modules.tiny_parts import save_with_averages
 
@@ -51,6 +54,66 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("stable_diffusion", ["height=30", "width=32"], "have to be divisible by 8 but are 30 and 32"),
+        ("pixart", ["options={use_resolution_binning: false}", "num_patches=99"],
+         "sampler.num_patches=99 is more than the 8 rows of tokens of these"),
+        ("sd3", ["height=40", "width=32"], None),
+        ("flux", ["num_patches=99"], None),  # packs latents: told when they are drawn
+        ("wan", ["height=40"], "`height` and `width` have to be divisible by 16 but are 40 and"),
+        ("dit", ["prompts=[1001]"], "1001 is none of the 1000 classes of this model"),
+        ("stable_diffusion", ["options={negative_promt: x}"], "did you mean 'negative_prompt'?"),
+        ("stable_diffusion", ["images={image: there.png}"], "StableDiffusionPipeline takes no 'image'"),
+        ("stable_diffusion", ["images={image: gone.png}"], "images.image=gone.png cannot be read: "),
+        ("stable_diffusion", ["images={image: broken.png}"], "images.image=broken.png cannot be read: "),
+        ("stable_diffusion", ["images={image: [there.png]}"], "images.image has 1 files for 2 prompts; give one"),
+        ("stable_diffusion", ["options={image: 3}", "images={image: there.png}"], "image is given twice, as"),
+        ("stable_diffusion", ["pipeline_class=StableDiffusionImg2imgPipeline"], "did you mean 'StableDiff"),
+        ("stable_diffusion", ["output_type=png"], "output_type='png'; choose pil, np, pt, latent"),
+        ("stable_diffusion", ["output_type=np", "report=true"], "report=true compares pictures, and"),
+        ("wan", ["video_format=avi"], "video_format='avi'; choose mp4, gif, png"),
+        ("wan", ["fps=0"], "fps must be a whole number, and > 0; got 0"),
+        ("pixart", ["vae_tiling=maybe"], "vae_tiling must be true or false; got 'maybe'"),
+        (None, ["vae_tiling=true"], "vae_tiling=... is of diffusers folders"),
+        (None, ["pipeline_class=StableDiffusionPipeline"], "pipeline_class=... is of diffusers folders"),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_draw_is_told_before_processes_start(
+    model, arguments, message, folder_of, capsys, monkeypatch, tmp_path
+):
+    """History: sizes, options and patches were refused by processes that had started, after weights were read."""
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sampling, "on_ranks", lambda *_: started.append(True))
+    Image.new("RGB", (32, 32)).save("there.png")
+    Path("broken.png").write_bytes(Path("there.png").read_bytes()[:50])
+    settings = ["prompts=[a, b]", "trainer.devices=2", "sampler=distrifusion"]
+    if model is not None:
+        settings.append(f"path={folder_of(model)}")
+    if "num_patches=99" in arguments:
+        settings.append("sampler=pipefusion")
+        arguments = [*arguments[:-1], "sampler.num_patches=99"]
+    code, _, err = call(capsys, monkeypatch, "sample", *settings, *arguments)
+    if message is None:
+        assert (code or 0, started) == (0, [True])
+    else:
+        assert (code, started) == (2, [])
+        assert message in err.splitlines()[-1]
+
+
+def test_a_size_that_a_pipeline_is_not_trained_at_is_told_before_processes_start(
+    folder_of, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    path = f"model.path={folder_of('sd3')}"
+    data = ["data=image_folder", "data.folder=any", "data.resolution=63"]
+    code, _, err = call(capsys, monkeypatch, "train", "model=pretrained", path, *data)
+    assert code == 2
+    assert "have to be divisible by 4 but are 63 and 63" in err.splitlines()[-1]
 
 
 def test_an_unknown_sampler_is_answered_with_the_known_ones(capsys, monkeypatch):
@@ -236,6 +299,97 @@ def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
     assert "     1  0.500  1.000  0.750" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["fresh_share"] == {"key_value": 0.875}
+
+
+def frames(size=(32, 16)):
+    return [Image.new("RGB", size, (60 * n, 0, 200 - 60 * n)) for n in range(4)]
+
+
+@pytest.mark.parametrize("ending", ["mp4", "gif"])
+def test_a_video_is_read_back_as_it_was_drawn(ending, tmp_path):
+    sampling._write(frames(), tmp_path / f"000.{ending}", 8)
+    with av.open(str(tmp_path / f"000.{ending}")) as file:
+        read = [frame.to_image() for frame in file.decode(video=0)]
+    assert len(read) == 4
+    for wanted, found in zip(frames(), read, strict=True):
+        assert found.size == (32, 16)
+        assert abs(np.asarray(found, float) - np.asarray(wanted, float)).mean() < 6
+
+
+def test_a_video_that_cannot_be_written_is_named(tmp_path):
+    values = {"prompts": ["a"], "output_type": "pil", "video_format": "mp4", "fps": 8}
+    with pytest.raises(
+        DiffPipeError, match=r"cannot write .*000.mp4: .*; take video_format=gif or png"
+    ):
+        sampling._write_drawn([frames((33, 17))], values, tmp_path)
+
+
+def test_a_video_without_an_encoder_is_refused_before_it_is_drawn(
+    folder_of, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "av", None)
+    code, _, err = call(capsys, monkeypatch, "sample", f"path={folder_of('wan')}")
+    assert (code, "video_format=mp4 needs the package av; run: pip install" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "files"),
+    [
+        ("stable_diffusion", ["output_type=np"], ["000.npy", "001.npy"]),
+        ("stable_diffusion", ["output_type=latent", "vae_slicing=true"], ["000.pt", "001.pt"]),
+        ("dit", ["prompts=[3,7]", "height=null", "width=null"], ["000.png", "001.png", "grid.png"]),
+        ("wan", ["options={num_frames: 5}", "height=64", "vae_tiling=true"],
+         ["000.mp4", "001.mp4", "grid.png"]),
+        ("wan", ["options={num_frames: 5}", "height=64", "video_format=gif"],
+         ["000.gif", "001.gif", "grid.png"]),
+    ],
+)  # fmt: skip
+def test_each_type_of_output_has_its_files(
+    model, settings, files, folder_of, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    common = ["height=32", "width=32", "num_inference_steps=2", "prompts=[a, b]", "output=out"]
+    path = f"path={folder_of(model)}"
+    code, _, err = call(capsys, monkeypatch, "sample", path, *common, "progress=false", *settings)
+    assert code in (0, None), err
+    assert sorted(each.name for each in Path("out").iterdir()) == sorted([*files, "report.json"])
+    if files[0].endswith("pt"):
+        latents = torch.load("out/000.pt")
+        assert latents.shape == (4, 16, 16)
+        assert latents.untyped_storage().nbytes() == latents.nbytes
+
+
+def test_pictures_of_files_are_what_the_pipeline_is_given(folder_of, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    values = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    for name, value in zip("ab", values, strict=True):
+        Image.fromarray(value).save(f"{name}.png")
+    hole = np.zeros((32, 32), dtype=np.uint8)
+    hole[8:24, 4:20] = 255
+    Image.fromarray(hole).save("hole.png")
+    path = folder_of("stable_diffusion")
+    settings = [
+        "pipeline_class=StableDiffusionInpaintPipeline",
+        "num_inference_steps=4",
+        f"path={path}",
+    ]
+    pictures = "images={image: [a.png, b.png], mask_image: hole.png}"
+    common = ["height=32", "width=32", "prompts=[a, b]", "output=out", "progress=false"]
+    code, _, err = call(
+        capsys, monkeypatch, "sample", *settings, pictures, "options={strength: 0.8}", *common
+    )
+    assert code in (0, None), err
+    pipeline = diffusers.StableDiffusionInpaintPipeline.from_pretrained(path)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt=["a", "b"], image=[Image.open("a.png"), Image.open("b.png")],
+        mask_image=Image.open("hole.png"), strength=0.8, num_inference_steps=4, guidance_scale=4.0,
+        height=32, width=32, generator=torch.Generator().manual_seed(0),
+    ).images  # fmt: skip
+    for number, picture in enumerate(expected):
+        drawn = np.asarray(Image.open(f"out/00{number}.png"), int)
+        assert abs(drawn - np.asarray(picture, int)).max() <= 1
 
 
 def test_a_video_is_written_as_its_frames_side_by_side():
