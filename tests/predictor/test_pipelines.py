@@ -140,11 +140,20 @@ def rescaled(folder):
     return build("stable_diffusion", folder), {**SIZE, "guidance_rescale": 0.5}
 
 
+def with_timesteps(folder):
+    return build("stable_diffusion", folder), {**SIZE, "timesteps": [901, 601, 301]}
+
+
+def with_sigmas(folder):
+    return build("flux", folder), {**options_of("flux"), "sigmas": [1.0, 0.7, 0.3]}
+
+
 KINDS = {
     f.__name__: f
     for f in (
         img2img, inpainting, inpainting_by_mixing, controlnet, refiner, sd3_img2img, sd3_controlnet,
-        two_transformers, chroma, rescaled, rescaled_video,
+        two_transformers, chroma, rescaled, rescaled_video, with_timesteps,
+        with_sigmas,
     )
 }  # fmt: skip
 
@@ -213,6 +222,10 @@ def test_two_ranks_draw_what_one_process_draws(saved):
         ("chroma", {"method": "sequence"}),
         ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
         ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
+        ("with_timesteps", {"method": "single"}),
+        ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
+        ("with_sigmas", {"method": "sequence"}),
+        ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}),
     ]
     jobs = []
     for kind, options in cases:
@@ -405,6 +418,16 @@ def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch)
     restored(taken, torch.device("cuda:1"))
     restored(taken)
     assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
+
+
+def test_an_ip_adapter_is_refused_with_its_reason(folder_of):
+    """History: it ended in an AttributeError of diffusers, "before anything is denoised"."""
+    with pytest.raises(
+        ConfigurationError, match=r"ip_adapter_image needs an IP-Adapter, .* no folder holds"
+    ):
+        Predictor.from_pretrained(folder_of("stable_diffusion"), "single")(
+            ["a"], **SETTINGS, **SIZE, ip_adapter_image=picture()
+        )
 
 
 def test_no_loop_is_left_behind(folder_of):
