@@ -403,6 +403,8 @@ class Predictor:
         """Ends the messages of a request, of which each rank has sent and received others by now."""
         if self._world.num_ranks == 1:
             return
+        if not getattr(error, "is_of_all_ranks", False):
+            self._world.leave(error)
         self._broken_by, worker, self._worker = repr(error), self._worker, None
         if self._world.backend == "gloo":
             forget_variables(error)

@@ -98,10 +98,11 @@ class World:
             if isinstance(raised, PipelineTimeoutError):
                 # Who lost a rank may have lost one that refuses.
                 refuses = heartbeat.has_refusal()
-            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
-                heartbeat.note("refused" if refuses else "gone", str(raised) or repr(raised))
             if not refuses:
+                self.leave(raised)
                 raise
+            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
+                heartbeat.note("refused", str(raised) or repr(raised))
             error = raised
         errors = self._errors(heartbeat, error, give_up)
         failed = [rank for rank, each in enumerate(errors) if each is not None]
@@ -112,6 +113,16 @@ class World:
             with raised_by_all():
                 raise chosen
         return value
+
+    def leave(self, error: BaseException) -> None:
+        """Lets the others know that this rank does not go on, before its beats end: it is not who was lost first.
+
+        Args:
+            error: Why.
+        """
+        if self.heartbeat is not None:
+            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
+                self.heartbeat.note("gone", str(error) or repr(error))
 
     def _errors(
         self, heartbeat: Heartbeat, error: Exception | None, give_up: Callable[[], None]

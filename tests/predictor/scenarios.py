@@ -238,6 +238,14 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, told):
     os._exit(1)  # the victim is still there
 
 
+def left(rank, path, prompts, settings, options):
+    """What each rank says where rank 0 fails when all have drawn, and has told nobody yet."""
+    gather = "lightning_diffpipe.predictor.Worker.gather"
+    fails = mock.patch(gather, side_effect=DiffPipeError("no room for the pictures"))
+    with fails if rank == 0 else contextlib.nullcontext():
+        return failure(rank, path, prompts, settings, options)
+
+
 def hung(rank, path, prompts, settings, options, victim, told):
     """One rank sleeps in mid-sample until the others have written what their errors say into the folder `told`."""
 

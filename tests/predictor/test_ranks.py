@@ -31,6 +31,7 @@ from tests.predictor.scenarios import (
     hung,
     killed,
     latents_of_each,
+    left,
     lost,
     refused_later,
     refused_over_nccl,
@@ -464,7 +465,7 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
     """What was posted there cannot be taken back."""
     path, prompts, settings, _ = job("dit", 2)
     predictor = Predictor.from_pretrained(path, method="single", alone=True)
-    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2)
+    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2, leave=print)
     predictor._break_off(ValueError("enough"))
     with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
         predictor(prompts, **settings)
@@ -573,12 +574,23 @@ def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
     for rank, each in told.items():
         said, seconds = each.splitlines()
         assert said.startswith(f"PipelineTimeoutError: rank {rank} waited for"), said
-        # Who notices later is told of those that noticed before: "lost ranks 1, 0".
-        assert re.search(rf"ranks? (\d, )*{victim}\b", said.partition("waited for")[2]), said
+        assert re.search(rf"\brank {victim}\b", said.partition("waited for")[2]), said
         assert f"while {phase}" in said
         assert float(seconds) < 20
     why = "timeout_s" if how == SIGSTOP else "which stopped"
     assert any(why in each for each in told.values()), told
+
+
+def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
+    """History: its beats ended without a word, and the others named it beside, or before, who was lost first."""
+    path, prompts, settings, options = job("dit", method="single", timeout_s=20.0)
+    told = run_ranks(left, 3, path, prompts[:1], settings, options)
+    assert told[0] == "DiffPipeError: no room for the pictures"
+    for rank in (1, 2):
+        assert told[rank] == (
+            f"PipelineTimeoutError: rank {rank} waited for the other ranks: rank 0 while drawing, which stopped: "
+            "no room for the pictures"
+        )
 
 
 @pytest.mark.slow
