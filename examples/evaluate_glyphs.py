@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.samples import picture_grid
+from lightning_diffpipe.callbacks.sample_images import picture_grid
 from lightning_diffpipe.data.glyphs import Glyph, GlyphDataset
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.built_in import built_in

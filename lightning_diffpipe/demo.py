@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.samples import picture_grid
+from lightning_diffpipe.callbacks.sample_images import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically

@@ -27,7 +27,7 @@ ALLOWED = {
     "sampling": {"comm", "graph", "planning", "clock", "errors"},
     "pipelines": {"errors"},
 }
-TOP = {"training", "callbacks", "predictor", "modules", "data", "verification", "demo", "checkpoint_files",
+TOP = {"training", "callbacks", "predictor", "modules", "data", "demo", "checkpoint_files",
        "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {

@@ -128,7 +128,7 @@ class _Verified(logging.Handler):
 
 def _train(num_ranks: int, backend: str, on_gpu: bool, run: Run) -> dict[str, Any]:
     verified, noted = _Verified(), _Steps()
-    logger = logging.getLogger("lightning_diffpipe.verification")
+    logger = logging.getLogger("lightning_diffpipe.training.verification")
     logger.setLevel(logging.INFO)
     logger.addHandler(verified)
     logger.propagate = False

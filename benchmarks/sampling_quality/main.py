@@ -30,7 +30,7 @@ from benchmarks.sampling_quality.denoisers import (  # noqa: E402
     pixel_unet,
 )
 from lightning_diffpipe import LatentDiffusion  # noqa: E402
-from lightning_diffpipe.callbacks.samples import picture_grid  # noqa: E402
+from lightning_diffpipe.callbacks.sample_images import picture_grid  # noqa: E402
 from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
 from lightning_diffpipe.modules.text import tokenize  # noqa: E402
 from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402

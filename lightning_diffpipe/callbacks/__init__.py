@@ -5,7 +5,7 @@ from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
 from lightning_diffpipe.callbacks.monitor import PipelineMonitor
-from lightning_diffpipe.callbacks.samples import SampleImages
+from lightning_diffpipe.callbacks.sample_images import SampleImages
 from lightning_diffpipe.callbacks.throughput import Throughput
 
 __all__ = [

@@ -154,7 +154,7 @@ class OwnFunctions:
 
 
 @dataclass
-class Node:
+class CallNode:
     """One module call with the calls inside it.
 
     Attributes:
@@ -169,7 +169,7 @@ class Node:
 
     name: str
     cost: int = 0
-    children: list[Node] = field(default_factory=list)
+    children: list[CallNode] = field(default_factory=list)
     depth: int = 0
     is_whole: bool = False
     num_transforms: int = 0
@@ -181,11 +181,11 @@ class CallTree(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack = [Node("")]
+        self.stack = [CallNode("")]
         self.functions = OwnFunctions()
 
     @property
-    def top(self) -> Node:
+    def top(self) -> CallNode:
         """The step itself."""
         return self.stack[0]
 
@@ -202,7 +202,7 @@ class CallTree(TorchDispatchMode):
         """Makes the wrapper of one module."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            node, around = Node(name, depth=self.functions.depth), self.stack[-1]
+            node, around = CallNode(name, depth=self.functions.depth), self.stack[-1]
             around.children.append(node)
             around.is_whole |= node.depth > around.depth
             node.num_transforms = num_transforms_around()
@@ -240,7 +240,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def choose_layers(
-    root: nn.Module, top: Node, max_share: float, expand: Collection[str]
+    root: nn.Module, top: CallNode, max_share: float, expand: Collection[str]
 ) -> tuple[set[str], set[str]]:
     """Cuts the tree of calls where no call is dearer than `max_share` of the whole.
 
@@ -262,10 +262,10 @@ def choose_layers(
     owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
     limit, expanded = max_share * top.cost, set(expand)
 
-    def has_layers(node: Node) -> bool:
+    def has_layers(node: CallNode) -> bool:
         return any(c.name in owns or has_layers(c) for c in node.children)
 
-    def walk(node: Node, layers: set[str]) -> None:
+    def walk(node: CallNode, layers: set[str]) -> None:
         for child in node.children:
             dear, inside = child.cost > limit, has_layers(child)
             if child.name in expanded or (dear and inside and child.name not in whole):
@@ -281,7 +281,7 @@ def choose_layers(
             return layers, expanded
 
 
-def _whole(top: Node, limit: float, expand: Collection[str]) -> set[str]:
+def _whole(top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
     """Modules that cannot be expanded; warns if some would have been.
 
     Those that differentiate what they call may have to be: then the trace says where they do.

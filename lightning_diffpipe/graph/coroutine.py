@@ -87,7 +87,8 @@ class Coroutine:
         if not self._is_started:
             self._is_started = True
             _Worker.submit(lambda: self._context.run(self._work))
-        self._settings.stream = _current_stream()
+        on_gpu = torch.cuda.is_initialized()
+        self._settings.stream = torch.cuda.current_stream() if on_gpu else None
         self._go.release()
         try:
             self._back.acquire()
@@ -168,7 +169,3 @@ class _ThreadSettings:
         """Work goes to the stream the owner is using now, so that order needs no events."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
-
-
-def _current_stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

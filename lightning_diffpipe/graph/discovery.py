@@ -41,7 +41,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.own_gradients import gradients_noticed
-from lightning_diffpipe.graph.provenance import Buffer, LeakError, Record, unfolded, values
+from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
 from lightning_diffpipe.graph.samples import (
     Form,
     OwnForm,
@@ -304,7 +304,8 @@ class StepProbe:
                 larger = self._batch
                 if num_samples:
                     larger = add_sample(self._batch, num_samples, self._form)
-            seen = self._observe(layers, containers, larger, _look_at_dims)
+            look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
+            seen = self._observe(layers, containers, larger, look)
         except Exception as error:  # a step may insist on its batch size
             # As text: whoever keeps the record would keep the frames of the error, and their tensors.
             _log.info("layers cannot be cut into samples: %s", str(error))
@@ -337,7 +338,7 @@ class StepProbe:
 
     def _layers(
         self,
-        records: Sequence[Record],
+        records: Sequence[LayerRecord],
         trained: frozenset[str],
         more: Sequence[_Dims],
         reached: Collection[Any],
@@ -377,7 +378,7 @@ class StepProbe:
         return tuple(layers)
 
 
-def _seeded(records: Sequence[Record]) -> set[str]:
+def _seeded(records: Sequence[LayerRecord]) -> set[str]:
     """Gives the layers that drew random numbers a seed each, and names them."""
     names = {record.name for record in records if record.drew}
     for record in records:
@@ -429,7 +430,7 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
     return frozenset(tag for tag in tags if isinstance(tag, str))
 
 
-def _known_dims(records: Sequence[Record], known: _MoreSamples | None) -> list[_Dims] | None:
+def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples | None) -> list[_Dims] | None:
     """Returns what an earlier run tells about all layers; calls without layers inside cannot be told apart."""
     keys = [(r.name, r.fine_start, r.fine_start + r.num_fine) for r in records]
     if known is None or any(
@@ -437,10 +438,6 @@ def _known_dims(records: Sequence[Record], known: _MoreSamples | None) -> list[_
     ):
         return None
     return [known[key] for key in keys]
-
-
-def _look_at_dims(arguments: Any, out: Any) -> LeadingDims:
-    return leading_dims(arguments), leading_dims(out)
 
 
 def _look_at_strides(arguments: Any, out: Any) -> list[Any]:

@@ -203,7 +203,8 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     for module, _, own in metrics:
         copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
         module.__dict__.update(copies)
-    plain = [(m, {k: v for k, v in vars(m).items() if _is_plain(v)}) for m in modules]
+    kinds = (bool, int, float, str, type(None))
+    plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, kinds)}) for m in modules]
     containers = [
         (value, value.copy())
         for module in {root, *modules}
@@ -229,7 +230,3 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
                 value.extend(before) if type(value) is list else value.update(before)
             for module, flag in training:
                 module.training = flag
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)

@@ -29,7 +29,7 @@ from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
-from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, RunPlan, Stop
+from lightning_diffpipe.graph.layer_run import DummyMemory, RunPlan, Stop, StubbedRun
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""
@@ -255,7 +255,7 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
     )
 
 
-class _FormRun(LayerRun):
+class _FormRun(StubbedRun):
     """One walk through a step with a stub for every layer."""
 
     def __init__(

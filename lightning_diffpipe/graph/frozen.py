@@ -33,7 +33,7 @@ from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan
+from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun
 from lightning_diffpipe.graph.paused import PausedRun
 
 Samples = tuple[int, int]
@@ -254,7 +254,7 @@ def join_samples(graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]])
     return joined
 
 
-class FrozenRun(LayerRun):
+class FrozenRun(StubbedRun):
     """One walk through the frozen layers of a step."""
 
     def __init__(self, plan: RunPlan, groups: tuple[Samples, ...]) -> None:

@@ -202,7 +202,8 @@ class Interception:
         """
         inside: dict[str, tuple[str, str]] = {}
         for name, module in self.root.named_modules():
-            own = next((k for k, p in module._parameters.items() if _is_foreign(p)), None)
+            parameters = module._parameters.items()
+            own = next((k for k, p in parameters if p is not None and is_placeholder(p)), None)
             if own is None or not name:
                 continue
             self._names.add(name)
@@ -265,10 +266,6 @@ class _LogSite:
 
     def __reduce__(self) -> Any:
         return getattr, (self._interception.root, self._method)
-
-
-def _is_foreign(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and is_placeholder(parameter)
 
 
 def _foreign_message(name: str, where: str) -> str:

@@ -137,7 +137,7 @@ def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
 _NONE: frozenset[int] = frozenset()
 
 
-class LayerRun:
+class StubbedRun:
     """One walk through the step.
 
     Attributes:

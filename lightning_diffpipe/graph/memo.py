@@ -29,6 +29,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.float32 import float32_precisions
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import (
@@ -139,7 +140,9 @@ class LayerMemo:
         known = [entry for entry in entries if entry is not None]
         if len(known) == len(keys):
             self.statistics.found[layer.name] += len(keys)
-            remembered = _join(layer, known, _device_of(args, kwargs))
+            tensors = tensors_in((args, kwargs))
+            device = tensors[0].device if tensors else torch.device("cpu")
+            remembered = _join(layer, known, device)
             if self._verified[layer.name] < self._num_verified:
                 self._verified[layer.name] += 1
                 _compare(layer, remembered, run())
@@ -385,11 +388,6 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Any:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def _device_of(args: Any, kwargs: Any) -> torch.device:
-    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _tensor_leaves(layer: Layer, out: Any) -> list[tuple[Tensor, int]]:

@@ -50,7 +50,7 @@ class PausedRun:
         self._dtype = torch.get_default_dtype()
         self._attributes = attributes
         self._set: Any = None  # what they are inside; before the run begins, whatever they are
-        self._goes_on: Callable[[str], bool] = _never
+        self._goes_on: Callable[[str], bool] = lambda name: False
         self._coroutine = Coroutine(self._work)
 
     @property
@@ -151,7 +151,3 @@ class PausedRun:
         while self._coroutine.is_cancelled or not self._goes_on(self._run.at):
             self._coroutine.pause()
         self.num_layers_done += 1
-
-
-def _never(_name: str) -> bool:
-    return False

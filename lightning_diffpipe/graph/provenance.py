@@ -102,7 +102,7 @@ class EscapeError(Exception):
 
 
 @dataclass
-class Record:
+class LayerRecord:
     """What is known about a layer while the probe runs."""
 
     index: int
@@ -140,8 +140,8 @@ class Provenance(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, original: nn.Module | None) -> None:
         super().__init__()
-        self.records: list[Record] = []
-        self.current: Record | None = None
+        self.records: list[LayerRecord] = []
+        self.current: LayerRecord | None = None
         self.control: set[Any] = set()
         self.folded: list[FoldedOutput] = []
         self.glue_drew = False

@@ -30,7 +30,7 @@ from lightning_diffpipe.graph.calltree import (
 from lightning_diffpipe.graph.interception import generator_name
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
 from lightning_diffpipe.graph.own_gradients import gradients_refused, refuse_transformed
-from lightning_diffpipe.graph.provenance import Provenance, Record, ValueReads
+from lightning_diffpipe.graph.provenance import LayerRecord, Provenance, ValueReads
 
 LOG_METHODS = ("log", "log_dict")
 
@@ -155,7 +155,7 @@ class Tracer:
         self._in_fine = False
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[LayerRecord]:
         """The layers, in call order."""
         return self.provenance.records
 
@@ -246,7 +246,9 @@ class Tracer:
             raise GraphError(inside_function(f"the code around {name}"))
         refuse_transformed(name)
         mode = self.provenance
-        record = Record(len(self.records), name, set(mode.control), fine_start=len(self.fine_names))
+        record = LayerRecord(
+            len(self.records), name, set(mode.control), fine_start=len(self.fine_names)
+        )
         record.argument_dims = leading_dims((args, kwargs))
         self.autocast |= {
             f"{kind} {torch.get_autocast_dtype(kind)}"
@@ -283,7 +285,7 @@ class Tracer:
             and not (name and old.shape != buffer.shape)
         }
 
-    def _hand_out(self, record: Record, out: Any) -> Any:
+    def _hand_out(self, record: LayerRecord, out: Any) -> Any:
         """Gives every output a storage of its own, so that inputs passed through keep their tags."""
         flat, record.spec = pytree.tree_flatten(out)
         record.output_dims = leading_dims(out)

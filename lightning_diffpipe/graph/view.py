@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
-from lightning_diffpipe.graph.layer_run import DummyMemory, LayerRun, Memo, RunPlan, with_layout
+from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun, with_layout
 from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
 from lightning_diffpipe.graph.trace import loss_of, weight_of
 
@@ -100,7 +100,7 @@ class StageView:
         return run
 
 
-class StageRun(LayerRun):
+class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
@@ -179,8 +179,10 @@ class StageRun(LayerRun):
         """
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
+        # Gradients that come from other stages or go to them.
+        passing = lambda: [*flows, *(leaf.grad for leaf in self._leaves.values())]
         if roots:
-            with self._recomputing(), in_own_memory(self._trained, lambda: self._passing(flows)):
+            with self._recomputing(), in_own_memory(self._trained, passing):
                 torch.autograd.backward(roots, flows)
         return self._input_gradients(grads)
 
@@ -230,10 +232,6 @@ class StageRun(LayerRun):
             flow = torch.ones_like(self.loss) * loss_scale
             flows.append(flow if self.weight is None else flow.mul_(self.weight))
         return roots, flows
-
-    def _passing(self, flows: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients that come from other stages or go to them."""
-        return [*flows, *(leaf.grad for leaf in self._leaves.values())]
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:

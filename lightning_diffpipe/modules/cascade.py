@@ -153,13 +153,15 @@ class CascadedDiffusion(PartsModule):
         noise = torch.randn(
             small.shape, generator=generator, device=images.device, dtype=small.dtype
         )
-        told = self._told(small, level, noise)
+        conditions = self._upscaler_inputs(small, level, noise)
         prediction = self._predict(
-            self.upscaler, corrupted.noisy, corrupted.timesteps, states, tokens, *told
+            self.upscaler, corrupted.noisy, corrupted.timesteps, states, tokens, *conditions
         )
         return base, F.mse_loss(prediction, corrupted.target)
 
-    def _told(self, small: Tensor, level: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def _upscaler_inputs(
+        self, small: Tensor, level: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the small picture with noise, as large as the upscaler draws, and the level of the noise."""
         spread = level.view(-1, 1, 1, 1)
         noisy = (1 - spread.square()).sqrt() * small + spread * noise
@@ -241,14 +243,14 @@ class CascadedDiffusion(PartsModule):
         tokens = tokenize(self.tokenizer, captions, self.device)
         states = text_states(self.text_encoder, tokens)
 
-        def draw(denoiser: UNet2DConditionModel, *told: Tensor) -> Tensor:
-            told = tuple(torch.cat([one] * twice) for one in told)
+        def draw(denoiser: UNet2DConditionModel, *conditions: Tensor) -> Tensor:
+            conditions = tuple(torch.cat([each] * twice) for each in conditions)
             patch = _patch(denoiser.config, self.hparams.colors)
             start = self._noise(len(prompts), self._pixels(denoiser), generator)
             found = denoised(
                 self.scheduler,
                 F.pixel_unshuffle(start, patch),
-                lambda noisy, t: self._predict(denoiser, noisy, t, states, tokens, *told),
+                lambda noisy, t: self._predict(denoiser, noisy, t, states, tokens, *conditions),
                 num_inference_steps,
                 guidance_scale,
                 generator,
@@ -262,7 +264,11 @@ class CascadedDiffusion(PartsModule):
             small = small.mean(1, keepdim=True) if self.hparams.colors == 1 else small
         level = torch.full((len(prompts),), noise_level, device=self.device)
         noise = self._noise(len(prompts), small.shape[-1], generator)
-        return draw(self.upscaler, *self._told(small, level, noise)).expand(-1, 3, -1, -1) / 2 + 0.5
+        return (
+            draw(self.upscaler, *self._upscaler_inputs(small, level, noise)).expand(-1, 3, -1, -1)
+            / 2
+            + 0.5
+        )
 
     def _noise(self, count: int, pixels: int, generator: torch.Generator | None) -> Tensor:
         device = generator.device if generator is not None else self.device
@@ -282,12 +288,12 @@ def _check_denoisers(configs: Mapping[str, Mapping[str, Any]], colors: int) -> N
         takes, gives = config.get("in_channels", 4), config.get("out_channels", 4)
         wanted = gives * (1 + (name == "upscaler"))
         if isqrt(gives // colors) ** 2 * colors != gives or takes != wanted:
-            told = " and takes twice as many, half of them of the small picture" * (
+            inputs = " and takes twice as many, half of them of the small picture" * (
                 name == "upscaler"
             )
             raise ConfigurationError(
                 f"{name} takes {takes} channels and gives {gives}: in a cascade it gives {colors} p p, for "
-                f"colors of patches of p x p pixels{told}"
+                f"colors of patches of p x p pixels{inputs}"
             )
         if not isinstance(config.get("sample_size"), int):
             raise ConfigurationError(

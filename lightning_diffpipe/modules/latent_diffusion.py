@@ -45,7 +45,7 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import Outline, PartsModule, read_index
+from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 from lightning_diffpipe.modules.text import Tokens, drop_captions, text_states, tokenize, uses_mask
 
@@ -194,7 +194,7 @@ class LatentDiffusion(PartsModule):
         return super().from_pretrained(path, **kwargs)
 
     @classmethod
-    def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
+    def _check_outlines(cls, outlines: Mapping[str, PartOutline]) -> None:
         for name, known in _DENOISERS.items():
             if (outline := outlines.get(name)) is not None:
                 if not issubclass(outline.cls, known):
@@ -304,7 +304,8 @@ class LatentDiffusion(PartsModule):
             batch_idx: Not used.
         """
         latents = self.encode_images(batch["image"])
-        tokens = self._drop_captions(tokenize(self.tokenizer, batch["caption"], self.device))
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
         loss = self._loss(latents, tokens, **self._conditions(batch))
         self.log("train/loss", loss, prog_bar=True, batch_size=len(latents))
         return loss
@@ -352,11 +353,6 @@ class LatentDiffusion(PartsModule):
         with torch.no_grad(), cast:
             prediction = self.denoise(*inputs, **conditions)
             return {"estimate": self.noise_schedule.clean(inputs[0], prediction, inputs[1])}
-
-    def _drop_captions(self, tokens: Tokens) -> Tokens:
-        return drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
-
-    # ------------------------------------------------------------------ sampling
 
     @torch.no_grad()
     def sample(

@@ -96,7 +96,7 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Outline:
+class PartOutline:
     """A part without its weights.
 
     Attributes:
@@ -108,11 +108,11 @@ class Outline:
     config: Mapping[str, Any]
 
 
-def outline_of_part(path: str, name: str, library: str, class_name: str) -> Outline:
+def outline_of_part(path: str, name: str, library: str, class_name: str) -> PartOutline:
     """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
     cls = _class_of(library, class_name)
     has_config = issubclass(cls, diffusers.ModelMixin)
-    return Outline(cls, cls.load_config(path, subfolder=name) if has_config else {})
+    return PartOutline(cls, cls.load_config(path, subfolder=name) if has_config else {})
 
 
 def read_index(path: str) -> dict[str, Any]:
@@ -300,7 +300,10 @@ class PartsModule(L.LightningModule):
         cls._check_parts({**stored, **kwargs}, f"{path}/model_index.json")
         given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
         cls._check_outlines(
-            {name: Outline(type(part), getattr(part, "config", {})) for name, part in given.items()}
+            {
+                name: PartOutline(type(part), getattr(part, "config", {}))
+                for name, part in given.items()
+            }
             | {name: outline_of_part(*entry) for name, entry in stored.items()}
         )
         parts = {name: load_part(*entry) for name, entry in stored.items()}
@@ -329,7 +332,7 @@ class PartsModule(L.LightningModule):
             )
 
     @classmethod
-    def _check_outlines(cls, outlines: Mapping[str, Outline]) -> None:
+    def _check_outlines(cls, outlines: Mapping[str, PartOutline]) -> None:
         """For subclasses: refuses parts before weights, perhaps of many gigabytes, are read."""
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:

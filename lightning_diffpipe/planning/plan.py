@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.costs_json import costs_from_node, costs_to_json
 from lightning_diffpipe.planning.filling import FrozenPiece
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
@@ -44,7 +43,7 @@ from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.makespan import period_s
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
-from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, costs_from_node, costs_to_json
 from lightning_diffpipe.planning.plan_checks import (
     check_costs,
     check_encodes,

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from lightning_diffpipe.errors import PlanError
-from lightning_diffpipe.planning.costs_json import TABLES
 from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.pipeline_costs import TABLES
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:

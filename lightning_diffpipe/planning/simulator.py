@@ -15,7 +15,6 @@ from typing import Protocol
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.execution import COMPUTE, MEET, SEND, WAIT, Execution, execution_of
-from lightning_diffpipe.planning.grid import draw
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
@@ -32,7 +31,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Message, Schedule
-from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
+from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
 
 __all__ = ["Costs", "TickCosts", "replay", "simulate"]
 

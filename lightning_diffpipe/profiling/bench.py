@@ -27,10 +27,10 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.profiling.device_memory import free_bytes, give_back, without_variables
-from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ from lightning_diffpipe.profiling.device_model import (
     fused_attention,
 )
 from lightning_diffpipe.profiling.encodings import Seen, encodings
-from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
 from lightning_diffpipe.profiling.layer_costs import assemble
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 _NUM_PROBED_SAMPLES = 2
 _VERSION = 7

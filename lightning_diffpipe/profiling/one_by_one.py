@@ -16,11 +16,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.clock import Clock
+from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.profiling.step_run import SavedBytes, StepRun
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 
 class OneByOneRun(StepRun):
@@ -70,7 +71,8 @@ class OneByOneRun(StepRun):
         ]
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
-        home = _home(args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        home = tensors[0].device if tensors else torch.device("cpu")
         forward, whole, inputs = [], [], []
         with placed(site.module, self._device):
             arguments = tree_to((args, kwargs), self._device)
@@ -117,11 +119,6 @@ class OneByOneRun(StepRun):
         after = clock.stamp()
         clock.settle()
         return clock.seconds(start, middle), clock.seconds(before, after)
-
-
-def _home(args: Any, kwargs: Any) -> torch.device:
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _wants_gradient(leaf: Any) -> bool:

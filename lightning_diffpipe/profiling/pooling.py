@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from lightning_diffpipe.profiling.bench import Rounds
-from lightning_diffpipe.profiling.glue import StepTimes
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 Pool = Callable[[Rounds], Rounds]
 """Gives all ranks the times of all ranks; each of them calls it once, one that could not measure with `{}`."""

@@ -47,7 +47,11 @@ from lightning_diffpipe.profiling.state import placed
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.holding import (
+from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
+from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.runtime.residents import (
     holders_of,
     owners_of,
     require_one_home,
@@ -55,14 +59,10 @@ from lightning_diffpipe.runtime.holding import (
     warn_of_statistics,
     whereabouts,
 )
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
-from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
-from lightning_diffpipe.runtime.reduction import GradientReducer
-from lightning_diffpipe.runtime.relay import RelayChannel
 from lightning_diffpipe.training.mean_check import MeanCheck
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.step_watch import StepWatch
-from lightning_diffpipe.verification import compare, run_whole
+from lightning_diffpipe.training.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
 
 _log = logging.getLogger(__name__)

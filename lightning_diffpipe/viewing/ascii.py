@@ -7,11 +7,10 @@ rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
 from __future__ import annotations
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.grid import draw
 from lightning_diffpipe.planning.instruction import Compute, Program
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.planning.timeline import Span, Timeline
+from lightning_diffpipe.planning.timeline import Span, Timeline, draw
 
 ARROW = "<-- waits here"
 

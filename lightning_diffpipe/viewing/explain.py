@@ -45,7 +45,7 @@ WORTH_TELLING = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Saving:
     """A part of the step: what it would save if it took no time, or were perfect."""
 
     name: str
@@ -64,7 +64,7 @@ class Explanation:
     """
 
     plan: PipelinePlan
-    parts: tuple[Part, ...]
+    parts: tuple[Saving, ...]
     changes: tuple[PlannedChange, ...] = ()
 
     @property
@@ -192,7 +192,7 @@ def _shape(plan: PipelinePlan) -> Shape:
     )
 
 
-def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
+def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     """Measures each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
@@ -210,19 +210,17 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Part, ...]:
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     winnable_s = step_s - plan.planned.no_bubble_limit_s
     saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
-    found = (Part(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
+    found = (Saving(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
 
 
-def _pace(plan: PipelinePlan, costs: PipelineCosts, stage: int) -> float:
-    """Seconds for which a stage holds up the pipeline for each microbatch."""
-    return (costs.forward_s[stage][0] + costs.backward_s[stage][0]) / plan.stages[
-        stage
-    ].num_replicas
-
-
 def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
-    return max(range(len(plan.stages)), key=lambda stage: _pace(plan, costs, stage))
+    """Returns the stage that holds up the pipeline longest for each microbatch."""
+    forward_s, backward_s = costs.forward_s, costs.backward_s
+    return max(
+        plan.stages,
+        key=lambda s: (forward_s[s.index][0] + backward_s[s.index][0]) / s.num_replicas,
+    ).index
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:

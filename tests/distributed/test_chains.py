@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe.callbacks.samples import SampleImages
+from lightning_diffpipe.callbacks.sample_images import SampleImages
 from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import CascadedDiffusion, Optimization
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference

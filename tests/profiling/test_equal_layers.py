@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.measure import Subject, averaged, equal_layers, measure_profile
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 
 def chain(*blocks):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.glue import StepTimes
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.pooling import pooled, summed_up, typical
+from lightning_diffpipe.profiling.step_times import StepTimes
 
 
 def steps(*seconds):

@@ -36,9 +36,9 @@ from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import Executor, Works
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.frozen import FrozenWork
-from lightning_diffpipe.runtime.holding import holders_of
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
+from lightning_diffpipe.runtime.residents import holders_of
 from lightning_diffpipe.runtime.stage import PartitionedStep
 
 CPU = torch.device("cpu")

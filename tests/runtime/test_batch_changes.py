@@ -12,7 +12,7 @@ from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.profiler import profile
-from lightning_diffpipe.verification import run_whole
+from lightning_diffpipe.training.verification import run_whole
 from tests.graph.emulate import relative_error
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double

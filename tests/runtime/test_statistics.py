@@ -8,7 +8,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.holding import owners_of, require_one_home, warn_of_statistics
+from lightning_diffpipe.runtime.residents import owners_of, require_one_home, warn_of_statistics
 from tests.graph.emulate import relative_error
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double

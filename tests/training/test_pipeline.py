@@ -10,7 +10,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from lightning_diffpipe import DiffPipeStrategy, find_plan, verification
+from lightning_diffpipe import DiffPipeStrategy, find_plan
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
@@ -21,7 +21,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.training import assembly, pipeline, plan_source
+from lightning_diffpipe.training import assembly, pipeline, plan_source, verification
 from lightning_diffpipe.training.assembly import _require_unwritten_weights, cut_positions
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
@@ -33,7 +33,7 @@ from lightning_diffpipe.training.plan_source import (
     planned_layers,
 )
 from lightning_diffpipe.training.refusals import warn_of_whole_compiled
-from lightning_diffpipe.verification import WholeRun, compare
+from lightning_diffpipe.training.verification import WholeRun, compare
 from tests.planning.profiles import equal_profile
 
 
