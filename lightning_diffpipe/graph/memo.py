@@ -69,21 +69,6 @@ class Store(Protocol):
         """Keeps an entry."""
 
 
-class InMemory:
-    """Entries in a dict, for tests and small data."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-
-    def read(self, key: str) -> Entry | None:
-        """See `Store`."""
-        return self.entries.get(key)
-
-    def write(self, key: str, entry: Entry) -> None:
-        """See `Store`."""
-        self.entries[key] = entry
-
-
 @dataclass
 class Statistics:
     """How often samples were found, by layer.
