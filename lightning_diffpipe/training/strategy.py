@@ -163,21 +163,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.batches_ahead = BATCHES_AHEAD
         self.transfer: SeededTransfer | None = None
         self._options = PipelineOptions(
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            num_replicas=num_replicas,
-            data_parallel=data_parallel,
-            filling=filling,
-            frozen_group_size=frozen_group_size,
-            plan=plan,
-            profile=profile,
-            cluster=cluster,
-            seed=seed,
-            check_finite=check_finite,
-            verify=verify,
+            num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
+            num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
+            frozen_group_size=frozen_group_size, plan=plan, profile=profile, cluster=cluster,
+            seed=seed, check_finite=check_finite, verify=verify,
             optimizer_bytes_factor=optimizer_bytes_factor,
-        )
+        )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
         self._gradients: StepGradients | None = None
         self._lock_step: LockStep | None = None
