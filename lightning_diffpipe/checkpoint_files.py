@@ -157,7 +157,7 @@ def look_at(
 
 
 def _are_of_same_moment(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two checkpoints hold the same weights after the same step; reads both, if it is so."""
+    """Returns whether two checkpoints hold the same weights after the same step; reads both, if it is so."""
     first, second = one["state_dict"], other["state_dict"]
     return (
         one.get("global_step") == other.get("global_step")
@@ -204,7 +204,7 @@ def require_file(path: str | Path) -> None:
 
 
 def _other(file: Path) -> str:
-    """The newest other checkpoint of a folder, as the end of a sentence."""
+    """Returns the newest other checkpoint of a folder, as the end of a sentence."""
     folder = file.parent
     others = [p for p in folder.glob(f"*{_ENDING}") if p != file and p.is_file()]
     others = [p for p in others if p.stat().st_size]
@@ -215,7 +215,7 @@ def _other(file: Path) -> str:
 
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
-    """What to say of a file that torch does not read."""
+    """Returns what to say of a file that torch does not read."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return CheckpointError(
         f"cannot read the checkpoint {path}: {reason}. If it was cut short while being "
@@ -225,7 +225,7 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
 
 
 def types_of_hydra_configs() -> list[Any]:
-    """What parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
+    """Returns what parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
 
     A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
     """
@@ -266,7 +266,7 @@ def files_of(trainer: Any) -> list[Path]:
 def chosen(
     trainer: Any, path: str | Path | None, fits: bool, weights_only: bool | None = None
 ) -> Any:
-    """The checkpoint that a run goes on from, before its processes start.
+    """Returns the checkpoint that a run goes on from, before its processes start.
 
     Args:
         trainer: About to fit or to evaluate.

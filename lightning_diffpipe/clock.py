@@ -25,7 +25,7 @@ class Clock(Protocol):
         """Waits until a stamp is past; for nothing behind it, nor in other streams, as messages are."""
 
     def is_past(self, stamp: Any) -> bool:
-        """Whether the seconds until a stamp are known without waiting."""
+        """Returns whether the seconds until a stamp are known without waiting."""
 
     def seconds(self, start: Any, stop: Any) -> float:
         """Seconds between two stamps that are past."""
@@ -98,5 +98,5 @@ class CudaClock(_Sleeping):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Returns the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

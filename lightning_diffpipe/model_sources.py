@@ -103,7 +103,7 @@ def open_source(
 
 
 def _present(index: dict[str, Any]) -> list[str]:
-    """The parts of an index that decide what can be drawn."""
+    """Returns the parts of an index that decide what can be drawn."""
     return [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
 
 
@@ -167,7 +167,7 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
 
 
 def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
-    """A module in memory, with its weights.
+    """Returns a module in memory, with its weights.
 
     Raises:
         ConfigurationError: Weights of it are on other ranks.
@@ -317,7 +317,7 @@ class LatentDiffusionSource:
             return pictures(drawn_by(call, sample, type(module).__name__))
 
     def part(self, name: str) -> nn.Module:
-        """All parts but the denoiser are called in front of the loop and behind it."""
+        """Is never asked: all parts but the denoiser are called before the loop and after it."""
         raise AssertionError(name)
 
 

@@ -123,7 +123,7 @@ class BubbleFilling(L.Callback):
     def _brought(
         strategy: DiffPipeStrategy, module: L.LightningModule, batch: Any, ahead: int
     ) -> Any:
-        """A batch on the device, as Lightning will bring it when it is due."""
+        """Returns a batch on the device, as Lightning will bring it when it is due."""
         # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
         batch = pytree.tree_map_only(torch.Tensor, _copied, batch)
         batch = strategy.precision_plugin.convert_input(batch)
@@ -141,7 +141,7 @@ class BubbleFilling(L.Callback):
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same kind of memory: from pinned memory a GPU fetches without stopping the host."""
+    """Returns a copy in the same kind of memory: from pinned memory a GPU fetches without stopping the host."""
     if tensor.device.type == "cpu" and tensor.is_pinned():
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.clone()
@@ -168,7 +168,7 @@ def _next_batches(trainer: L.Trainer) -> list[Any]:
 
 
 def _num_left(trainer: L.Trainer) -> int:
-    """How many batches follow this one in its epoch."""
+    """Returns how many batches follow this one in its epoch."""
     loop = trainer.fit_loop.epoch_loop
     if loop.batch_progress.is_last_batch:
         return 0

@@ -30,7 +30,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Whether a parameter only stands for one that lives on another rank (all strides are zero)."""
+    """Returns whether a parameter only stands for one that lives on another rank (all strides are zero)."""
     return parameter.numel() > 1 and not any(parameter.stride())
 
 

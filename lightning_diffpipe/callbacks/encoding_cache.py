@@ -167,7 +167,7 @@ def _covers_data(trainer: L.Trainer) -> bool:
 
 
 def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
-    """The frozen layers as a view; a rank alone has none, as it runs them where they are called."""
+    """Returns the frozen layers as a view; a rank alone has none, as it runs them where they are called."""
     if partitioned.frozen_view is not None:
         return partitioned.frozen_view
     interception = next(iter(partitioned.stage_views.values())).interception

@@ -320,11 +320,11 @@ class PipelineMonitor(L.Callback):
     # ----------------------------------------------------------------------- pictures and report
 
     def settled(self) -> list[MeasuredStep]:
-        """The sampled steps; the first ones, which warm up, only if there is no other."""
+        """Returns the sampled steps; the first ones, which warm up, only if there is no other."""
         return list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
 
     def report(self, plan: PipelinePlan) -> str:
-        """The report at the end of a run, of one pipeline; see `final_report`.
+        """Returns the report at the end of a run, of one pipeline; see `final_report`.
 
         Args:
             plan: What was planned.
@@ -407,7 +407,7 @@ def _keep(trainer: L.Trainer, path: Path, kind: str) -> None:
 
 
 def _memory_of(pipeline: Pipeline) -> tuple[str, float]:
-    """What this rank's memory is called, and the most of it that was used so far.
+    """Returns what this rank's memory is called, and the most of it that was used so far.
 
     Of a GPU what tensors took, which is what is planned; of a host all that its process has, torch itself included.
     """

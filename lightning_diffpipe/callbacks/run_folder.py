@@ -9,7 +9,7 @@ import lightning as L
 
 
 def run_folder(trainer: L.Trainer) -> Path | None:
-    """A folder of this run's own, as its first logger has it; a collective call.
+    """Returns a folder of this run's own, as its first logger has it; a collective call.
 
     A logger such as `WandbLogger()` that was given no folder names the working directory, where the next
     run would write over what this one left; then its name and the run's are added, as `ModelCheckpoint` does.
