@@ -1,6 +1,7 @@
 """The costs of one pipeline as plain tables: what the simulator reads, and what a plan keeps.
 
-Kept in the plan, they let a plan be drawn, compared and simulated again without the profile.
+Stored in the plan, they let a plan be drawn, compared and simulated again without the profile. Their JSON has
+one row for each size of microbatch, not for each microbatch.
 """
 
 from __future__ import annotations
