@@ -58,8 +58,7 @@ class Versions:
             self._pieces = _pieces([tensor for tensor in self._noted[0] if tensor is not None])
         self._num_updates += before_update
         if self._num_updates >= _NUM_UPDATES:
-            # On another device the host would wait to compare.
-            self._pieces = [pieces for pieces in self._pieces if pieces[0].device.type == "cpu"]
+            self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]
         self._elements = self._compared()
 
     def changed(self) -> bool:
@@ -91,6 +90,11 @@ class Versions:
 
 def _same(before: _State, now: _State) -> bool:
     return before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+
+
+def _waits_for(tensor: Tensor) -> bool:
+    """Returns whether the host waits for the device if it compares this version."""
+    return tensor.device.type != "cpu"
 
 
 def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:

@@ -57,8 +57,12 @@ def test_the_upscaler_learns_with_noise_of_the_level_it_is_told(batch):
     assert len(seen[0]) == 5, "the base is told nothing of the large picture"
     assert told.shape == (len(level), 12, 4, 4)
     assert ((level >= 0) & (level <= module.hparams.most_noise)).all()
-    clean, _ = module._told(torch.zeros(2, 3, 4, 4), torch.zeros(2), torch.ones(2, 3, 4, 4))
-    noisy, _ = module._told(torch.zeros(2, 3, 4, 4), torch.ones(2), torch.ones(2, 3, 4, 4))
+    clean, _ = module._upscaler_inputs(
+        torch.zeros(2, 3, 4, 4), torch.zeros(2), torch.ones(2, 3, 4, 4)
+    )
+    noisy, _ = module._upscaler_inputs(
+        torch.zeros(2, 3, 4, 4), torch.ones(2), torch.ones(2, 3, 4, 4)
+    )
     assert clean.abs().max() == 0
     assert noisy.min() == 1
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import LatentDiffusion
-from lightning_diffpipe.modules.text import tokenize
+from lightning_diffpipe.modules.text import drop_captions, tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
@@ -91,7 +91,10 @@ def test_caption_dropout_is_one_draw_per_sample(make_model):
     model = make_model(caption_dropout=0.3)
     torch.manual_seed(0)
     tokens = tokenize(model.tokenizer, ["digit four"] * 2000, model.device)
-    dropped = model._drop_captions(tokens).attention_mask.sum(1) == 1
+    dropped = (
+        drop_captions(model.tokenizer, tokens, model.hparams.caption_dropout).attention_mask.sum(1)
+        == 1
+    )
     assert 0.25 < dropped.float().mean() < 0.35
 
 
