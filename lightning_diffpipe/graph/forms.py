@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_diffpipe.errors import DiffPipeError, GraphError
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import tail
@@ -100,7 +100,6 @@ class FormView:
         self._attributes = Attributes(root, graph.toggled | graph.left)
         owners = sorted({name.rpartition(".")[0] for name in graph.glue_writes})
         self._owners = [root.get_submodule(name) for name in owners]
-        self._only: StepForm | None = None
 
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
@@ -114,27 +113,14 @@ class FormView:
                 If it is none of them, the step runs to its end. What it changes is put back.
 
         Returns:
-            The only one, whatever the step draws, if it reads values of layers between layers and ends with an
-            error on dummies; runs notice if it takes another.
+            The form; the only one that is known, if the step reads values, which dummies have not: a branch on one
+            would go another way. Runs notice if it takes another.
 
         Raises:
             GraphError: The step calls a layer that it did not call when it was probed.
         """
-        if self._only is None:
-            try:
-                return self._recognised(call, seed, known)
-            except DiffPipeError:
-                raise
-            except Exception:  # of any code, on NaN
-                if len(known) > 1:
-                    raise
-                planned = tuple((name, True) for name in self._graph.layer_names)
-                self._only = next(iter(known), planned)
-        return self._only
-
-    def _recognised(
-        self, call: Callable[[], Any], seed: int, known: Collection[StepForm]
-    ) -> StepForm:
+        if self._graph.needs_values and len(known) < 2:
+            return next(iter(known), tuple((name, True) for name in self._graph.layer_names))
         patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
         with untouched(self._root, self._owners), self._attributes.preserved():
             form = self._walked(_FormRun(self._plan, patterns), call, seed)
