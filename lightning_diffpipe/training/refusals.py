@@ -46,7 +46,8 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
     if not module.automatic_optimization:
         raise ConfigurationError(
             "manual optimization (automatic_optimization=False) cannot be pipelined: the schedule runs "
-            "forward and backward of all microbatches itself. Return the loss from training_step"
+            "forward and backward of all microbatches itself. Return the loss from training_step; instead of "
+            "several optimizers give one a parameter group for each backbone, with its own learning rate"
         )
     if is_overridden("backward", module):
         raise ConfigurationError(
