@@ -317,7 +317,7 @@ def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
         return 0.0
     # The first step in patches fills caches, so the next two are timed.
     try:
-        patched.sample(replace(request, timesteps=request.timesteps[:3], begin=None))
+        patched.sample(replace(request, timesteps=request.timesteps[:3], begin=None, stepped=None))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loop import (
     Exchange,
     Outline,
+    Phase,
     PipelineCall,
     PipelineLoop,
     Prediction,
@@ -33,6 +35,7 @@ from lightning_diffpipe.sampling.loop import (
 from lightning_diffpipe.sampling.record import Answer
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
+    PatchSchedulers,
     drawing_from,
     for_samples,
     on_host,
@@ -77,9 +80,7 @@ class Call:
 
     Attributes:
         pipeline: Its call.
-        steps: For the first and the last step, arguments of each call of the denoiser.
-        num_calls: For every step, calls of the denoiser that ranks share.
-        num_others: Calls of further denoisers in all steps.
+        phases: Steps by the denoiser that they call: one phase, unless denoisers take turns.
         timesteps: One for each step.
         whole: Latents of all ranks, as the first step is given them.
         scheduler: As it is in front of that.
@@ -94,12 +95,11 @@ class Call:
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
         loop: The one that draws here, once it has begun.
+        stepped: Schedulers of patches, once they have begun.
     """
 
     pipeline: PipelineCall
-    steps: list[list[dict[str, Any]]]
-    num_calls: list[int]
-    num_others: int
+    phases: list[Phase]
     timesteps: Tensor
     whole: Tensor
     scheduler: Any
@@ -112,17 +112,15 @@ class Call:
     index: int = 0
     random_states: list[Tensor] = field(default_factory=list)
     loop: list[PipelineLoop] = field(default_factory=list)
+    stepped: list[PatchSchedulers] = field(default_factory=list)
 
     @classmethod
     def of(cls, pipeline: PipelineCall, outline: Outline) -> Call:
         """What the first run of a pipeline's call has shown."""
         rows, decoded = len(outline.latents), outline.record.num_decoded
-        with_calls = [calls for calls in outline.calls if calls] or [[]]
         return cls(
             replace(pipeline, record=outline.record),
-            [with_calls[0], with_calls[-1]],
-            outline.num_calls,
-            outline.num_others,
+            outline.phases,
             torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in outline.timesteps]),
             outline.latents,
             outline.scheduler,
@@ -131,6 +129,31 @@ class Call:
             outline.channels,
             outline.mixes,
         )
+
+    @property
+    def steps(self) -> list[list[dict[str, Any]]]:
+        """For the first and the last step of the first phase, arguments of each call of the denoiser."""
+        return [self.phases[0].calls[0], self.phases[0].calls[-1]]
+
+    @property
+    def denoiser(self) -> str:
+        """The one that ranks share in the first phase."""
+        return self.phases[0].denoisers[0]
+
+    def phase(self, index: int, latents: Tensor) -> Call:
+        """The same request for the steps of one phase only.
+
+        Args:
+            index: Which.
+            latents: In front of them, of the samples that this rank draws.
+        """
+        phase, whole = self.phases[index], self.whole
+        if index:
+            whole = self.whole.to(latents.dtype, copy=True)
+            whole[self.rows or slice(None)] = latents
+        stop = phase.start + len(phase.num_calls)
+        timesteps = self.timesteps[phase.start : stop]
+        return replace(self, phases=[phase], timesteps=timesteps, whole=whole)
 
     @property
     def latents(self) -> Tensor:
@@ -162,18 +185,20 @@ class Call:
         Args:
             method: For the message.
         """
-        if self.num_others:
-            raise ConfigurationError(
-                f"{type(self.pipeline.pipeline).__name__} denoises with {' and '.join(self.pipeline.denoisers)} in "
-                f"turn, and method={method} can share one denoiser among ranks; sample it with method=single, "
-                "which divides the prompts"
-            )
-        if len(set(self.num_calls)) > 1:
-            raise ConfigurationError(
-                f"the pipeline's steps call its denoiser {', '.join(map(str, sorted(set(self.num_calls))))} times, "
-                f"and with method={method} every step must look alike; leave out options that change single steps, "
-                "such as skipped layers, or sample with method=single"
-            )
+        name = type(self.pipeline.pipeline).__name__
+        for phase in self.phases:
+            if len(phase.denoisers) > 1:
+                raise ConfigurationError(
+                    f"a step of {name} denoises with {' and '.join(phase.denoisers)}, and method={method} can "
+                    "share one denoiser in a step; sample it with method=single, which divides the prompts"
+                )
+            if len(set(phase.num_calls)) > 1:
+                counts = ", ".join(map(str, sorted(set(phase.num_calls))))
+                raise ConfigurationError(
+                    f"the steps of {name} call its {phase.denoisers[0]} {counts} times, and with method={method} "
+                    "every step must look alike; leave out options that change single steps, such as skipped "
+                    "layers, or sample with method=single"
+                )
 
     def refuse_rows(self, warmup_steps: int | str) -> None:
         """Raises ConfigurationError if the loop's own code would need rows that no rank has under PipeFusion.
@@ -204,6 +229,7 @@ class Call:
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls:
             model = Controlled(model, controls)
+        begun = list(self.loop) if self.phases[0].start else []
         return Request(
             model=model,
             denoise=self.denoise(model),
@@ -213,7 +239,8 @@ class Call:
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=restored(self.step_arguments, self.whole.device),
             branches_in_batch=1 if divided else self._expansion_or_1 * self._copies,
-            begin=lambda: self._begin(model, exchange),
+            begin=lambda: self._begin(model, exchange, begun),
+            stepped=self.stepped,
         )
 
     @property
@@ -223,10 +250,18 @@ class Call:
         except ConfigurationError:
             return 1
 
-    def _begin(self, model: nn.Module, exchange: Exchange | None) -> PipelineLoop:
+    def _begin(
+        self, model: nn.Module, exchange: Exchange | None, begun: list[PipelineLoop]
+    ) -> PipelineLoop:
+        """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
+        compute = partial(self._compute, model)
+        if begun:
+            begun[0].change(self.denoiser, compute, self.latents)
+            return begun.pop(0)
         loop = PipelineLoop(
             self.pipeline,
-            lambda arguments: self._compute(model, arguments),
+            compute,
+            self.denoiser,
             self.rows,
             None if self.divided is None else self.index,
             self.divided == "calls",
@@ -365,17 +400,16 @@ class Call:
 
     def close(self) -> None:
         """Ends all loops that have begun."""
+        self.stepped.clear()
         while self.loop:
             self.loop.pop().close()
 
     def packed(self) -> Call:
         """The call as it travels: on the host."""
-        steps, whole, timesteps = pytree.tree_map(
-            _to("cpu"), (self.steps, self.whole, self.timesteps)
-        )
+        phases, whole, timesteps = self._on("cpu")
         return replace(
             self,
-            steps=steps,
+            phases=phases,
             whole=whole,
             timesteps=timesteps,
             scheduler=on_host(self.scheduler),
@@ -384,13 +418,17 @@ class Call:
 
     def unpacked(self, device: torch.device) -> Call:
         """The inverse of `packed`, on a rank's own device."""
-        steps, whole, timesteps = pytree.tree_map(
-            _to(device), (self.steps, self.whole, self.timesteps)
-        )
+        phases, whole, timesteps = self._on(device)
         twin = copy.copy(self.scheduler)
         if torch.is_tensor(getattr(twin, "timesteps", None)):
             twin.timesteps = twin.timesteps.to(device)
-        return replace(self, steps=steps, whole=whole, timesteps=timesteps, scheduler=twin)
+        return replace(self, phases=phases, whole=whole, timesteps=timesteps, scheduler=twin)
+
+    def _on(self, device: torch.device | str) -> tuple[list[Phase], Tensor, Tensor]:
+        """Phases, latents and timesteps on a device."""
+        to = _to(device)
+        phases = [replace(each, calls=pytree.tree_map(to, each.calls)) for each in self.phases]
+        return phases, to(self.whole), to(self.timesteps)
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:

@@ -327,14 +327,29 @@ class _Generator:
 
 
 @dataclass
+class Phase:
+    """Steps in a row that call the same denoiser.
+
+    Attributes:
+        denoisers: Which; several if each step calls several.
+        start: Steps before them.
+        calls: For the first and the last of them that call any, arguments of each call.
+        num_calls: For each of them, how many calls.
+    """
+
+    denoisers: tuple[str, ...]
+    start: int = 0
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    num_calls: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Outline:
     """What a loop will do, found by running it with a denoiser that predicts zeros.
 
     Attributes:
         timesteps: One for each step, as the scheduler is told.
-        calls: For the first and the last step, arguments of the calls of the first denoiser.
-        num_calls: For each step, how many these are.
-        num_others: Calls of further denoisers.
+        phases: Steps by the denoiser that they call.
         latents: What the first step is given.
         scheduler: As it is in front of the first step.
         step_arguments: Further arguments of that.
@@ -344,9 +359,7 @@ class Outline:
     """
 
     timesteps: list[Any] = field(default_factory=list)
-    calls: list[list[dict[str, Any]]] = field(default_factory=list)
-    num_calls: list[int] = field(default_factory=list)
-    num_others: int = 0
+    phases: list[Phase] = field(default_factory=list)
     latents: Tensor = field(default_factory=lambda: torch.empty(0))
     scheduler: Any = None
     step_arguments: dict[str, Any] = field(default_factory=dict)
@@ -364,11 +377,10 @@ def outline_of(call: PipelineCall) -> Outline:
     """
     quiet = replace(call, arguments=_without_callbacks(call.arguments))
     found = _outlined(quiet, None)
-    if not found.timesteps or not any(found.num_calls):
+    if not found.phases:
         raise ConfigurationError(
-            f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with "
-            f"{sum(found.num_calls)} calls of its {call.denoisers[0]}; a loop that can be sampled has at least one "
-            "of each"
+            f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with no call of its "
+            f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
         )
     in_loop = found.record.in_loop
     if in_loop:  # which of these are controls?
@@ -376,7 +388,7 @@ def outline_of(call: PipelineCall) -> Outline:
         again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
         if found.record.controls.keys() < in_loop:
             again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
-        found.calls = again.calls
+        found.phases = again.phases
     here, num_steps = replace(quiet, record=found.record), min(2, len(found.timesteps))
     found.mixes = frozenset(
         what
@@ -394,18 +406,15 @@ def _outlined(call: PipelineCall, num_steps: int | None) -> Outline:
         call: Without callbacks.
         num_steps: Of the loop, after which to end; None if the run is to be recorded.
     """
-    found, main = Outline(), call.denoisers[0]
-    waiting: list[dict[str, Any]] = []
+    found = Outline()
+    waiting: dict[str, list[dict[str, Any]]] = {}
     begun = False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         nonlocal begun
         begun = True
         found.record.in_loop |= found.record.asked_last
-        if name == main:
-            waiting.append(arguments)
-        else:
-            found.num_others += 1
+        waiting.setdefault(name, []).append(arguments)
         return _stub(call.parts[name], arguments, _NAN)
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -417,9 +426,16 @@ def _outlined(call: PipelineCall, num_steps: int | None) -> Outline:
             found.step_arguments.pop("return_dict", None)
             if sample.ndim > 3 and not prediction.isnan().any():
                 found.channels = sample.shape[1]
+        called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
+        if called and (not found.phases or found.phases[-1].denoisers != called):
+            start = len(found.timesteps) if found.phases else 0
+            without = [0] * (len(found.timesteps) - start)
+            found.phases.append(Phase(called, start, num_calls=without))
+        if found.phases:
+            phase = found.phases[-1]
+            phase.num_calls.append(len(calls))
+            phase.calls = [*phase.calls[:1], calls] if calls else phase.calls
         found.timesteps.append(t)
-        found.num_calls.append(len(waiting))
-        found.calls = [*found.calls[:1], list(waiting)]
         waiting.clear()
         if len(found.timesteps) == num_steps:
             raise LoopEnds
@@ -608,7 +624,8 @@ class PipelineLoop:
 
     Args:
         call: What is run.
-        compute: Answers a call of the first denoiser, given its arguments.
+        compute: Answers a call of the denoiser that ranks share, given its arguments.
+        denoiser: The name of that.
         rows: Of the latents, that this rank draws; None means all. What goes in and comes out has these only.
         branch: Which branch of guidance `compute` computes, another rank computing the other; None if both.
         by_calls: Branches are two calls of the denoiser, and not two halves of its batch.
@@ -625,6 +642,7 @@ class PipelineLoop:
         self,
         call: PipelineCall,
         compute: Compute,
+        denoiser: str,
         rows: list[int] | None = None,
         branch: int | None = None,
         by_calls: bool = False,
@@ -632,7 +650,7 @@ class PipelineLoop:
         channels: int | None = None,
         mixes: bool = False,
     ) -> None:
-        self._call, self._compute, self._rows = call, compute, rows
+        self._call, self._compute, self._denoiser, self._rows = call, compute, denoiser, rows
         self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
         self.mixes = mixes
         self._complete: Complete | None = None
@@ -693,13 +711,28 @@ class PipelineLoop:
                 return self._cut(own[0] if self._channels is None else own[0][:, : self._channels])
         return self._cut(self._at_step()[1])
 
+    def change(self, denoiser: str, compute: Compute, latents: Tensor) -> None:
+        """Goes on with another denoiser, as if it began now.
+
+        Args:
+            denoiser: Its name.
+            compute: Answers its calls.
+            latents: After the last step, of this loop's rows.
+        """
+        self._run_to_step()
+        self._denoiser, self._compute = denoiser, compute
+        if self._stepped is None:  # others have stepped
+            event = self._at_step()
+            event.count()
+            self._stepped = event.answer(self._embedded(latents))
+
     def skip(self, latents: Tensor | None) -> None:
         """Takes a step along that another loop computes; see `predict`."""
         self._leave_step(latents)
 
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
-        if event.name != self._call.denoisers[0]:
+        if event.name != self._denoiser:
             self._go_on(self._call.parts[event.name](**event.arguments))
             return None
         if event not in self._asked:
@@ -801,7 +834,8 @@ class PipelineLoop:
             self._go_on(None)
             return
         if latents is None:
-            self._go_on(self._stepped)
+            stepped, self._stepped = self._stepped, None
+            self._go_on(stepped)
         else:
             self._event.count()
             self._go_on(self._event.answer(self._embedded(latents)))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -237,6 +238,7 @@ class Worker:
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options
         )
+        self._later: dict[str, Any] = {}  # samplers of further denoisers, by their names
         self._num_steps = 0
         self._statistics = SamplingStatistics()
         self._before = self._around()
@@ -256,7 +258,7 @@ class Worker:
         if not len(mine.latents):
             return {}
         with call.drawing_alike(self.world.rank):
-            return self._load(self._request(mine))
+            return self._load(*self._request(mine.phase(0, mine.latents)))
 
     def sample(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
@@ -286,17 +288,15 @@ class Worker:
             except DiffPipeError as error:
                 error.leaves_messages = self.place.leaves_messages()
                 raise
-            self._statistics = self._sampler.statistics
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
     def _refuse(self, call: Call) -> None:
         """Raises ConfigurationError for what this method cannot do with the pipeline's loop."""
-        shared = max(self.place.mesh.parallel, self.place.mesh.sequence) > 1
         patched = self.options.method == "pipefusion" and (self.options.num_patches or 1) > 1
-        if shared or patched or self.place.mesh.guidance > 1:
+        if self._is_shared:
             call.refuse_steps(self.options.method)
-        if self.options.method == "pipefusion" and (shared or patched):
+        if self.options.method == "pipefusion" and self._is_shared:
             call.refuse_rows(self.options.synchronous_steps)
         if patched and any(name.startswith("callback") for name in call.pipeline.arguments):
             raise ConfigurationError(
@@ -304,34 +304,55 @@ class Worker:
                 "other; leave it out, or take on_step=, num_patches=1 or another method"
             )
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether ranks, or patches, share calls of the denoiser."""
+        mesh = self.place.mesh
+        patches = (self.options.num_patches or 1) if self.options.method == "pipefusion" else 1
+        return max(mesh.parallel, mesh.sequence, mesh.guidance, patches) > 1
+
     def _share(self, call: Call) -> Call:
         """The samples that this rank draws, perhaps none."""
         start, stop = self.place.share_of(call.num_samples)[self.place.data]
         return call if stop - start == call.num_samples else call.samples(start, stop)
 
-    def _request(self, call: Call) -> Request:
-        """This rank's branch of its share."""
+    def _request(self, call: Call) -> tuple[Any, Request]:
+        """This rank's branch of its share, and who samples it: layers and shapes of each denoiser are its own."""
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
-        request = call.request(self._model, exchange)
-        self._sampler.model = request.model  # with the ControlNets of this request
-        return request
+        if call.denoiser == call.pipeline.denoisers[0]:
+            sampler, model = self._sampler, self._model
+        else:
+            model = call.pipeline.parts[call.denoiser]
+            if call.denoiser not in self._later:
+                links = self.place.links, self.place.sequence_links
+                self._later[call.denoiser] = make_sampler(model, *links, self.options)
+            sampler = self._later[call.denoiser]
+        request = call.request(model, exchange)
+        sampler.model = request.model  # with the ControlNets of this request
+        return sampler, request
 
     def _sample_share(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
     ) -> Tensor:
         was_training = self._model.training
         self._model.eval()
+        latents, found = call.latents, []
         try:
             with settings_restored(call.pipeline.parts):
-                latents: Tensor = self._sampler.sample(self._request(call), on_step, **prepared)
+                for index, phase in enumerate(call.phases):
+                    sampler, request = self._request(call.phase(index, latents))
+                    step_done = functools.partial(_later, on_step, phase.start)
+                    latents = sampler.sample(request, step_done, **({} if index else prepared))
+                    found.append(sampler.statistics)
             self.place.branches.finish()
+            self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
             return latents
         finally:
             self._model.train(was_training)
 
-    def _load(self, request: Request) -> dict[str, Any]:
+    def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
         """Reads what this rank needs for a request and has not read for an earlier one.
 
         Returns:
@@ -344,7 +365,7 @@ class Worker:
             load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
-        found = self._sampler.prepare(request)
+        found = sampler.prepare(request)
         rank = self.place.links.rank
         own = dict(request.model.named_parameters())
         names = resident_parameters(request.model, found.layout, found.stages, rank)
@@ -408,3 +429,7 @@ class Worker:
     def abandon(self) -> None:
         """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
         self.place.abandon()
+
+
+def _later(on_step: Callable[[int], None], num_steps: int, index: int) -> None:
+    on_step(num_steps + index)

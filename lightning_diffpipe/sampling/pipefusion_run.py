@@ -87,8 +87,8 @@ class PipeFusionRun:
             (p.units.start * layout.rows_per_unit, len(p.units) * layout.rows_per_unit)
             for p in (shares[self._sequence.rank] for shares in setting.shares)
         ]
-        self._schedulers = PatchSchedulers(
-            request.scheduler, request.step_kwargs, rows, layout.axis
+        self._schedulers = PatchSchedulers.going_on(
+            request.stepped, request.scheduler, request.step_kwargs, rows, layout.axis
         )
         self._predictions: dict[
             int, Tensor

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_diffpipe.sampling.schedulers import InputScaler
+from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -99,6 +99,8 @@ class Request:
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
         branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
             for guidance in the batch.
+        stepped: Takes the schedulers of patches, or has those of the steps before this request; None if there are
+            none before or after it.
         begin: Begins a loop of another kind, such as a pipeline's own. Then `denoise` need only call the model as
             that does, for looking at it.
     """
@@ -112,6 +114,7 @@ class Request:
     step_kwargs: Mapping[str, Any] = field(default_factory=dict)
     branches_in_batch: int = 1
     begin: Callable[[], Loop] | None = None
+    stepped: list[PatchSchedulers] | None = None
 
     def loop(self) -> Loop:
         """Begins to denoise."""

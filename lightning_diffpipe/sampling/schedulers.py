@@ -55,6 +55,32 @@ class PatchSchedulers:
         self._step_kwargs, self._slices, self._axis = dict(step_kwargs), list(slices), axis
         self._noise = _NoiseOfWhole(axis)
 
+    @classmethod
+    def going_on(
+        cls,
+        stepped: list[PatchSchedulers] | None,
+        scheduler: Any,
+        step_kwargs: Mapping[str, Any],
+        slices: Sequence[tuple[int, int]],
+        axis: int,
+    ) -> PatchSchedulers:
+        """Those of the steps before, if there are any; else new ones, which are noted.
+
+        Raises:
+            ConfigurationError: They step other rows.
+        """
+        if not stepped:
+            new = cls(scheduler, step_kwargs, slices, axis)
+            if stepped is not None:
+                stepped.append(new)
+            return new
+        if stepped[0]._slices != list(slices):
+            raise ConfigurationError(
+                f"two denoisers of a pipeline cut the latents into rows {stepped[0]._slices} and {list(slices)}, "
+                "between which schedulers cannot go on; take num_patches=1 or method=sequence"
+            )
+        return stepped[0]
+
     def step(self, latents: Tensor, prediction: Tensor, t: Tensor, patch: int | None) -> None:
         """Takes the latents one step further, in place.
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,31 @@ class SamplingStatistics:
     num_synchronous: int | None = None
     plan: PipeFusionPlan | None = None
     freshness: Freshness | None = None
+
+    def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
+        """Of two parts of a request; what was planned for one of them says nothing of both."""
+        synchronous = None
+        if self.num_synchronous is not None and other.num_synchronous is not None:
+            synchronous = self.num_synchronous + other.num_synchronous
+        later = [
+            replace(span, start_s=span.start_s + self.total_s, stop_s=span.stop_s + self.total_s)
+            for span in other.spans
+        ]
+        return SamplingStatistics(
+            self.traffic.plus(other.traffic),
+            self.step_s + other.step_s,
+            self.spans + later,
+            self.total_s + other.total_s,
+            synchronous,
+            freshness=self._reads_of_both(other),
+        )
+
+    def _reads_of_both(self, other: SamplingStatistics) -> Freshness | None:
+        if self.freshness is None or other.freshness is None:
+            return None
+        before = len(self.step_s)
+        later = [replace(each, step=each.step + before) for each in other.freshness.reads]
+        return Freshness([*self.freshness.reads, *later])
 
 
 class Stopwatch:
