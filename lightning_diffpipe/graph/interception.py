@@ -139,6 +139,15 @@ class Interception:
         self._installed = False
         _Checkpointing.detach(self)
 
+    @contextlib.contextmanager
+    def uninstalled_on_error(self) -> Iterator[None]:
+        """Uninstalls everything if the body raises; after it, wrappers stay."""
+        try:
+            yield
+        except BaseException:
+            self.uninstall()
+            raise
+
     def watch(self, names: Collection[str]) -> None:
         """Intercepts more modules. Parts of a compiled module cannot be seen and are left out."""
         self._names |= set(names)

@@ -117,40 +117,42 @@ def assemble(
     of_forms = [form.of_step(step) for form in forms.exemplars] if exemplar else [step]
     known = _planned_graphs(module, of_forms, batch, graph, plan, process.device)
     interception = Interception(module).install()
-    if process.rank == 0:
-        check = MeanCheck(module, planned_step, batch, graph, interception)
-        if difference := check.difference(plan.num_microbatches):
-            rank_zero_warn(difference)
-    step_forms = _forms_of(module, step, small, graph, forms, interception)
-    whole = None
-    here = _on_device(batch, process.device) if verify else None
-    if verify:  # The last moment at which the module is whole.
-        with placed(module, process.device):  # where random numbers and types are those of training
-            whole = run_whole(
-                module, step, graph, interception, here, plan.num_microbatches, seed, mesh.pipeline,
-                exemplar,
-            )  # fmt: skip
-    place_parameters(module, resident, process.device)
-    interception.refuse(whereabouts(pieces, schedule.placement))
+    with interception.uninstalled_on_error():
+        if process.rank == 0:
+            check = MeanCheck(module, planned_step, batch, graph, interception)
+            if difference := check.difference(plan.num_microbatches):
+                rank_zero_warn(difference)
+        step_forms = _forms_of(module, step, small, graph, forms, interception)
+        whole = None
+        here = _on_device(batch, process.device) if verify else None
+        if verify:  # The last moment at which the module is whole.
+            # Where random numbers and types are those of training.
+            with placed(module, process.device):
+                whole = run_whole(
+                    module, step, graph, interception, here, plan.num_microbatches, seed, mesh.pipeline,
+                    exemplar,
+                )  # fmt: skip
+        place_parameters(module, resident, process.device)
+        interception.refuse(whereabouts(pieces, schedule.placement))
 
-    steps = PartitionedStepCache(
-        module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
-        process.device, known, exemplar, step_forms, forms.throws_coins,
-    )  # fmt: skip
-    trained = _trained_here(module, resident & graph.trained)
-    layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
-    reducer = GradientReducer(mesh, trained, holders)
-    engine = _engine(layout, reducer, check_finite, plan, list(trained.values()))
-    if whole is not None:
-        compare(module, engine, here, trained, whole)
-    relay = RelayView(module, interception, owners, RelayChannel(mesh))
-    untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-    idle = _idle_here(module, resident - graph.trained)
-    watch = StepWatch(module, layout, idle, trained)
-    return Pipeline(
-        module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
-        interception, relay,
-    )  # fmt: skip
+        steps = PartitionedStepCache(
+            module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
+            process.device, known, exemplar, step_forms, forms.throws_coins,
+        )  # fmt: skip
+        trained = _trained_here(module, resident & graph.trained)
+        layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
+        reducer = GradientReducer(mesh, trained, holders)
+        engine = _engine(layout, reducer, check_finite, plan, list(trained.values()))
+        if whole is not None:
+            compare(module, engine, here, trained, whole)
+        relay = RelayView(module, interception, owners, RelayChannel(mesh))
+        untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        idle = _idle_here(module, resident - graph.trained)
+        watch = StepWatch(module, layout, idle, trained)
+        return Pipeline(
+            module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
+            interception, relay,
+        )  # fmt: skip
 
 
 def _engine(

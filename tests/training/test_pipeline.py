@@ -168,6 +168,8 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     with pytest.raises(StopIteration):
         assembly.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
     assert places == [torch.device("meta"), "run"]
+    # History: a run that failed here left its wrappers in torch for the next one.
+    assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"
 
 
 def test_what_is_verified_may_differ_by_the_rounding_of_autocast_and_tf32(monkeypatch):
