@@ -79,9 +79,8 @@ def profile(config: DictConfig) -> Any:
 def _measure_links(config: DictConfig) -> None:
     """Writes a cluster of the processes that are there, if they are several; a collective call."""
     import torch
-    import torch.distributed as dist
 
-    from lightning_diffpipe.comm.bandwidth import measure_cluster
+    from lightning_diffpipe.comm.bandwidth import measure_launched
     from lightning_diffpipe.viewing.units import seconds, size
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -90,11 +89,7 @@ def _measure_links(config: DictConfig) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
-    try:
-        cluster = measure_cluster(dist.group.WORLD, device)
-    finally:
-        dist.destroy_process_group()
+    cluster = measure_launched(device, _PATIENCE)
     if int(os.environ["RANK"]) == 0:
         _write(config.cluster_output, cluster.to_json())
         rate, latency = cluster.p2p.bandwidth_bytes_per_s, cluster.p2p.latency_s

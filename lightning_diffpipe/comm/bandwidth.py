@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -86,6 +87,28 @@ def measure_cluster(
         all_reduce_between_hosts=reduce_between,
     )
     return bench.agreed(cluster)
+
+
+def measure_links(backend: str, device: torch.device) -> Cluster:
+    """Measures the links between all ranks in a group of its own; collective.
+
+    Args:
+        backend: "gloo" or "nccl".
+        device: Where messages of this rank live.
+    """
+    group = dist.new_group(backend=backend)
+    cluster = measure_cluster(group, device)
+    dist.destroy_process_group(group)
+    return cluster
+
+
+def measure_launched(device: torch.device, patience: timedelta) -> Cluster:
+    """Measures the links between processes that a launcher has started, and that have not met; collective."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+    try:
+        return measure_cluster(dist.group.WORLD, device)
+    finally:
+        dist.destroy_process_group()
 
 
 def fit_link(times: Sequence[tuple[float, float]]) -> Link:

@@ -42,12 +42,10 @@ def gather_spans(
     """
     if mesh.layout.ranks_per_pipeline == 1:
         return [list(spans)], [0.0]
-    first = mesh.local_rank == 0
-    found: list[list[Span]] | None = [[]] * mesh.layout.ranks_per_pipeline if first else None
     with mesh.naming(mesh.pipeline_ranks):
         offsets_s = clock_offsets_s(mesh, clock)
-        dist.gather_object(list(spans), found, dst=mesh.world_rank(0), group=mesh.transfers)
-    return None if found is None else (found, offsets_s)
+        found = mesh.on_first(list(spans))
+    return (found, offsets_s) if found else None
 
 
 def clock_offsets_s(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> list[float]:

@@ -24,9 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
+
+ProcessGroup = dist.ProcessGroup
 
 _PATIENCE_S = 1800.0
 _MOST_NAMED = 8
@@ -233,6 +236,25 @@ class Mesh:
             dist.broadcast_object_list(box, src=source, group=self.world)
         return box[0]
 
+    def on_first(self, value: Any) -> list[Any]:
+        """Plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
+        first = self.local_rank == 0
+        found: list[Any] = [None] * self.layout.ranks_per_pipeline if first else []
+        dist.gather_object(value, found or None, dst=self.world_rank(0), group=self.transfers)
+        return found
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        """Sends a tensor of the host to the first rank of the pipeline."""
+        dist.send(tensor, dst=self.world_rank(0), group=self.transfers)
+
+    def receive_from(self, tensor: Tensor, owner: int) -> None:
+        """Fills a tensor of the host with what the rank at a position of the pipeline sends to the first one."""
+        dist.recv(tensor, src=self.world_rank(owner), group=self.transfers)
+
+    def broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Fills a tensor of the host with that of the rank at a position, on all ranks of the pipeline."""
+        dist.broadcast(tensor, src=self.world_rank(owner), group=self.transfers)
+
     @contextlib.contextmanager
     def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
         """Turns what a broken connection or a wait in vain raises into an error that names those waited for.
@@ -363,6 +385,18 @@ class Mesh:
         if self.rank in ranks:
             self._owned.append(group)
         return group
+
+
+def gathered_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Plain data of every rank of a group, on all of them, by rank; None for the default group."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def is_first_process() -> bool:
+    """Whether this process is alone, or rank 0 of several."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def open_edge(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:

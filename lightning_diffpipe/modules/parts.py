@@ -31,11 +31,11 @@ from typing import Any, ClassVar, Self
 import diffusers
 import lightning as L
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lightning_diffpipe.checkpoint_files import require_file
+from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.adapters import (
@@ -345,7 +345,7 @@ class PartsModule(L.LightningModule):
             path: Folder to write into; parts of other modules in it are kept.
             dtype: Type of the stored weights; `None` keeps the present one.
         """
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if not is_first_process():
             return
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -374,7 +374,7 @@ class PartsModule(L.LightningModule):
         Raises:
             ConfigurationError: No part has adapters.
         """
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first_process():
             parts = {n: p for n, p in self.parts.items() if isinstance(p, nn.Module)}
             write_lora(Path(path), parts)
 

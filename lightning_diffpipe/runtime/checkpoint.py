@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -43,7 +42,7 @@ def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -
     for name, tensor in tensors.items():
         owner = owners.get(name, 0)
         if mesh.local_rank == owner and owner != 0:
-            dist.send(_as_bytes(_on_host(tensor)), dst=mesh.world_rank(0), group=mesh.transfers)
+            mesh.send_to_first(_as_bytes(_on_host(tensor)))
         elif mesh.local_rank == 0:
             gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
     return gathered
@@ -115,7 +114,7 @@ def spread(
         tensor = tensors[name]
         own = mesh.local_rank == owner
         value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.broadcast(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.transfers)
+        mesh.broadcast(_as_bytes(value), owner)
         whole[name] = value
     return whole
 
@@ -196,16 +195,10 @@ def collect_optimizer_state(
     if mesh.pipeline != 0:
         return {}
     own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
-    outlines: list[Any] = [None] * mesh.layout.ranks_per_pipeline if mesh.local_rank == 0 else []
-    dist.gather_object(
-        pytree.tree_map_only(Tensor, _outline, own),
-        outlines or None,
-        dst=mesh.world_rank(0),
-        group=mesh.transfers,
-    )
+    outlines = mesh.on_first(pytree.tree_map_only(Tensor, _outline, own))
     if mesh.local_rank != 0:
         for value in filter(_is_plain, pytree.tree_leaves(own)):
-            dist.send(_as_bytes(_on_host(value)), dst=mesh.world_rank(0), group=mesh.transfers)
+            mesh.send_to_first(_as_bytes(_on_host(value)))
         return {}
     whole: dict[int, dict[str, Any]] = pytree.tree_map(_on_host, own)
     for owner, outline in enumerate(outlines[1:], start=1):
@@ -228,7 +221,7 @@ def _is_plain(value: Any) -> bool:
 
 def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
-    dist.recv(_as_bytes(value), src=mesh.world_rank(owner), group=mesh.transfers)
+    mesh.receive_from(_as_bytes(value), owner)
     return value
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -38,7 +37,7 @@ from lightning_diffpipe.checkpoint_files import (
     why_unwritable,
 )
 from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.runtime.checkpoint import (
@@ -128,8 +127,7 @@ class CheckpointHooks(ParallelStrategy):
         """
         if self.world_size == 1 or not self._found_last:
             return
-        paths: list[Any] = [None] * self.world_size
-        dist.all_gather_object(paths, self._found_last[0])
+        paths = gathered_objects(self._found_last[0], group=None)
         for rank, path in enumerate(paths):
             if path != paths[0]:
                 with raised_by_all():
@@ -214,9 +212,7 @@ class CheckpointHooks(ParallelStrategy):
         own, mesh = pipeline.not_finite(), pipeline.mesh
         if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
             return
-        names: list[list[str]] = [[] for _ in mesh.pipeline_ranks]
-        dist.all_gather_object(names, own, group=mesh.transfers)
-        bad = sorted({name for each in names for name in each})
+        bad = sorted({name for each in gathered_objects(own, mesh.transfers) for name in each})
         assert self.lightning_module is not None
         error = DivergenceError(
             f"{what} at step {self.lightning_module.trainer.global_step}: {len(bad)} trained parameters are not "

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 
 
 class MetricSync:
@@ -111,9 +110,7 @@ def _merge(metric: Metric, mesh: Mesh) -> None:
     own = {name: getattr(metric, name) for name in metric._defaults}
     changed = any(_is_other(value, metric._defaults[name]) for name, value in own.items())
     on_host = pytree.tree_map_only(Tensor, Tensor.cpu, own) if changed else None
-    box: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(box, on_host, group=mesh.world)
-    states = [state for state in box if state is not None]
+    states = [s for s in gathered_objects(on_host, mesh.world) if s is not None]
     for name, reduce in metric._reductions.items() if states else ():
         values = [state[name] for state in states]
         if isinstance(values[0], list):

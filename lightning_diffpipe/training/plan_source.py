@@ -18,10 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_cluster
+from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_links
+from lightning_diffpipe.comm.common_start import agree
 from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -43,7 +43,6 @@ from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.pooling import pooled, summed_up
-from lightning_diffpipe.runtime.common_start import agree, close_group
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
@@ -57,7 +56,7 @@ def plan_of_rank_0(
     forms: Forms,
     options: PipelineOptions,
     process: Process,
-    world: dist.ProcessGroup | None,
+    world: ProcessGroup | None,
 ) -> tuple[PipelinePlan, Basis | None]:
     """Rank 0's plan and what it was made from, or its reason why there is none, on every rank.
 
@@ -218,9 +217,7 @@ def _warn_of_unused(options: PipelineOptions) -> None:
         )  # fmt: skip
 
 
-def _cluster(
-    options: PipelineOptions, process: Process, world: dist.ProcessGroup | None
-) -> Cluster:
+def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | None) -> Cluster:
     """The links between the ranks: given, or measured. A collective call.
 
     Without measured layers there is nothing to weigh them against, and they count as free. The memory of the
@@ -236,13 +233,10 @@ def _cluster(
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
         memory_bytes = least_memory_bytes(world, process.device)
         return Cluster(process.world_size, memory_bytes=memory_bytes)
-    group = dist.new_group(backend=process.backend)
-    cluster = measure_cluster(group, process.device)
-    close_group(group)
-    return cluster
+    return measure_links(process.backend, process.device)
 
 
-def _profile(subject: Subject, source: Any, world: dist.ProcessGroup | None) -> ModelProfile:
+def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> ModelProfile:
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
@@ -331,10 +325,8 @@ def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
 
 
-def pool_times(rounds: Rounds, group: dist.ProcessGroup | None) -> Rounds:
+def pool_times(rounds: Rounds, group: ProcessGroup | None) -> Rounds:
     """The layer times of all ranks of a group; each sends one typical step, not all of its runs."""
     if group is None:
         return rounds
-    ranks: list[Rounds] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, summed_up(rounds), group=group)
-    return pooled(ranks)
+    return pooled(gathered_objects(summed_up(rounds), group))

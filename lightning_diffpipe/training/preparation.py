@@ -25,6 +25,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_diffpipe.comm.common_start import (
+    agree,
+    align_parameters,
+    close_group,
+    on_all_ranks,
+    require_equal,
+    world_group,
+)
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
@@ -37,14 +45,6 @@ from lightning_diffpipe.profiling.bench import Progress
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.profiling.state import take_samples
-from lightning_diffpipe.runtime.common_start import (
-    agree,
-    align_parameters,
-    close_group,
-    on_all_ranks,
-    require_equal,
-    world_group,
-)
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import MOST_FORMS, Step, too_many_forms
 from lightning_diffpipe.runtime.seeding import microbatch_seed

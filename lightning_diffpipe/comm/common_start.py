@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts
+from lightning_diffpipe.comm.mesh import gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _PLANNING_TIMEOUT_S = 1800.0
@@ -56,8 +57,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> An
         value = make()
     except DiffPipeError as raised:
         error = raised
-    errors: list[DiffPipeError | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
+    errors = gathered_objects(error, group)
     first = next((each for each in errors if each is not None), None)
     if first is not None:
         # This rank's own one, which knows where it was raised, if it says the same.
@@ -74,8 +74,7 @@ def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    digests: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
+    digests = gathered_objects(digest, group)
     if len(set(digests)) > 1:
         ranks = [rank for rank, other in enumerate(digests) if other != digests[0]]
         raise ConfigurationError(
