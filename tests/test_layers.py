@@ -53,9 +53,6 @@ REASONS = {
 }
 # file -> why it imports torch.distributed although it does not lie in comm/
 DISTRIBUTED = {
-    "runtime/reduction.py": "begins sums of gradients that the executor waits for",
-    "runtime/results.py": "begins sums of losses and metrics that the executor waits for",
-    "runtime/relay.py": "broadcasts results outside of training, each in two groups",
     "training/processes.py": "makes the default process group by way of Lightning",
     "sampling/world.py": "makes the default process group where Lightning does not",
     "graph/calltree.py": "asks whether there are other ranks, to refuse that a step talks to them",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts
-from lightning_diffpipe.comm.mesh import gathered_objects
+from lightning_diffpipe.comm.mesh import broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _PLANNING_TIMEOUT_S = 1800.0
@@ -43,9 +43,7 @@ def agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Rank 0's value on every rank."""
     if group is None:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+    return broadcast_object(value, 0, group)
 
 
 def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 
-ProcessGroup = dist.ProcessGroup
+ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
 _PATIENCE_S = 1800.0
 _MOST_NAMED = 8
@@ -231,10 +231,8 @@ class Mesh:
         Raises:
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
-        box = [value]
         with self.naming(range(self.layout.world_size)):
-            dist.broadcast_object_list(box, src=source, group=self.world)
-        return box[0]
+            return broadcast_object(value, source, self.world)
 
     def on_first(self, value: Any) -> list[Any]:
         """Plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
@@ -251,9 +249,19 @@ class Mesh:
         """Fills a tensor of the host with what the rank at a position of the pipeline sends to the first one."""
         dist.recv(tensor, src=self.world_rank(owner), group=self.transfers)
 
-    def broadcast(self, tensor: Tensor, owner: int) -> None:
-        """Fills a tensor of the host with that of the rank at a position, on all ranks of the pipeline."""
-        dist.broadcast(tensor, src=self.world_rank(owner), group=self.transfers)
+    def broadcast(self, tensor: Tensor, owner: int, on_device: bool = False) -> None:
+        """Fills a tensor with that of the rank at a position, on all ranks of the pipeline."""
+        group = self.pipeline_group if on_device else self.transfers
+        dist.broadcast(tensor, src=self.world_rank(owner), group=group)
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the pipeline."""
+        dist.barrier(group=self.transfers)
+
+    def reduce(self, tensor: Tensor, largest: bool = False) -> None:
+        """Sums a tensor of the device over the pipeline, in place; or takes the largest."""
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(tensor, op=op, group=self.pipeline_group)
 
     @contextlib.contextmanager
     def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
@@ -385,6 +393,20 @@ class Mesh:
         if self.rank in ranks:
             self._owned.append(group)
         return group
+
+
+def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:
+    """Begins to sum a tensor over a group, in place: it is the sum once the work has been waited for."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
+    """Plain data of one world rank on all ranks of a group; None for the default group."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
 
 
 def gathered_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

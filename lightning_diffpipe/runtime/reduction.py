@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, Work, start_sum
 from lightning_diffpipe.comm.transport import Exchange
 
-Awaited = Callable[[Sequence[dist.Work], str, Callable[[], None]], Exchange]
+Awaited = Callable[[Sequence[Work], str, Callable[[], None]], Exchange]
 
 _BUCKET_BYTES = 32 * 1024 * 1024
 _MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
@@ -115,13 +114,12 @@ class GradientReducer:
             if name in self._counted and parameter.grad is not None
         ]
         total = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
-        group = self._mesh.pipeline_group
         if math.isinf(norm_type):
             total = total.max()
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+            self._mesh.reduce(total, largest=True)
             return total
         total = total.pow(norm_type).sum()
-        dist.all_reduce(total, group=group)
+        self._mesh.reduce(total)
         return total.pow(1.0 / norm_type)
 
     def clip(self, parameters: Mapping[str, nn.Parameter], bound: float) -> None:
@@ -180,8 +178,7 @@ class Reduction:
         has = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         has = has.to(bucket[0].device, non_blocking=True)
         flat = torch.cat([*(g.detach().reshape(-1) for g in gradients), has])
-        work = dist.all_reduce(flat, group=self._mesh.reduction_group(ranks), async_op=True)
-        assert work is not None
+        work = start_sum(flat, self._mesh.reduction_group(ranks))
         return self._awaited([work], "summed gradients", partial(_put, flat, bucket))
 
 

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph.layer import TensorSpec
@@ -51,13 +50,11 @@ class RelayChannel:
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         mesh = self._mesh
-        source = mesh.world_rank(owner)
         runs = mesh.local_rank == owner
         form, tensors = _taken_apart(output, mesh.device) if runs else ("", [])
-        box: list[Any] = [(form, [TensorSpec.of(tensor) for tensor in tensors])]
+        specs = [TensorSpec.of(tensor) for tensor in tensors]
         with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps
-            dist.broadcast_object_list(box, src=source, group=mesh.transfers)
-        form, specs = box[0]
+            form, specs = broadcast_object((form, specs), mesh.world_rank(owner), mesh.transfers)
         if isinstance(form, str):
             raise ForeignLayerError(form)
         layout = MessageLayout.of(specs)
@@ -65,9 +62,9 @@ class RelayChannel:
         if layout.num_bytes:
             # In a broadcast the owner does not wait for all, and tensors are waited for no longer than `timeout_s`.
             with mesh.naming(mesh.pipeline_ranks):
-                dist.barrier(group=mesh.transfers)
+                mesh.barrier()
             with mesh.naming(mesh.pipeline_ranks, patient=False):
-                dist.broadcast(buffer, src=source, group=mesh.pipeline_group)
+                mesh.broadcast(buffer, owner, on_device=True)
         return output if runs else _put_together(form, layout.unpack(buffer), mesh.device)
 
 

@@ -32,10 +32,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, Work, gathered_objects, start_sum
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
 from lightning_diffpipe.errors import ConfigurationError
@@ -109,7 +108,7 @@ class ResultSharing:
         self._agreed: Entries = {}
         self._under_way: deque[_Shared] = deque()
 
-    def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[dist.Work]:
+    def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[Work]:
         """Begins to sum what this rank's microbatches have to tell.
 
         Args:
@@ -142,11 +141,10 @@ class ResultSharing:
         self._under_way.append(shared)
         if alone:
             return []
-        under_way = [
-            dist.all_reduce(noticed, group=self._mesh.control, async_op=True),
-            dist.all_reduce(shared.table, group=self._mesh.pipeline_group, async_op=True),
+        return [
+            start_sum(noticed, self._mesh.control),
+            start_sum(shared.table, self._mesh.pipeline_group),
         ]
-        return [work for work in under_way if work is not None]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
         """The first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
@@ -163,7 +161,7 @@ class ResultSharing:
             present |= self._agree(shared.own)
             agreed = self._agreed
             table = self._filled_in(shared.works, agreed)
-            dist.all_reduce(table, group=self._mesh.pipeline_group)
+            self._mesh.reduce(table)
         kinds = {"mean": _mean(*table)}
         logged = []
         for column, (name, options) in enumerate(agreed.items(), 1):
@@ -180,8 +178,7 @@ class ResultSharing:
 
     def _agree(self, own: Entries) -> set[str]:
         """Adds the names all ranks have, and returns those."""
-        box: list[Any] = [None] * self._mesh.layout.ranks_per_pipeline
-        dist.all_gather_object(box, own, group=self._mesh.control)
+        box = gathered_objects(own, self._mesh.control)
         gathered: Entries = {}
         for entries in (box[self._reporter], *box):
             gathered = {**entries, **gathered}

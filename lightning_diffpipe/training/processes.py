@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.liveness import LAUNCHER, liveness
+from lightning_diffpipe.comm.mesh import broadcast_object
 from lightning_diffpipe.comm.streams import ask_for_queues
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_number
 from lightning_diffpipe.training.pipeline import Pipeline, Process
@@ -193,9 +194,7 @@ class ProcessHooks(ParallelStrategy):
             return obj
         if self.pipeline is not None:
             return self.pipeline.mesh.of_rank(src, obj)
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return broadcast_object(obj, src, group=None)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over all ranks.

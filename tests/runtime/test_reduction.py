@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.comm.transport import P2PTransport
 from lightning_diffpipe.errors import PipelineTimeoutError
@@ -51,12 +52,10 @@ def parts(monkeypatch):
     for number, parameter in enumerate(parameters.values()):
         parameter.grad = torch.full((3,), float(number))
     monkeypatch.setattr(reduction, "_BUCKET_BYTES", 1)
-    mesh = Mesh(
-        Layout(2, Placement.of_replicas([2])), 0, torch.device("cpu"), "gloo", timeout_s=9.0
-    )
-    mesh._reduction[RANKS] = "group"
-    reducer = GradientReducer(mesh, parameters, dict.fromkeys(parameters, RANKS))
-    transport = P2PTransport(mesh, 1)
+    own = Mesh(Layout(2, Placement.of_replicas([2])), 0, torch.device("cpu"), "gloo", timeout_s=9.0)
+    own._reduction[RANKS] = "group"
+    reducer = GradientReducer(own, parameters, dict.fromkeys(parameters, RANKS))
+    transport = P2PTransport(own, 1)
     yield parameters, lambda: reducer.start(transport.awaited)
     transport.close()
 
@@ -72,7 +71,7 @@ def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled
     """History: what is filled into the wait ended with the first buckets, behind which the rest blocked."""
     parameters, start = parts
     sums = Sums()
-    monkeypatch.setattr(reduction, "dist", sums)
+    monkeypatch.setattr(mesh, "dist", sums)
     under_way = start()
     if polled:
         poll(under_way)
@@ -87,7 +86,7 @@ def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled
 def test_a_peer_lost_in_any_bucket_is_told_alike(parts, monkeypatch, num_until_lost, polled):
     """History: behind the first 16 buckets a lost peer ended the run in gloo's own error, without a rank."""
     _, start = parts
-    monkeypatch.setattr(reduction, "dist", Sums(num_until_lost))
+    monkeypatch.setattr(mesh, "dist", Sums(num_until_lost))
     under_way = start()
     with pytest.raises(PipelineTimeoutError, match="rank 0 waited for summed gradients: lost a"):
         poll(under_way) if polled else under_way.wait()
@@ -98,7 +97,7 @@ def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch,
     """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
     parameters, start = parts
     parameters["weight07"].grad = None
-    monkeypatch.setattr(reduction, "dist", Sums(more=more))
+    monkeypatch.setattr(mesh, "dist", Sums(more=more))
     start().wait()
     if more:
         assert parameters["weight07"].grad.tolist() == [1.0] * 3

@@ -11,10 +11,10 @@ import torch.utils._pytree as pytree
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
+from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime import relay
 from lightning_diffpipe.runtime.relay import RelayChannel
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
@@ -55,13 +55,13 @@ class Wire:
 def relayed(monkeypatch):
     """Sends a value from rank 0 to rank 1, and returns what that one gets."""
     wire = Wire()
-    monkeypatch.setattr(relay, "dist", wire)
+    monkeypatch.setattr(mesh, "dist", wire)
     placement = Placement.of_replicas([1, 1])
 
     def on(rank, device, output):
         wire.owner_sends = rank == 0
-        mesh = Mesh(Layout(2, placement), rank, device, "gloo", 1.0)
-        return RelayChannel(mesh)(0, output)
+        own = Mesh(Layout(2, placement), rank, device, "gloo", 1.0)
+        return RelayChannel(own)(0, output)
 
     def send(output, device=CPU):
         assert on(0, CPU, output) is output

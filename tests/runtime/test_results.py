@@ -5,22 +5,26 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime import results
 from lightning_diffpipe.runtime.results import ResultSharing
 
 
 class Alone:
     """Stands for `torch.distributed`: the other rank has nothing to tell."""
 
-    Work = object
+    ReduceOp = dist.ReduceOp
 
-    def all_reduce(self, table, group, async_op=False):
-        pass
+    def get_world_size(self, group):
+        return 2
+
+    def all_reduce(self, table, group, **options):
+        return object()
 
     def all_gather_object(self, box, own, group):
         box[:] = [{}, own]
@@ -29,7 +33,7 @@ class Alone:
 @pytest.fixture
 def sharing(monkeypatch):
     """Results of the last of two stages."""
-    monkeypatch.setattr(results, "dist", Alone())
+    monkeypatch.setattr(mesh, "dist", Alone())
     layout = Layout(2, Placement.of_replicas([1, 1]))
     return ResultSharing(Mesh(layout, 1, torch.device("cpu"), "gloo", timeout_s=9.0), 1)
 
