@@ -63,7 +63,9 @@ def _written_earlier(folder: Path) -> set[str]:
 @raised_by_all()
 def _refuse_files_of_others(folder: Path) -> None:
     """Refuses to write over files that no earlier run has written."""
-    there = {path.name for path in folder.glob("*.*") if _OURS.fullmatch(path.name)}
+    numbered = (path.name for path in folder.glob("[0-9][0-9][0-9].*"))
+    there = {*filter(_OURS.fullmatch, numbered)}
+    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
     if foreign := sorted(there - _written_earlier(folder)):
         raise ConfigurationError(
             f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier run "

@@ -95,7 +95,7 @@ class Call:
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
         loop: The one that draws here, once it has begun.
-        stepped: Schedulers of patches, once they have begun.
+        stepped: Schedulers of patches of the request that began last, once they have stepped.
     """
 
     pipeline: PipelineCall
@@ -112,7 +112,7 @@ class Call:
     index: int = 0
     random_states: list[Tensor] = field(default_factory=list)
     loop: list[PipelineLoop] = field(default_factory=list)
-    stepped: list[PatchSchedulers] = field(default_factory=list)
+    stepped: list[list[PatchSchedulers]] = field(default_factory=list)
 
     @classmethod
     def of(cls, pipeline: PipelineCall, outline: Outline) -> Call:
@@ -229,7 +229,10 @@ class Call:
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls:
             model = Controlled(model, controls)
-        begun = list(self.loop) if self.phases[0].start else []
+        begun, stepped = list[PipelineLoop](), list[PatchSchedulers]()
+        if self.phases[0].start:
+            begun, (stepped,) = [*self.loop], self.stepped
+        self.stepped[:] = [stepped]
         return Request(
             model=model,
             denoise=self.denoise(model),
@@ -240,7 +243,7 @@ class Call:
             step_kwargs=restored(self.step_arguments, self.whole.device),
             branches_in_batch=1 if divided else self._expansion_or_1 * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
-            stepped=self.stepped,
+            stepped=stepped,
         )
 
     @property

@@ -306,7 +306,8 @@ def test_a_saved_pipeline_opens_in_diffusers_and_draws_the_same(name, tmp_path):
     got = module.sample(
         tiny.prompts_of(name)[:1], 2, generator=torch.Generator().manual_seed(1), **options
     )
-    assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
+    # Weights read from files are aligned otherwise, and kernels of some sizes then sum in another order.
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=0, atol=1e-5)
     again = LatentDiffusion.from_pretrained(tmp_path / "saved")
     assert isinstance(
         again, LatentDiffusion if name in ("stable_diffusion", "pixart") else PipelineDiffusion

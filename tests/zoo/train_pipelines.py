@@ -141,7 +141,7 @@ def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:
     size = {"height": entry.pixels[-2], "width": entry.pixels[-1]}
     options = {n: v for n, v in size.items() if n in takes} | dict(entry.drawn)
     options |= {n: v for n, v in entry.call.items() if n in LENGTHS}
-    conditions = {"prompt": ["a cat 1"], "class_labels": [3], None: []}[module.step.condition]
+    conditions = {"prompt": ["a cat 1"], "class_labels": [3], None: [None]}[module.step.condition]
     noise = lambda: torch.Generator().manual_seed(1)
     got = module.sample(conditions, 2, generator=noise(), **options)
     arguments = {**module.hparams.call, **options, "num_inference_steps": 2, "output_type": "pt"}
