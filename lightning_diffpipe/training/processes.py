@@ -286,7 +286,21 @@ def open_meeting_place() -> dist.TCPStore:
     Returns:
         To be kept until that group is there; its port is `.port`.
     """
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    while True:
+        place = _store(0)
+        try:
+            _store(place.port)
+        except dist.DistNetworkError:
+            # PyTorch (2.13) finds shared stores in a table of their ports. An entry of a closed store stays there
+            # when port 0 gives its port to a new one, until somebody looks for it in vain, as was done just now.
+            continue
+        return place
+
+
+def _store(port: int) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True
+    )
 
 
 class _Launcher(_SubprocessScriptLauncher):

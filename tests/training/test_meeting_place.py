@@ -34,6 +34,26 @@ def test_the_default_process_group_takes_over_the_meeting_place():
     assert not is_taken(port)
 
 
+def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatch):
+    """History: of 1500 places opened one after the other, 127 could not be taken over: "address already in use".
+
+    PyTorch finds a closed store of the same port in its table instead of the open one.
+    """
+    opened, open_store = [], dist.TCPStore
+
+    def first_ones_cannot_be_shared(host, port, **options):
+        opened.append(port)
+        if port and len(opened) < 5:
+            raise dist.DistNetworkError("address already in use")
+        return open_store(host, port, **options)
+
+    monkeypatch.setattr(dist, "TCPStore", first_ones_cannot_be_shared)
+    place = open_meeting_place()
+    assert is_taken(place.port)
+    assert [port == 0 for port in opened] == [True, False] * 3
+    assert opened[-1] == place.port
+
+
 def test_lightning_starts_processes_that_meet_at_an_open_place():
     launcher = _Launcher(LightningEnvironment(), num_processes=1, num_nodes=1)
     launcher._call_children_scripts()
