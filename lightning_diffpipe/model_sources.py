@@ -160,9 +160,10 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
     """
     if "controlnet" in parts:
         raise ConfigurationError(
-            f"{origin} has a ControlNet, which draws to pictures, and the Predictor draws from prompts alone. Draw "
-            "in one process: ControlNetDiffusion.from_checkpoint(path), or from_pretrained, and "
-            ".sample(prompts, condition=...)"
+            f"{origin} has a ControlNet, which takes a picture. Draw in one process: "
+            "ControlNetDiffusion.from_checkpoint(path), or from_pretrained, and .sample(prompts, condition=...). "
+            "One of Stable Diffusion can be saved as a folder (save_pretrained(folder), or save_to=folder), and "
+            "several ranks draw with it: diffpipe sample path=folder 'images={image: picture.png}'"
         )
 
 

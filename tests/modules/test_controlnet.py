@@ -243,7 +243,7 @@ def test_the_predictor_does_not_leave_it_out(batch, tmp_path):
     source = open_source(tmp_path / "pipeline", True, torch.device("cpu"), torch.float32)
     assert isinstance(source.part("controlnet"), diffusers.ControlNetModel)
     for path in (tmp_path / "last.ckpt", tmp_path / "model"):
-        with pytest.raises(ConfigurationError, match=r"has a ControlNet, which draws to pictures"):
+        with pytest.raises(ConfigurationError, match=r"has a ControlNet, which takes a picture"):
             open_source(path, True, torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigurationError, match=r"this ControlNetDiffusion has a ControlNet"):
         refuse_module(module)
