@@ -2,7 +2,8 @@
 
 A sample is `{"image": (3, H, W) float in [-1, 1], "caption": str}`; a batch stacks the images and
 lists the captions. Captions stay text, because only the model knows its tokenizer. For a ControlNet there is a
-`"condition"` besides, `(3, H, W)` in [0, 1].
+`"condition"` besides, `(3, H, W)` in [0, 1]. Pictures that were scaled and cropped come with their size before
+(`"original_size"`, height and width) and where the crop begins (`"crops_coords_top_left"`), `(2,)` each.
 """
 
 from __future__ import annotations
@@ -23,42 +24,44 @@ from lightning_diffpipe.errors import ConfigurationError, DataError, require_num
 class Sample(TypedDict):
     """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
-    Or a video, `(3, F, H, W)`, in place of the image.
+    Or a video, `(3, F, H, W)`, in place of the image. Sizes and crops are `(2,)`, in pixels.
     """
 
     image: NotRequired[Tensor]
     video: NotRequired[Tensor]
     caption: str
     condition: NotRequired[Tensor]
+    original_size: NotRequired[Tensor]
+    crops_coords_top_left: NotRequired[Tensor]
 
 
 class Batch(TypedDict):
     """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
-    Or videos, `(B, 3, F, H, W)`, in their place.
+    Or videos, `(B, 3, F, H, W)`, in their place. Sizes and crops are `(B, 2)`, in pixels.
     """
 
     image: NotRequired[Tensor]
     video: NotRequired[Tensor]
     caption: list[str]
     condition: NotRequired[Tensor]
+    original_size: NotRequired[Tensor]
+    crops_coords_top_left: NotRequired[Tensor]
 
 
 def collate(samples: list[Sample]) -> Batch:
     """Stacks images, or videos, and lists captions.
 
     Args:
-        samples: `B` samples whose images or videos have one size; all of them with conditions, or none.
+        samples: `B` samples whose images or videos have one size; all of them with conditions and sizes, or none.
 
     Returns:
         The batch.
     """
     batch: Batch = {"caption": [sample["caption"] for sample in samples]}
-    kind = "video" if "video" in samples[0] else "image"
-    batch[kind] = torch.stack([sample[kind] for sample in samples])
-    conditions = stacked_conditions(samples)
-    if conditions is not None:
-        batch["condition"] = conditions
+    for name in samples[0]:
+        if name != "caption":
+            batch[name] = torch.stack([sample[name] for sample in samples])
     return batch
 
 

@@ -56,12 +56,41 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
     picture = _middle(ImageOps.exif_transpose(picture))
-    scale = resolution / min(picture.size)
-    width, height = (max(resolution, round(scale * side)) for side in picture.size)
-    left, top = (width - resolution) // 2, (height - resolution) // 2
+    (width, height), (left, top) = _scaled_and_cropped(picture.size, resolution)
     resized = _in_8_bits(picture).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     square = resized.crop((left, top, left + resolution, top + resolution))
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _scaled_and_cropped(
+    size: tuple[int, int], resolution: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns width and height of a picture once it is scaled, and left and top of its middle square."""
+    scale = resolution / min(size)
+    width, height = (max(resolution, round(scale * side)) for side in size)
+    return (width, height), ((width - resolution) // 2, (height - resolution) // 2)
+
+
+def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
+    """Returns what models such as SDXL are told of a picture that `to_square` has cut.
+
+    Args:
+        picture: Before it is scaled and cropped.
+        resolution: As for `to_square`.
+
+    Returns:
+        `original_size`, height and width of the upright picture, and `crops_coords_top_left`, top and left of the
+        square in the scaled one; whole numbers of pixels, `(2,)` each.
+
+    Source:
+        SDXL, Podell et al. (2023), section 2.2, https://arxiv.org/abs/2307.01952
+    """
+    upright = ImageOps.exif_transpose(picture)
+    _, (left, top) = _scaled_and_cropped(upright.size, resolution)
+    return {
+        "original_size": torch.tensor([upright.height, upright.width]),
+        "crops_coords_top_left": torch.tensor([top, left]),
+    }
 
 
 def _middle(picture: Image.Image) -> Image.Image:
@@ -113,6 +142,7 @@ def read_sample(
     """
     with _reading(names[0]), Image.open(picture) as image:
         sample: Sample = {"image": to_square(image, resolution), "caption": caption}
+        sample |= size_and_crop(image, resolution)
         if condition is not None:
             with _reading(names[1]), Image.open(condition) as other:
                 require_same_shape(image, names[0], other, names[1])

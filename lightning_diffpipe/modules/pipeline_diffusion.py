@@ -38,7 +38,9 @@ class PipelineDiffusion(PartsModule):
     `from_checkpoint` takes `pipeline_class=` where the pipeline is one of your own.
 
     A batch has `image`, `(B, 3, H, W)` in [-1, 1], or `video`, `(B, 3, F, H, W)`; and `caption`, B strings, or
-    `class_labels`, B numbers, as the pipeline asks for.
+    `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
+    `original_size` and `crops_coords_top_left` of SDXL, are those of each picture where the batch has them,
+    `(B, 2)`; otherwise, the pipeline's default.
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
@@ -188,7 +190,7 @@ class PipelineDiffusion(PartsModule):
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Notes what is drawn while training: a pipeline's own size may be many times that of the pictures."""
-        self._trained_size = _size_of(batch["video"] if "video" in batch else batch["image"])
+        self._trained_size = _size_of(_pixels_of(batch))
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch."""
@@ -196,7 +198,7 @@ class PipelineDiffusion(PartsModule):
         if self.step.condition == "prompt":
             dropped = self.hparams.caption_dropout
             conditions = ["" if random.random() < dropped else c for c in conditions]
-        loss = self._loss(pixels, self.encode(pixels), conditions)
+        loss = self._loss(batch, self.encode(pixels), conditions)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(pixels))
         return loss
 
@@ -204,11 +206,11 @@ class PipelineDiffusion(PartsModule):
         """Logs the loss with the same noise in every validation, so that losses compare."""
         pixels, conditions = self._read(batch)
         generator = torch.Generator(self.device).manual_seed(batch_idx)
-        loss = self._loss(pixels, self.encode(pixels, sample=False), conditions, generator)
+        loss = self._loss(batch, self.encode(pixels, sample=False), conditions, generator)
         self.log("val/loss", loss, prog_bar=True, batch_size=len(pixels), sync_dist=True)
 
     def _read(self, batch: Mapping[str, Any]) -> tuple[Tensor, Sequence[Any]]:
-        pixels = batch["video"] if "video" in batch else batch["image"]
+        pixels = _pixels_of(batch)
         if self.step.condition is None:
             return pixels, []
         wanted = "caption" if self.step.condition == "prompt" else self.step.condition
@@ -220,15 +222,20 @@ class PipelineDiffusion(PartsModule):
 
     def _loss(
         self,
-        pixels: Tensor,
+        batch: Mapping[str, Any],
         latents: Tensor,
         conditions: Sequence[Any],
         generator: torch.Generator | None = None,
     ) -> Tensor:
         corrupted = self.noise_schedule.corrupt(latents, generator)
-        size = _size_of(pixels)
         prediction = self.step.predict(
-            corrupted.noisy, corrupted.timesteps, conditions, size, self.tail, self.parts
+            corrupted.noisy,
+            corrupted.timesteps,
+            conditions,
+            _size_of(_pixels_of(batch)),
+            self.tail,
+            self.parts,
+            sizes={name: batch[name] for name in self.step.sizes if name in batch},
         )
         return corrupted.loss(prediction)
 
@@ -273,6 +280,10 @@ class PipelineDiffusion(PartsModule):
         finally:
             self.pipeline.set_progress_bar_config(**progress)
         return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
+
+
+def _pixels_of(batch: Mapping[str, Any]) -> Tensor:
+    return batch["video"] if "video" in batch else batch["image"]
 
 
 def _size_of(pixels: Tensor) -> dict[str, int]:

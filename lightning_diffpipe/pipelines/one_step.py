@@ -18,6 +18,9 @@ What the pipeline hands to `scheduler.step` is the prediction in the scheduler's
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
 decoder. Text encoders and denoiser run inside the call as they are, so a strategy finds their layers there.
 
+Sizes and crops, of which a call takes one for all samples, are told to the denoiser for each: two runs with other
+numbers show in which of its arguments they stand.
+
 Runs with constant latents tell what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
 """
@@ -35,6 +38,7 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -45,7 +49,9 @@ from lightning_diffpipe.pipelines.stand_ins import (
     NoDenoiser,
     OneTimestep,
     PaddingTokenizer,
+    Place,
     ReplayedEncoder,
+    SizedDenoiser,
     TimedDenoiser,
     TorchOfCall,
     checked_arguments,
@@ -68,6 +74,9 @@ _FRAMES = ("num_frames", "frames", "video_length")
 
 _PICTURES = ("image", "images", "video", "control_image", "mask_image")
 """Arguments of pipelines that go on from a picture, also by default none, unless annotated as optional."""
+
+_SIZES = ("original_size", "crops_coords_top_left", "target_size")
+"""Arguments that say of a picture, in two numbers, how it was scaled and cropped."""
 
 _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 """By the argument with a row for each sample: a value that any model takes."""
@@ -130,6 +139,8 @@ class OneStep:
         denoiser: Name of the part that is trained.
         decoder: Name of the part that decodes latents; None where pictures themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
+        sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
+            those that are given for all.
 
     Raises:
         ConfigurationError: The pipeline needs more than prompts or classes, has two denoisers, or takes no such
@@ -162,6 +173,8 @@ class OneStep:
         if "guidance_scale" in fixed and "guidance_scale" not in given:
             self._unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
         self._clock: Clock | None = None
+        self._places: tuple[Place, ...] = ()
+        self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self._drawing = _methods_that_draw(type(pipeline))
 
     def predict(
@@ -172,6 +185,7 @@ class OneStep:
         pixels: Mapping[str, int],
         tail: Tail,
         parts: Mapping[str, Any],
+        sizes: Mapping[str, Tensor],
     ) -> Tensor:
         """What the denoiser predicts, as the scheduler understands it, in the layout of the latents.
 
@@ -182,6 +196,8 @@ class OneStep:
             pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
             tail: From `find_tail`.
             parts: The pipeline's parts as they are now, by name.
+            sizes: Numbers of each sample, `(B, 2)`, by an argument in `self.sizes`; of what is not given, all have
+                the pipeline's default.
 
         Returns:
             fp32, of the shape of `noisy`.
@@ -211,6 +227,9 @@ class OneStep:
         def decode(latents: Tensor) -> None:
             predicted.append(tail.undone(latents, len(noisy)))
 
+        if places := [place for place in self._places if place.argument in sizes]:
+            sized = SizedDenoiser(parts[self.denoiser], places, sizes)
+            parts = {**parts, self.denoiser: sized}
         self._run(draw, timesteps, conditions, pixels, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
             got = tuple(predicted[0].shape) if predicted else "none"
@@ -241,6 +260,7 @@ class OneStep:
                     if one_time:
                         self._clock = trial.clock()
                     trial.check_samples_apart()
+                    self._places = trial.places()
                     return trial.tail()
             except ConfigurationError as refusal:
                 refusals.append(refusal)
@@ -373,7 +393,12 @@ class _Trial:
         self._device = parameter.device
         self._drawn: list[tuple[int, ...]] = []
 
-    def _decoded(self, draw: Draw, times: Sequence[float] = (1.0,)) -> Tensor:
+    def _decoded(
+        self,
+        draw: Draw,
+        times: Sequence[float] = (1.0,),
+        sizes: Mapping[str, tuple[int, int]] | None = None,
+    ) -> Tensor:
         """What reaches the decoder for latents that are drawn so."""
         self._drawn.clear()
         self._denoiser.calls.clear()
@@ -396,7 +421,7 @@ class _Trial:
             noted,
             timesteps.long() if discrete else timesteps,
             [_NEUTRAL[self._step.condition]] * len(times),
-            {},
+            sizes or {},
             self._parts,
             step,
             found.append,
@@ -466,6 +491,40 @@ class _Trial:
                     f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
                     "differ than for that sample alone, so that it cannot be trained on batches"
                 )
+
+    def places(self) -> tuple[Place, ...]:
+        """Where the denoiser is told sizes, from two runs with other numbers.
+
+        Raises:
+            ConfigurationError: In another way than by the numbers themselves.
+        """
+        if not self._step.sizes:
+            return ()
+        calls, told = [], []
+        for first in (101, 201):  # which every precision can hold
+            values = itertools.count(first, 2)
+            told.append({name: (next(values), next(values)) for name in self._step.sizes})
+            self._decoded(torch.zeros, sizes=told[-1])
+            calls.append(pytree.tree_leaves(self._denoiser.calls[0]))
+        of = {
+            (told[0][name][i], told[1][name][i]): (name, i)
+            for name in self._step.sizes
+            for i in range(2)
+        }
+        places = []
+        for leaf, (one, other) in enumerate(zip(*calls, strict=True)):
+            if not isinstance(one, Tensor) or torch.equal(one, other):
+                continue
+            for column, pair in enumerate(zip(one.unbind(-1), other.unbind(-1), strict=True)):
+                numbers = tuple(value.item() if value.numel() == 1 else None for value in pair)
+                if numbers in of:
+                    places.append(Place(leaf, column, *of[numbers]))
+                elif not torch.equal(*pair):
+                    raise ConfigurationError(
+                        f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
+                        "numbers themselves; give one value for all samples in `call` (model.call)"
+                    )
+        return tuple(places)
 
     def tail(self) -> Tail:
         """What happens to latents between the loop and the decoder.

@@ -239,6 +239,50 @@ class TimedDenoiser(StandIn):
         return self._real(*(given[i] for i in range(len(args))), **{n: given[n] for n in options})
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a denoiser is told a number that belongs to a sample, such as the height of its picture.
+
+    Attributes:
+        leaf: Which of the tensors among the denoiser's arguments, in the order of `pytree`.
+        column: Along its last axis.
+        argument: Of the pipeline's call, whose value it is.
+        entry: Which number of that value.
+    """
+
+    leaf: int
+    column: int
+    argument: str
+    entry: int
+
+
+class SizedDenoiser(StandIn):
+    """A denoiser that is told numbers for each sample where the pipeline tells it those of one.
+
+    Args:
+        real: Computes.
+        places: Where they are told.
+        sizes: The numbers, `(B, entries)`, by the argument of the pipeline's call.
+    """
+
+    def __init__(self, real: Any, places: Sequence[Place], sizes: Mapping[str, Tensor]) -> None:
+        super().__init__(real)
+        self._places = places
+        self._sizes = sizes
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls the denoiser."""
+        leaves, structure = pytree.tree_flatten((args, options))
+        for place in self._places:
+            told = leaves[place.leaf]
+            columns = list(told.unbind(-1))
+            own = self._sizes[place.argument][:, place.entry]
+            columns[place.column] = own.to(told.device, told.dtype)
+            leaves[place.leaf] = torch.stack(columns, -1)
+        args, options = pytree.tree_unflatten(leaves, structure)
+        return self._real(*args, **options)
+
+
 class _Prediction(tuple):
     """What a denoiser returns: a tuple, or an object with `sample`."""
 

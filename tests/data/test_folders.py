@@ -38,6 +38,23 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
     assert data.held_back_captions(2) == [held_back[0], held_back[len(held_back) // 2]]
 
 
+@pytest.mark.parametrize("kept", [1, 6])
+def test_pictures_come_with_their_size_and_crop(kept, tmp_path):
+    """Of the upright picture, as viewers show it, and where the crop begins in the scaled one."""
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}')
+    picture = Image.new("RGB", (100, 40) if kept == 1 else (40, 100))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = kept
+    picture.save(tmp_path / "a.png", exif=exif)
+    data = ImageFolderDataModule(
+        tmp_path, 20, validation_share=0, batch_size=1, num_workers=0, condition="edges"
+    )
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["original_size"].tolist() == [[40, 100]]
+    assert batch["crops_coords_top_left"].tolist() == [[0, 15]]  # of 20 x 50
+
+
 def write_conditions(folder, size=lambda width, height: (width, height)):
     """A second picture for each, as blue as the first is red."""
     lines = []

@@ -88,7 +88,11 @@ def by_hand_sdxl(m, batch):
         for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
     ]
     states = torch.cat([output.hidden_states[-2] for output in outputs], -1)
-    sizes = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).repeat(3, 1)
+    told = [batch.get("original_size"), batch.get("crops_coords_top_left"), None]
+    default = [[32, 32], [0, 0], [32, 32]]
+    sizes = torch.cat(
+        [torch.tensor([d] * 3) if t is None else t for t, d in zip(told, default, strict=True)], 1
+    )
     added = {"text_embeds": outputs[1][0], "time_ids": sizes}
     return m.unet(noisy, t, states, added_cond_kwargs=added).sample, target
 
@@ -275,6 +279,46 @@ def test_so_is_that_of_other_pipelines(name, by_hand, tmp_path):
     check_by_hand(module, batch, by_hand)
 
 
+OWN_SIZES = {
+    "original_size": torch.tensor([[320, 400], [32, 48], [1000, 32]]),
+    "crops_coords_top_left": torch.tensor([[0, 4], [0, 8], [484, 0]]),
+}
+
+
+def test_every_sample_is_told_its_own_size_and_crop(tmp_path):
+    """As the time ids of SDXL in the script of diffusers, `train_text_to_image_sdxl.py`."""
+    module, batch = module_of("sdxl", tmp_path), batch_of("sdxl")
+    check_by_hand(module, batch | OWN_SIZES, by_hand_sdxl)
+    assert not torch.equal(loss_of(module, batch), loss_of(module, batch | OWN_SIZES))
+
+
+def test_one_size_may_be_given_for_all(tmp_path):
+    call = {"original_size": (64, 64)}
+    module = PipelineDiffusion(tiny.build("sdxl", tmp_path), call=call, caption_dropout=0.0)
+    told = {**OWN_SIZES, "original_size": torch.tensor([[64, 64]] * 3)}
+    module.eval()
+    got = loss_of(module, batch_of("sdxl") | OWN_SIZES)
+    torch.manual_seed(0)
+    expected = F.mse_loss(*by_hand_sdxl(module, batch_of("sdxl") | told))
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["HunyuanDiTPipeline", "CogView4Pipeline"])
+def test_others_are_told_sizes_in_their_own_way(name, tmp_path):
+    """One tensor in another order, and three of them."""
+    module = PipelineDiffusion(build(name, tmp_path), call=PIPELINES[name].call)
+    denoiser, calls = module.denoiser, []
+    denoiser.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    pixels = torch.zeros(3, *PIPELINES[name].pixels)
+    loss_of(module, {"image": pixels, "caption": CAPTIONS, **OWN_SIZES})
+    told = calls[0].get("image_meta_size", calls[0].get("original_size"))
+    assert torch.equal(told[:, :2].long(), OWN_SIZES["original_size"])
+    told = calls[0].get("crop_coords", told)
+    assert torch.equal(told[:, -2:].long(), OWN_SIZES["crops_coords_top_left"])
+
+
 # ------------------------------------------------------------------ what training needs
 
 
@@ -285,7 +329,8 @@ def test_stages_add_up_to_one_process(name, tmp_path):
     module = module_of(name, tmp_path).double()
     module.setup("fit")
     module.log = lambda *arguments, **options: None
-    graph = check_stages(module, batch_of(name, torch.float64), splits=(2, 3))
+    batch = batch_of(name, torch.float64) | (OWN_SIZES if name == "sdxl" else {})
+    graph = check_stages(module, batch, splits=(2, 3))
     frozen = {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
     assert "vae" in frozen
     assert any(part.startswith("text_encoder") for part in frozen) or name == "dit"
