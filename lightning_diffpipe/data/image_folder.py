@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
+import re
 import stat
 from collections import deque
 from collections.abc import Iterator
@@ -154,7 +156,7 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
     """Reads successive frames out of the middle of a video.
 
     Args:
-        path: A file, or a folder whose pictures are the frames, in the order of their names.
+        path: A file, or a folder whose pictures are the frames, in the order of the numbers in their names.
         num_frames: How many.
         resolution: Width and height wanted, in pixels.
 
@@ -163,7 +165,6 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
 
     Raises:
         DataError: It has fewer frames.
-        ConfigurationError: A file, and the package av is missing.
     """
     frames = (_decoded if path.is_file() else _frames_of_folder)(path, num_frames, resolution)
     if len(frames) < num_frames:
@@ -173,9 +174,17 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
     return torch.stack(frames, 1)
 
 
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sorts `frame2` before `frame10`."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
 def _frames_of_folder(folder: Path, num_frames: int, resolution: int) -> list[Tensor]:
     known = Image.registered_extensions()
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in known)
+    paths = sorted(
+        (path for path in folder.iterdir() if path.suffix.lower() in known), key=_by_number
+    )
     first = max(0, (len(paths) - num_frames) // 2)
     frames = []
     for path in paths[first : first + num_frames]:
@@ -185,13 +194,8 @@ def _frames_of_folder(folder: Path, num_frames: int, resolution: int) -> list[Te
 
 
 def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{path} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or give "
-            "folders of frames"
-        ) from error
+    import av
+
     with av.open(str(path)) as container:  # counts without decoding
         count = sum(packet.size > 0 for packet in container.demux(video=0))
     stop = max(0, (count - num_frames) // 2) + num_frames
@@ -226,6 +230,20 @@ class _Entry(NamedTuple):
     caption: str
     condition: Path | None
     line: int
+
+
+def _require_decoder(entries: list[_Entry]) -> None:
+    """Refuses video files where nothing decodes them: each of them would be called broken.
+
+    Raises:
+        ConfigurationError: The package av is missing.
+    """
+    files = (entry for entry in entries if entry.path.is_file())
+    if importlib.util.find_spec("av") is None and (entry := next(files, None)):
+        raise ConfigurationError(
+            f"{entry.path} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
+            "give folders of frames"
+        )
 
 
 def require_listing(folder: Path) -> None:
@@ -430,14 +448,18 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Reads `metadata.jsonl` and splits its lines.
 
         Raises:
-            ConfigurationError: The file is missing, or all of its pictures are held back.
+            ConfigurationError: The file is missing, or all of its pictures are held back, or videos need a package
+                that is missing.
             DataError: A line of it is malformed, or names a picture that is not there.
         """
         h = self.hparams
         split: dict[bool, list[_Entry]] = {False: [], True: []}
         condition = None if h.condition in MADE else h.condition
         lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
-        for entry in lines.read(h.on_error == "skip"):
+        entries = lines.read(h.on_error == "skip")
+        if h.num_frames is not None:
+            _require_decoder(entries)
+        for entry in entries:
             digest = hashlib.sha256(entry.path.name.encode()).digest()
             share = int.from_bytes(digest[:8], "big") / 2**64
             split[share < h.validation_share].append(entry)

@@ -1,7 +1,7 @@
 """Videos of a folder: files and folders of frames."""
 
+import importlib.util
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -39,9 +39,15 @@ def write_mp4(folder):
     listing(folder, "clip.mp4")
 
 
-def module_of(folder, num_frames=5):
+def module_of(folder, num_frames=5, **options):
     data = ImageFolderDataModule(
-        folder, 16, validation_share=0, batch_size=1, num_workers=0, num_frames=num_frames
+        folder,
+        16,
+        validation_share=0,
+        batch_size=1,
+        num_workers=0,
+        num_frames=num_frames,
+        **options,
     )
     data.setup("fit")
     return data
@@ -58,7 +64,7 @@ def test_successive_frames_come_out_of_the_middle(write, tmp_path):
     torch.testing.assert_close(got, torch.tensor(LEVELS[1:6]).float(), atol=4, rtol=0)
 
 
-def test_videos_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+def test_videos_that_cannot_be_used_are_named(tmp_path):
     write_frames(tmp_path)
     with pytest.raises(DataError, match="clip has 7 frames, and num_frames=9 are wanted"):
         module_of(tmp_path, 9).train_set[0]
@@ -66,11 +72,29 @@ def test_videos_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         module_of(tmp_path, None)
     with pytest.raises(ConfigurationError, match="condition='edges' is for pictures"):
         ImageFolderDataModule(tmp_path, condition="edges", num_frames=2)
-    (tmp_path / "clip.mp4").write_bytes(b"no video")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_the_package_that_decodes_videos_is_named_before_training(on_error, tmp_path, monkeypatch):
+    """History: every file was called broken, and on_error=skip left all of them out."""
+    (tmp_path / "clip.mp4").write_bytes(b"a video")
     listing(tmp_path, "clip.mp4")
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match=r"needs the package av to be decoded; run: pip install"):
-        module_of(tmp_path).train_set[0]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigurationError, match="the package av to be decoded; run: pip install"
+    ) as e:
+        module_of(tmp_path, on_error=on_error)
+    assert not isinstance(e.value, DataError)
+
+
+def test_frames_are_sorted_by_their_numbers(tmp_path):
+    """History: frame10 came before frame2."""
+    (tmp_path / "clip").mkdir()
+    for i in range(12):
+        Image.new("RGB", (16, 16), (20 * i,) * 3).save(tmp_path / "clip" / f"frame{i}.png")
+    listing(tmp_path, "clip")
+    video = module_of(tmp_path, 12).train_set[0]["video"]
+    assert ((video[0, :, 0, 0] + 1) * 127.5).round().tolist() == [20.0 * i for i in range(12)]
 
 
 def test_a_broken_video_is_named(tmp_path):
