@@ -40,8 +40,8 @@ from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
-_SCHEDULED = ("lr", "momentum", "betas")
-"""What learning-rate schedulers change in a parameter group."""
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""What schedulers change in a parameter group."""
 
 
 class WeightVersions:
@@ -318,7 +318,7 @@ def _told_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequ
 
 
 def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """What learning-rate schedulers have set by now, by parameter group."""
+    """What schedulers have set by now, by parameter group."""
     return [
         {name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group}
         for optimizer in optimizers

@@ -87,6 +87,7 @@ def refuse_without_flush(trainer: Any, schedule: str) -> None:
         ConfigurationError: Something does; says what to do instead.
     """
     from lightning_diffpipe.callbacks.ema import EMA
+    from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 
     remedy = "choose a schedule that flushes, such as 1f1b"
     if trainer.accumulate_grad_batches != 1:
@@ -109,12 +110,21 @@ def refuse_without_flush(trainer: Any, schedule: str) -> None:
                 f"different versions there; leave it out, or {remedy}"
             )
     module = trainer.lightning_module
-    for hook in ("configure_gradient_clipping", "optimizer_step", "on_before_optimizer_step"):
-        if is_overridden(hook, module):
-            raise ConfigurationError(
-                f"{type(module).__name__}.{hook} is overridden, but with schedule={schedule} each stage steps "
-                f"inside of training_step, and Lightning's own step finds no gradients. Leave it out, or {remedy}"
-            )
+    # The monitor looks at no gradients where there are none.
+    others = [c for c in trainer.callbacks if not isinstance(c, PipelineMonitor)]
+    hooks = {
+        "configure_gradient_clipping": [module],
+        "optimizer_step": [module],
+        "on_before_optimizer_step": [module, *others],
+    }
+    for hook, owners in hooks.items():
+        for owner in owners:
+            if is_overridden(hook, owner):
+                raise ConfigurationError(
+                    f"{type(owner).__name__}.{hook} is overridden, but with schedule={schedule} each stage "
+                    "steps inside of training_step, and Lightning's own step finds no gradients. Leave it out, "
+                    f"or {remedy}"
+                )
 
 
 def _refuse_synchronized_norms(module: nn.Module, strategy: Any) -> None:

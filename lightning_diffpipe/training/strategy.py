@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
         self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
-        self._drained: list[StepResult] = []
+        self._finished: list[StepResult] = []
         self.batches_ahead = BATCHES_AHEAD
         self.transfer: SeededTransfer | None = None
         self._options = PipelineOptions(
@@ -260,6 +260,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             plugin: Any = self.precision_plugin
             plugin.clip_grad_by_value = lambda optimizer, clip_val: None
             self._refusing.callback(delattr, plugin, "clip_grad_by_value")
+            loop = trainer.fit_loop.epoch_loop
+            checks = loop._should_check_val_fx
+            loop._should_check_val_fx = partial(self._drained_before, checks)
+            self._refusing.callback(setattr, loop, "_should_check_val_fx", checks)
         elif self.pipeline is not None:
             self._clip_by_global_norm()
 
@@ -440,10 +444,19 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._gradients.restore()
         results = engine.advance(batch, loop.total_batch_idx, arguments, self._has_diverged())
         self._gradients.take()
-        results, self._drained = [*self._drained, *results], []
+        self._finished += results
         if loop.batch_progress.is_last_batch or self._is_last_step():
             self.drain()
-            results, self._drained = [*results, *self._drained], []
+        results = self._log_finished()
+        self.pipeline.read_ahead.note(before_update=True)
+        loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
+        return loss.to(self.pipeline.loss_dtype).requires_grad_()
+
+    def _log_finished(self) -> list[StepResult]:
+        """Logs the results of batches that have come back, and looks whether training diverges."""
+        assert self.pipeline is not None
+        assert self.lightning_module is not None
+        results, self._finished = self._finished, []
         for result in results:
             if result.alarm:
                 raise self._divergence(result)
@@ -452,9 +465,24 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self.last_step = result
             self._log(result)
             self.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
-        self.pipeline.read_ahead.note(before_update=True)
-        loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
-        return loss.to(self.pipeline.loss_dtype).requires_grad_()
+        return results
+
+    def _drained_before(self, checks_validation: Callable[[Any], bool], fetcher: Any) -> bool:
+        """Whether validation follows a batch; in front of it, or of the end, nothing is under way any more.
+
+        Callbacks that look at weights when validation begins, or training ends, find those behind the last batch.
+        """
+        assert self.lightning_module is not None
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        checks = checks_validation(fetcher)
+        if (checks or trainer.should_stop) and self._under_way:
+            self.drain()
+            module._current_fx_name = "training_step"
+            self._log_finished()
+            module._current_fx_name = None
+            trainer._logger_connector.on_batch_end()
+            trainer._logger_connector.update_train_step_metrics()
+        return checks
 
     def _is_last_step(self) -> bool:
         assert self.lightning_module is not None
@@ -473,7 +501,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self._gradients is not None
         with self.pipeline.watch.as_in_steps():
             self._gradients.restore()
-            self._drained += engine.drain()
+            self._finished += engine.drain()
             self._gradients.take()
 
     def _log(self, result: StepResult) -> None:
@@ -689,7 +717,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if replacement is not None:
                 replacement.uninstall()
         self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
-        self._drained = []
+        self._finished = []
         self._under_way.clear()
         self._metric_sync = None
         if self.pipeline is not None:

@@ -18,7 +18,7 @@ from lightning_diffpipe.runtime.seeding import derived_seed
 from tests.distributed.scenarios import assert_close, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
-from tests.runtime.formula import BEHIND, SEED, Formula, adam
+from tests.runtime.formula import BEHIND, SEED, Formula, Scheduler, adam
 
 pytestmark = pytest.mark.distributed
 
@@ -39,16 +39,15 @@ class Chain(TinyDiffusion):
 
     def configure_optimizers(self):
         optimizer = adam([p for p in self.parameters() if p.requires_grad])
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8), "interval": "step"}
-        ]
+        return [optimizer], [{"scheduler": Scheduler(optimizer), "interval": "step"}]
 
 
 class Watch(L.Callback):
-    """Notes what callbacks are told, what this rank trains, and how many batches are under way."""
+    """Notes what callbacks are told, what this rank trains, and whether batches are under way; stops at will."""
 
-    def __init__(self, save=None):
+    def __init__(self, save=None, stop=None):
         self.losses, self.batches, self.save, self.names, self.empty = [], [], save, [], []
+        self.stop, self.empty_when_validating = stop, []
 
     def on_train_start(self, trainer, module):
         self.names = list(trainer.strategy.pipeline.trained)
@@ -59,11 +58,15 @@ class Watch(L.Callback):
         if self.save and trainer.global_step == self.save[1]:
             trainer.save_checkpoint(self.save[0])
         self.empty.append(trainer.strategy.pipeline.engine.is_empty)
+        trainer.should_stop = trainer.global_step == self.stop
+
+    def on_validation_start(self, trainer, module):
+        self.empty_when_validating.append(trainer.strategy.pipeline.engine.is_empty)
 
 
-def fit(rank, world_size, strategy, trainer, save=None, load=None):
+def fit(rank, world_size, strategy, trainer, save=None, load=None, stop=None):
     torch.manual_seed(3)
-    module, watch = Chain().double(), Watch(save)
+    module, watch = Chain().double(), Watch(save, stop)
     strategy = quick_strategy(**{"num_stages": world_size, "seed": SEED, **strategy})
     options = {"max_epochs": 2, "limit_val_batches": 0, **trainer}
     options["callbacks"] = [watch, *options.get("callbacks", [])]
@@ -187,10 +190,29 @@ def test_a_validation_sees_drained_weights():
             torch.nn.utils.clip_grad_value_(self.parameters.values(), 1e-3)
 
     expected, _ = formula(outcomes, "pipedream", 1, (2, 4, 5), 1, Clipped)
-    for weights, _, metrics in outcomes:
+    for weights, watch, metrics in outcomes:
         for name, value in expected.items():
             assert_close(weights[name], value, 1e-10, name)
         assert metrics["val/loss"] > 0
+        assert watch.empty_when_validating == [True, True], "callbacks come before the strategy"
+
+
+def test_a_run_that_is_stopped_has_logged_all_its_batches():
+    """History: what came back in the end was neither logged nor looked at."""
+    strategy = {"schedule": "pipedream", "num_microbatches": 1}
+    outcomes = run_ranks(fit, 2, 2, strategy, {}, None, None, 3)
+    _, losses = formula(outcomes, "pipedream", 1, (), 1)
+    for _, watch, metrics in outcomes:
+        assert watch.empty == [False] * 3
+        assert metrics["batch"] == 2
+        assert metrics["train/loss"] == pytest.approx(losses[2], rel=1e-10)
+
+
+class LooksAtGradients(L.Callback):
+    """Overrides a hook in which Lightning's gradients are there."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -199,6 +221,11 @@ def test_a_validation_sees_drained_weights():
         ({"gradient_clip_val": 1.0}, {}, "norm over all stages.*gradient_clip_algorithm='value'"),
         ({"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2.*pipedream_2bw"),
         ({"callbacks": [EMA()]}, {}, "EMA averages.*different versions"),
+        (
+            {"callbacks": [LooksAtGradients()]},
+            {},
+            "LooksAtGradients.on_before_optimizer_step.*no gradients",
+        ),
         ({}, {"tied": True}, "stages 0 and 1 both train .*come apart"),
     ],
 )

@@ -40,7 +40,7 @@ class Formula:
         self.parameters = {n: p for n, p in self.root.named_parameters() if n in stage_of}
         self.stage_of, self.behind, self.microbatches = stage_of, behind, microbatches
         self.optimizer = optimizer(self.parameters.values())
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.8)
+        self.scheduler = Scheduler(self.optimizer)
         self.drain()
 
     def drain(self) -> None:
@@ -77,6 +77,18 @@ class Formula:
 
     def clip(self) -> None:
         """Changes gradients in front of a step."""
+
+
+class Scheduler(torch.optim.lr_scheduler.StepLR):
+    """Lowers the learning rate and raises the weight decay with every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, step_size=1, gamma=0.8)
+
+    def step(self) -> None:
+        super().step()
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.05 * self.last_epoch
 
 
 def sgd(parameters):

@@ -18,7 +18,7 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.simulator import simulate
 from tests.graph.steps import Block, Tower, step
 from tests.planning.pictures import check_golden
-from tests.runtime.formula import BEHIND, SEED, Formula, adam, momentum, sgd
+from tests.runtime.formula import BEHIND, SEED, Formula, Scheduler, adam, momentum, sgd
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double
 
@@ -76,7 +76,7 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
         for rank in pipeline.ranks:
             rank.engine.optimizers = [optimizer(rank.trained.values())]
             (own,) = rank.engine.optimizers
-            schedulers.append(torch.optim.lr_scheduler.StepLR(own, 1, 0.8))
+            schedulers.append(Scheduler(own))
         stored = [0] * num_stages
         for index, batch in enumerate(batches):
             expected, loss = formula.train(batch, index), pipeline.advance(batch, index)
