@@ -44,8 +44,8 @@ def run_ranks(
     world_size: int,
     *arguments: Any,
     timeout_s: float = 90.0,
-    group_timeout_s: float = 20.0,
-    grace_s: float = 10.0,
+    group_timeout_s: float | None = 60.0,
+    grace_s: float = 30.0,
 ) -> list[Any]:
     """Calls `function(rank, *arguments)` on every rank of a gloo world.
 
@@ -54,7 +54,7 @@ def run_ranks(
         world_size: Number of processes.
         arguments: Passed on.
         timeout_s: After this long all processes are killed and the test fails.
-        group_timeout_s: Timeout of the default process group.
+        group_timeout_s: Timeout of the default process group; None for ranks that meet by themselves.
         grace_s: When a rank has failed, the others have so long to end by themselves, too.
 
     Returns:
@@ -145,7 +145,7 @@ def _main(
     world_size: int,
     folder: Path,
     arguments: tuple[Any, ...],
-    group_timeout_s: float,
+    group_timeout_s: float | None,
     timeout_s: float,
 ) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # or loaders could have no workers
@@ -157,16 +157,18 @@ def _main(
     with (folder / f"{rank}.error").open("w") as report:
         faulthandler.dump_traceback_later(max(timeout_s - 3, 1), file=report)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/store",
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=group_timeout_s),
-            )
+            if group_timeout_s is not None:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder}/store",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=datetime.timedelta(seconds=group_timeout_s),
+                )
             result = function(rank, *arguments)
             (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
-            dist.barrier()  # nobody leaves while another still reads what was sent
+            if dist.is_initialized():
+                dist.barrier()  # nobody leaves while another still reads what was sent
         except BaseException:
             report.write(traceback.format_exc())
             report.flush()

@@ -426,9 +426,9 @@ def test_folders_without_pictures_to_train_on_are_refused(tmp_path):
 
 def test_a_line_of_pixels_is_read_at_once():
     """History: it was scaled to 512 x 30 million pixels, of which 512 x 512 were kept."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     assert to_square(Image.new("RGB", (1, 60000), (255, 255, 255)), 512).min() == 1
-    assert time.perf_counter() - started_s < 2
+    assert time.process_time() - started_s < 2
 
 
 def broken_shard(folder):

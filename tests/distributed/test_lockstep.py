@@ -175,7 +175,7 @@ class Drifts(L.Callback):
 
 def validate_by_time(rank):
     callback = Drifts()
-    trainer = fit(2, callback, max_epochs=1, val_check_interval={"milliseconds": 450})
+    trainer = fit(2, callback, max_epochs=1, val_check_interval={"milliseconds": 350})
     assert "_should_check_val_fx" not in vars(trainer.fit_loop.epoch_loop)
     return callback.batches
 

@@ -450,13 +450,12 @@ def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, jo
     """
     each = job(name, 4, **options)
     who = [(0, 1), (1,)]
-    arguments = (*each[:3], options | {"timeout_s": 20.0}, who, kind)
-    found = run_ranks(cancelled, 2, *arguments, timeout_s=60.0)
+    found = run_ranks(cancelled, 2, *each, who, kind)
     for rank, (errors, _) in enumerate(found):
         own = [rank in ranks or kind is GraphError for ranks in who]
         ends = [kind.__name__ if is_own else "PipelineTimeoutError" for is_own in own]
         assert [end for end, _ in errors] == ends
-        assert all(seconds < 10 for _, seconds in errors), errors
+        assert not any("timeout_s" in said for _, said in errors), "nobody waits so long"
     expected, _ = draw(0, *each)
     assert close(found[0][1], expected)
 
@@ -525,12 +524,12 @@ def test_a_rank_that_reads_its_weights_slowly_is_waited_for(job):
 )
 def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path):
     """Who waits for it is told its name; who waits for one of those, that one's."""
-    arguments = (*job("pixart", 9, **options, timeout_s=30.0), victim, tmp_path)
+    arguments = (*job("pixart", 9, **options), victim, tmp_path)
     with pytest.raises(RankError, match=rf"ranks failed\n(?s:.*)rank {victim} \(exit code -9\)"):
-        run_ranks(killed, num_ranks, *arguments, timeout_s=60.0, grace_s=20.0)
+        run_ranks(killed, num_ranks, *arguments)
     told = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
     assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
-    assert all(float(each.split()[-1]) < 30 for each in told), told
+    assert not any("timeout_s" in each for each in told), "nobody waits so long"
     assert any(f"lost rank {victim}, which stopped" in each for each in told), told
 
 
@@ -566,17 +565,17 @@ def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    arguments = (port, *job("dit", 4, method="single", timeout_s=3.0), victim, when, how, tmp_path)
-    grace_s = 20.0 if how == SIGKILL else 0.5  # a frozen one is there when the others have told
+    # A killed one is known by its connections; a frozen one is still there when the others have told.
+    timeout_s, grace_s = (20.0, 30.0) if how == SIGKILL else (4.0, 0.5)
+    settings = job("dit", 4, method="single", timeout_s=timeout_s)
+    arguments = (port, *settings, victim, when, how, phase, tmp_path)
     with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
-        run_ranks(lost, 3, *arguments, timeout_s=60.0, grace_s=grace_s)
+        run_ranks(lost, 3, *arguments, group_timeout_s=None, grace_s=grace_s)
     told = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
     for rank, each in told.items():
-        said, seconds = each.splitlines()
-        assert said.startswith(f"PipelineTimeoutError: rank {rank} waited for"), said
-        assert re.search(rf"\brank {victim}\b", said.partition("waited for")[2]), said
-        assert f"while {phase}" in said
-        assert float(seconds) < 20
+        assert each.startswith(f"PipelineTimeoutError: rank {rank} waited for"), each
+        assert re.search(rf"\brank {victim}\b", each.partition("waited for")[2]), each
+        assert f"while {phase}" in each
     why = "timeout_s" if how == SIGSTOP else "which stopped"
     assert any(why in each for each in told.values()), told
 
@@ -598,7 +597,6 @@ def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
     """History: under data parallelism it was missed after half an hour."""
     arguments = (*job("dit", 9, method="single", data=2, timeout_s=2.0), 1, tmp_path)
     with pytest.raises(RankError, match="ranks failed"):
-        run_ranks(hung, 2, *arguments, timeout_s=60.0)
-    [said, seconds] = (tmp_path / "0").read_text().splitlines()
-    assert "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for" in said
-    assert float(seconds) < 30
+        run_ranks(hung, 2, *arguments)
+    told = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 2 s"
+    assert told in (tmp_path / "0").read_text()
