@@ -141,7 +141,8 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
         DiffPipeError: Another process failed, and this one did not.
     """
-    from lightning_diffpipe.training.processes import open_meeting_place, take_place_in_slurm
+    from lightning_diffpipe.comm.meeting import open_meeting_place
+    from lightning_diffpipe.training.processes import take_place_in_slurm
 
     take_place_in_slurm()
     there = os.environ.get("WORLD_SIZE")

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.planning.cluster import Cluster, Link
 
@@ -313,29 +312,3 @@ def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) ->
             limits[least] / 1e9, least, max(limits.values()) / 1e9,
         )  # fmt: skip
     return limits[least]
-
-
-@contextlib.contextmanager
-def gloo_of_all_hosts() -> Iterator[None]:
-    """Makes the first gloo group inside.
-
-    Raises:
-        ConfigurationError: This host gives an address that the others cannot reach, as Debian and Ubuntu do for
-            their own name; plain data parallelism over NCCL does not notice.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
-            raise
-        host = socket.gethostname()
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            address = "no address"
-        raise ConfigurationError(
-            f"processes cannot reach each other over gloo, which carries losses and errors beside NCCL: this host "
-            f"({host}) gives its address as {address}. Set GLOO_SOCKET_IFNAME on every host to the network "
-            f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
-            f"torch said: {error}"
-        ) from error

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts
+from lightning_diffpipe.comm.meeting import gloo_of_all_hosts
 from lightning_diffpipe.comm.mesh import broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 

@@ -468,6 +468,8 @@ class Liveness:
         parent = os.environ.get(LAUNCHER)
         starting = {rank: child.pid for rank, child in self.children.items()}
         starting |= {0: int(parent)} if self.rank and parent is not None else {}
+        if self._group is None and not starting:
+            starting = _siblings()
         for rank, pid in starting.items():
             if rank in known or not _is_stopped(pid):
                 self._stopped_s.pop(rank, None)
@@ -570,6 +572,19 @@ def _is_of_peers(error: Exception) -> bool:
 
 def _place() -> tuple[int, str]:
     return os.getpid(), socket.gethostname()
+
+
+def _siblings() -> dict[int, int]:
+    """Processes that torchrun or srun has started beside this one, by rank; only Linux tells."""
+    found: dict[int, int] = {}
+    for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
+            for pid in set(listed.read_text().split()) - {str(os.getpid())}:
+                pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                variables = dict(pair.partition("=")[::2] for pair in pairs)
+                rank = variables.get("RANK", variables.get("SLURM_PROCID"))
+                found |= {int(rank): int(pid)} if rank is not None else {}
+    return found
 
 
 def _is_stopped(pid: int) -> bool:

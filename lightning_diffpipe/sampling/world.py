@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_diffpipe.comm.bandwidth import gloo_of_all_hosts, measure_cluster
+from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.links import Alone, ProcessLinks
+from lightning_diffpipe.comm.meeting import gloo_of_all_hosts, meet
 from lightning_diffpipe.comm.waiter import Pending
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -227,13 +228,15 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
 
 def _meet(patience_s: float) -> None:
     """Makes the default process group; in a thread, as a store that is frozen never answers."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = meet(rank, size, patience_s)
 
-    def meet() -> None:
+    def make_group() -> None:
         with gloo_of_all_hosts():
             limit = datetime.timedelta(seconds=patience_s)
-            dist.init_process_group("gloo", timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
-    pending = Pending(meet)
+    pending = Pending(make_group)
     threading.Thread(target=pending.run, name="diffpipe-meet", daemon=True).start()
     try:
         if not pending.is_over(
@@ -242,10 +245,9 @@ def _meet(patience_s: float) -> None:
             raise RuntimeError("the store did not answer")
         pending.result()
     except RuntimeError as error:
-        rank, size, at = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
         raise PipelineTimeoutError(
-            f"rank {rank} could not meet all of {size} ranks at {at}:{os.environ.get('MASTER_PORT')} within "
-            f"{patience_s:g} s: one of them has not started, has stopped, or cannot be reached: {error}"
+            f"rank {rank} has met all of {size} ranks, but could not connect with them within {patience_s:g} s: "
+            f"one of them has stopped, or cannot be reached: {error}"
         ) from error
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.liveness import LAUNCHER, liveness
+from lightning_diffpipe.comm.meeting import meet, open_meeting_place
 from lightning_diffpipe.comm.mesh import broadcast_object
 from lightning_diffpipe.comm.streams import ask_for_queues
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_number
@@ -151,9 +152,12 @@ class ProcessHooks(ParallelStrategy):
         )
         # Processes start, download and save at their own pace; only messages of a step are urgent.
         patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
-        _init_dist_connection(
-            self.cluster_environment, self._backend, timeout=timedelta(seconds=patience_s)
-        )
+        options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s)}
+        if self.world_size > 1 and not _distributed_is_initialized():
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            options["store"] = meet(self.global_rank, self.world_size, patience_s)
+        _init_dist_connection(self.cluster_environment, self._backend, **options)
         if isinstance(self._launcher, _Launcher):
             self._launcher.meeting_place = None  # all have met
         liveness.connect(self.global_rank, self.world_size, self.timeout_s)
@@ -275,32 +279,6 @@ def take_place_in_slurm() -> None:
             "MASTER_PORT": str(15000 + job % 10000),  # no other job's, most probably
         }
     os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
-
-
-def open_meeting_place() -> dist.TCPStore:
-    """Opens the store where processes of this machine will meet, on a port that it takes at once.
-
-    A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
-    default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
-
-    Returns:
-        To be kept until that group is there; its port is `.port`.
-    """
-    while True:
-        place = _store(0)
-        try:
-            _store(place.port)
-        except dist.DistNetworkError:
-            # PyTorch (2.13) finds shared stores in a table of their ports. An entry of a closed store stays there
-            # when port 0 gives its port to a new one, until somebody looks for it in vain, as was done just now.
-            continue
-        return place
-
-
-def _store(port: int) -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True
-    )
 
 
 class _Launcher(_SubprocessScriptLauncher):

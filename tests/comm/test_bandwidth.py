@@ -13,6 +13,7 @@ from lightning_diffpipe.comm.bandwidth import (
     measure_cluster,
     memory_bytes,
 )
+from lightning_diffpipe.comm.meeting import gloo_of_all_hosts
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from tests.ranks import run_ranks
@@ -136,8 +137,8 @@ def test_a_host_that_is_its_own_loopback_is_told_what_to_set(monkeypatch):
     reason = "Gloo connectFullMesh failed with [pair.cc:144] no error"
     with (
         pytest.raises(ConfigurationError, match=r"\(gpu7\).*127\.0\.1\.1.*GLOO_SOCKET_IFNAME"),
-        links.gloo_of_all_hosts(),
+        gloo_of_all_hosts(),
     ):
         raise RuntimeError(reason)
-    with pytest.raises(RuntimeError, match="another"), links.gloo_of_all_hosts():
+    with pytest.raises(RuntimeError, match="another"), gloo_of_all_hosts():
         raise RuntimeError("another")

