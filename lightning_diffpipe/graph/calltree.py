@@ -11,7 +11,7 @@ than `max_share` of the whole is replaced by the calls inside it, until no layer
 
 A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what
 is a layer. Calls without parameters are glue, unless they are dear. Modules that differentiate what they call
-(`own_gradients`) are not expanded.
+(`side_effects`) are not expanded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph.own_gradients import (
+from lightning_diffpipe.graph.side_effects import (
     num_transforms_around,
     stays_whole,
     transform_around,

@@ -29,7 +29,6 @@ from lightning_diffpipe.graph.calltree import (
     uncalled_owners,
 )
 from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
-from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.layer import (
     Layer,
@@ -40,7 +39,6 @@ from lightning_diffpipe.graph.layer import (
     batch_signature,
     dense_stride,
 )
-from lightning_diffpipe.graph.own_gradients import gradients_noticed
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
 from lightning_diffpipe.graph.samples import (
     Form,
@@ -50,6 +48,7 @@ from lightning_diffpipe.graph.samples import (
     count_samples,
     output_rows,
 )
+from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.trace import (
     Tracer,
     checkpointing_off,

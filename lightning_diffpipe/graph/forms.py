@@ -22,14 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.fake import is_single_draw, untouched
-from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.graph.layer_run import DummyMemory, RunPlan, Stop, StubbedRun
+from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun
 from lightning_diffpipe.graph.paused import PausedRun
+from lightning_diffpipe.graph.side_effects import Attributes
 
 Samples = tuple[int, int]
 Results = dict[TensorKey, Tensor]

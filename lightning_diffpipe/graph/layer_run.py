@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import StageCut
-from lightning_diffpipe.graph.hooks import NoHooksWithoutGradients
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
+from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients
 
 
 class Memo(Protocol):

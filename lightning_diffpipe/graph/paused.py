@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.attributes import Attributes
 from lightning_diffpipe.graph.coroutine import Coroutine
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import TensorKey
+from lightning_diffpipe.graph.side_effects import Attributes
 
 if TYPE_CHECKING:
     from lightning_diffpipe.graph.frozen import FrozenRun

@@ -32,9 +32,9 @@ from lightning_diffpipe.graph.fake import (
     untouched,
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
-from lightning_diffpipe.graph.own_gradients import is_users
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.side_effects import is_users
 from lightning_diffpipe.graph.trace import loss_of
 
 __all__ = [

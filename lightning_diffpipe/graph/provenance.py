@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
-from lightning_diffpipe.graph.generators import OwnGenerators
-from lightning_diffpipe.graph.hooks import HOOKING
 from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
+from lightning_diffpipe.graph.side_effects import HOOKING, OwnGenerators
 
 _VALUE_READS = {
     torch.Tag.data_dependent_output,

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.attributes import AttributeWrites
 from lightning_diffpipe.graph.calltree import (
     Forward,
     OwnFunctions,
@@ -29,8 +28,12 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.interception import generator_name
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
-from lightning_diffpipe.graph.own_gradients import gradients_refused, refuse_transformed
 from lightning_diffpipe.graph.provenance import LayerRecord, Provenance, ValueReads
+from lightning_diffpipe.graph.side_effects import (
+    AttributeWrites,
+    gradients_refused,
+    refuse_transformed,
+)
 
 LOG_METHODS = ("log", "log_dict")
 

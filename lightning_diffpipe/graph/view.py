@@ -22,14 +22,18 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.accumulation import in_own_memory
-from lightning_diffpipe.graph.attributes import Attributes
+from lightning_diffpipe.graph.backward import (
+    NestedExits,
+    WeightGradients,
+    in_own_memory,
+    input_gradients,
+)
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun, with_layout
-from lightning_diffpipe.graph.split_backward import NestedExits, WeightGradients, input_gradients
+from lightning_diffpipe.graph.side_effects import Attributes
 from lightning_diffpipe.graph.trace import loss_of, weight_of
 
 __all__ = ["FrozenView", "StageRun", "StageView"]

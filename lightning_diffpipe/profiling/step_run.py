@@ -29,10 +29,10 @@ from torch import Tensor
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import loss_of
-from lightning_diffpipe.graph.split_backward import NestedExits, input_gradients
 from lightning_diffpipe.profiling.step_times import StepTimes
 
 Backward = Literal["whole", "inputs"]

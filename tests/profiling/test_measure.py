@@ -14,9 +14,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.graph.backward import NestedExits
 from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.split_backward import NestedExits
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import bench, measure, profiler, step_run
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile

@@ -1,8 +1,8 @@
-"""A backward pass in two halves: gradients of inputs now, gradients of weights later.
+"""The backward of a stage: in one piece or in two halves, with gradients in memory of their own.
 
-Only the first half is waited for by the stage before; zero-bubble schedules move the second half into
-places where a rank would idle. Autograd runs a backward as one piece, but it computes only what is asked
-for, so the two halves are two kinds of questions to the same graph:
+The stage before waits for the gradients of this stage's inputs only; zero-bubble schedules move the second half,
+the gradients of weights, into places where a rank would idle. Autograd runs a backward as one piece, but it
+computes only what is asked for, so the two halves are two kinds of questions to the same graph:
 
     root ── u1 ──── u2 ──── u3 ── input          u: nodes on a way to some input
             │       │       │
@@ -16,13 +16,22 @@ where its way leaves the u's: that gradient is noted in the first half, and cont
 group norm are asked for in the first half: all its gradients come from the same sums, and torch's kernel for
 channels-last tensors on CPUs ends the process where those of its weights alone are asked for.
 
+Autograd gives a parameter its first gradient without a copy, if nobody else holds that tensor, and adds all later
+ones to it in place. But a tensor that nobody else holds may be a view of memory that somebody does hold:
+
+    rows[None] + columns[None]           both first gradients are views of one tensor, and every later one
+                                         would be added to both
+    x.view(1, h, w, d) + positions       the gradient of x goes to the stage before, and may still be on its
+                                         way when the next microbatch adds to that of the positions
+
 Source:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +39,35 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_diffpipe.graph.accumulation import in_own_memory
+
+@contextlib.contextmanager
+def in_own_memory(
+    parameters: Iterable[Tensor], others: Callable[[], Sequence[Tensor | None]]
+) -> Iterator[None]:
+    """Runs a backward inside; copies first gradients that share memory afterwards.
+
+    Args:
+        parameters: Get gradients inside.
+        others: Asked afterwards for tensors that must not change with a gradient.
+    """
+    first = [parameter for parameter in parameters if parameter.grad is None]
+    yield
+    taken = set(map(_memory, others())) if first else set()
+    for parameter in first:
+        if parameter.grad is None:
+            continue
+        memory = _memory(parameter.grad)
+        if memory is not None and memory in taken:
+            parameter.grad = parameter.grad.clone()
+        taken.add(memory)
+
+
+def _memory(tensor: Tensor | None) -> int | None:
+    """Returns where a tensor lies; None if not in one piece of memory."""
+    if tensor is None or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr()
+
 
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
 _IN_ONE_PIECE = ("NativeGroupNormBackward0",)

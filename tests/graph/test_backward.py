@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_diffpipe.graph.split_backward import NestedExits, input_gradients
+from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 
 
 class Block(nn.Module):

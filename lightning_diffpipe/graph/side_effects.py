@@ -1,0 +1,419 @@
+"""What a step does besides calling layers: taking gradients, drawing numbers, setting attributes, hooking tensors.
+
+All of it works in one process, and may not where every stage runs the step's code for itself. The probe notes it,
+runs make up for it, and what nothing can make up for is refused.
+
+* **Gradients and tangents** that a step takes itself (a penalty on a gradient, MeanFlow's `torch.func.jvp`) are
+  refused between layers, as they would have to cross stages. Inside the forward of a module they are fine as long
+  as nobody cuts that module: see `calltree.choose_layers`.
+* **Generators** besides the global ones outlive the step: no run can restore them as it does those.
+* **Attributes** of modules: adapters off for a while, `.eval()` around a pass. A step that is run in pieces, or
+  left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
+  the beginning of the step when a layer is called or returns, and runs restore them: all of them where frozen
+  layers run, which belong to another batch than everything around them; where a stage ends before the step does,
+  those that the step would have restored itself.
+* **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor
+  in one process, once. Here code between layers runs on every stage, each with the part of that gradient that its
+  own layers add. So all that reads the tensor must lie within one stage, which is checked. There the hook does
+  what it does in one process; on all others tensors stand for those of other stages and need no gradient, for
+  which PyTorch would refuse a hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import itertools
+import pickle
+import random
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.quasirandom import SobolEngine
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.fake import SHARED_ATTRIBUTES
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute, LayerGraph
+
+_TRANSFORMS = {"Vmap": "torch.vmap", "Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp"}
+_INSIDE = "inside the forward of one small module, which then becomes one layer"
+
+
+@contextlib.contextmanager
+def gradients_noticed(taken: Callable[[str], None]) -> Iterator[None]:
+    """Calls `taken` with the name of a function of `torch.autograd` that is about to take gradients.
+
+    Both look up the engine when they are called, so that it does not matter by what name a model has imported them.
+    """
+    engine = torch.autograd._engine_run_backward
+
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        taken(f"torch.autograd.{inspect.currentframe().f_back.f_code.co_name}")  # type: ignore[union-attr]
+        return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = noticed
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = engine
+
+
+@contextlib.contextmanager
+def gradients_refused(allowed: Callable[[], bool]) -> Iterator[None]:
+    """Refuses gradients that the step takes itself: between layers they would cross stages."""
+
+    def refuse(name: str) -> None:
+        if not allowed():
+            raise GraphError(
+                f"the step computes gradients itself ({_caller()} calls {name}), but in a pipeline they would have "
+                "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
+                f"if the gradient is part of a model, compute it {_INSIDE}"
+            )
+
+    with gradients_noticed(refuse):
+        yield
+
+
+def refuse_transformed(layer_name: str) -> None:
+    """Refuses to call a layer inside a function transform: tangents would cross stages.
+
+    Raises:
+        GraphError: There is one; says where.
+    """
+    transform = transform_around()
+    if transform is not None:
+        raise GraphError(
+            f"the step calls {layer_name} inside {transform} ({_caller(into='/torch/_functorch/')}), but in a "
+            "pipeline layers of other stages give and take plain tensors, without tangents. Do it "
+            f"{_INSIDE}; what calls all of a model in this way, as MeanFlow does, cannot be cut into stages"
+        )
+
+
+def transform_around() -> str | None:
+    """Returns the innermost function transform that the code runs in, by a name that users know."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        kind = transform.key().name
+        return _TRANSFORMS.get(kind, f"torch.func ({kind})")
+    return "torch.autograd.forward_ad" if forward_ad._current_level >= 0 else None
+
+
+def num_transforms_around() -> int:
+    """Returns how many function transforms the code runs in."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return (0 if transform is None else transform.level()) + forward_ad._current_level + 1
+
+
+def stays_whole(name: str, function: str) -> str:
+    """Says that a module is one layer, and why."""
+    return (
+        f"{name} uses {function} on layers that it calls, so that it is one layer, and no pipeline is cut "
+        "through it. Do that in a smaller module, if more stages are wanted"
+    )
+
+
+def is_users(path: str) -> bool:
+    """Returns whether code of a file is the user's, or of a model: neither torch's nor that of probing."""
+    path = path.replace("\\", "/")
+    return not any(own in path for own in _OWN)
+
+
+def _caller(into: str = "") -> str:
+    """Returns the user's line that runs; with `into`, the outermost one that calls a file with that in its path."""
+    frames = [(f.filename.replace("\\", "/"), f.lineno) for f in traceback.extract_stack()]
+    users = [i for i, (path, _) in enumerate(frames) if is_users(path)]
+    calling = [i for i in users[:-1] if into and into in frames[i + 1][0]]
+    if not users:
+        return "it"
+    path, line = frames[calling[0] if calling else users[-1]]
+    return f"{path}:{line}"
+
+
+_OWN = ("/torch/", "/lightning_diffpipe/graph/")
+
+
+class OwnGenerators:
+    """Finds out from which generators besides the global ones a step draws, which no run restores.
+
+    Args:
+        root: The module, about to run the step.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._host = {
+            name: _state_of(it) for name, it in _generators_of(root).items() if _is_host(it)
+        }
+        self._drawn: list[weakref.ref[torch.Generator]] = []
+
+    def note(self, arguments: Iterable[Any]) -> None:
+        """Notes generators among the arguments of a function of torch (operators see copies of them)."""
+        for value in arguments:
+            if isinstance(value, torch.Generator) and not rng.is_global(value):
+                self._drawn.append(weakref.ref(value))
+
+    def found(self) -> frozenset[str]:
+        """Returns, when the step has ended, where the generators are that it drew from."""
+        held = _generators_of(self._root)
+        names = {
+            name
+            for name, before in self._host.items()
+            if name in held and _state_of(held[name]) != before
+        }
+        drawn = {id(generator) for generator in self._alive()}
+        named = {name for name, it in held.items() if id(it) in drawn}
+        elsewhere = drawn - {id(held[name]) for name in named}
+        if elsewhere:
+            del held
+            gc.collect()  # made in the step, it may wait in a cycle
+            if elsewhere & {id(generator) for generator in self._alive()}:
+                named.add("a torch.Generator kept outside of the module")
+        return frozenset(names | named)
+
+    def _alive(self) -> list[torch.Generator]:
+        return [generator for ref in self._drawn if (generator := ref()) is not None]
+
+
+_NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
+
+
+def _generators_of(root: nn.Module) -> dict[str, Any]:
+    """Returns generators among the attributes of all modules, and among what those hold, by name."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for prefix, module in root.named_modules():
+        for name, value in vars(module).items():
+            if name in _NEVER or isinstance(value, CONSTANT_TYPES) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            path = f"{prefix}.{name}" if prefix else name
+            if _is_generator(value):
+                found[path] = value
+                continue
+            found |= {path + inside: it for inside, it in _inside(value) if _is_generator(it)}
+    return found
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", it) for key, it in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", it) for index, it in enumerate(value))
+    elif not isinstance(value, nn.Module | torch.Tensor | type) and hasattr(value, "__dict__"):
+        yield from ((f".{key}", it) for key, it in vars(value).items())
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator) or _is_host(value)
+
+
+def _is_host(value: Any) -> bool:
+    if isinstance(value, random.Random | SobolEngine):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, numpy.random.Generator | numpy.random.RandomState
+    )
+
+
+def _state_of(generator: Any) -> bytes:
+    """Returns a generator's state, to be compared."""
+    if isinstance(generator, SobolEngine):
+        return pickle.dumps(generator.num_generated)
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    bits = getattr(generator, "bit_generator", None)
+    return pickle.dumps(bits.state if bits is not None else generator.get_state())
+
+
+_MISSING = object()
+_NEEDS_GRADIENT = "requires_grad"
+_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+class AttributeWrites(TorchFunctionMode):
+    """Notes what a step sets in modules, and whether parameters need gradients, while it is active.
+
+    Args:
+        root: The module that holds all others.
+        between: Says whether the code that runs now lies between layers of the fine graph.
+    """
+
+    def __init__(self, root: nn.Module, between: Callable[[], bool]) -> None:
+        super().__init__()
+        self._between = between
+        self._modules = {id(module): name for name, module in root.named_modules()}
+        self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
+        self._before: dict[Attribute, tuple[Any, Any]] = {}
+        self._unmoved: set[Attribute] = set()
+        self._moved: set[Attribute] = set()
+        self._of_glue: set[Attribute] = set()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes writes inside."""
+        original = nn.Module.__setattr__
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            before = module.__dict__.get(name, _MISSING)
+            original(module, name, value)
+            owner = self._modules.get(id(module))
+            # What is set to what it was may be set to something else by another microbatch: a coin, say.
+            again = before is value and name != "training"
+            if owner is not None and name in module.__dict__ and (again or before is not value):
+                self._note((owner, name), module, before)
+
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SETTERS and (name := self._parameters.get(id(args[0]))) is not None:
+            with torch._C.DisableTorchFunction():
+                self._note((name, _NEEDS_GRADIENT), args[0], args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, attribute: Attribute, owner: Any, before: Any) -> None:
+        if attribute not in self._before:
+            self._before[attribute] = owner, before
+            self._unmoved.add(attribute)
+        if self._between():
+            self._of_glue.add(attribute)
+
+    def look(self) -> None:
+        """Notes what differs from the beginning of the step, when a layer is called or has returned."""
+        if self._unmoved:
+            moved = {attribute for attribute in self._unmoved if not self._is_as_before(attribute)}
+            self._unmoved -= moved
+            self._moved |= moved
+
+    def toggled(self) -> frozenset[Attribute]:
+        """Returns, when the step has ended, what differed in between."""
+        return frozenset(filter(self._is_as_before, self._moved))
+
+    def left(self) -> frozenset[Attribute]:
+        """Returns, when the step has ended, what was set between layers and not restored.
+
+        Without notes that something was done once and for all: a model of transformers notes that it has hooks, and
+        would get them again in every run if its note were taken back. Such names are private; that of a coin which
+        a step keeps is not.
+        """
+        left = self._of_glue - self.toggled()
+        return frozenset(itertools.filterfalse(self._is_done_once, left))
+
+    def _is_done_once(self, attribute: Attribute) -> bool:
+        owner, before = self._before[attribute]
+        is_private = attribute[1].startswith("_")
+        return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
+
+    def _is_as_before(self, attribute: Attribute) -> bool:
+        owner, before = self._before[attribute]
+        if isinstance(owner, nn.Module):
+            return _same(before, owner.__dict__.get(attribute[1], _MISSING))
+        with torch._C.DisableTorchFunction():
+            return bool(owner.requires_grad == before)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    return type(value) is type(other) and _is_plain(value) and bool(value == other)
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, CONSTANT_TYPES) for part in parts)
+
+
+class Attributes:
+    """Some attributes of modules and parameters, to be captured and restored.
+
+    Args:
+        root: The module that holds all others.
+        names: Which ones.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[Attribute]) -> None:
+        modules, parameters = dict(root.named_modules()), dict(root.named_parameters())
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (modules[owner].__dict__, name) for owner, name in names if owner in modules
+        ]
+        self._parameters = [parameters[owner] for owner, _ in names if owner not in modules]
+
+    def capture(self) -> tuple[list[Any], list[bool]]:
+        """Returns the present values of the attributes."""
+        values = [held.get(name, _MISSING) for held, name in self._places]
+        return values, [parameter.requires_grad for parameter in self._parameters]
+
+    def restore(self, state: tuple[list[Any], list[bool]]) -> None:
+        """Restores captured values."""
+        values, flags = state
+        for (held, name), value in zip(self._places, values, strict=True):
+            if value is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = value
+        for parameter, flag in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restores them on exit."""
+        state = self.capture()
+        try:
+            yield
+        finally:
+            self.restore(state)
+
+
+HOOKING = (Tensor.register_hook, Tensor.retain_grad)
+
+
+class _NoHandle:
+    """What `register_hook` returns, of a hook that was never put."""
+
+    def remove(self) -> None:
+        """Nothing to remove."""
+
+
+class NoHooksWithoutGradients(TorchFunctionMode):
+    """Inside, hooks are put on tensors that need gradients only; on others nothing happens."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOOKING and not args[0].requires_grad:
+            return _NoHandle() if func is HOOKING[0] else None
+        return func(*args, **(kwargs or {}))
+
+
+def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
+    """Refuses hooks on gradients that come from several stages.
+
+    Raises:
+        GraphError: There is one; names what reads its tensor.
+    """
+    tail = len(graph.layers)
+    stage_of = {layer: stage.index for stage in pieces.stages for layer in stage.layers}
+    stage_of[tail] = len(pieces.stages) - 1
+    for readers in graph.hooks:
+        stages = {stage_of[reader] for reader in readers if reader in stage_of}
+        if len(stages) > 1:
+            names = [graph.layers[i].name if i < tail else "the loss" for i in sorted(readers)]
+            raise GraphError(
+                f"training_step registers a gradient hook between layers, on a tensor that {len(stages)} stages "
+                f"read (as {names[0]} and {names[-1]}). Each would run it on its own part of the gradient. "
+                "Register the hook inside the forward of the layer that makes the tensor, which sees all of it; or "
+                "to scale a gradient write h * s + (h * (1 - s)).detach()"
+            )
