@@ -12,8 +12,7 @@ import torch
 
 def probe_once() -> None:
     """Runs the code that a set-up runs; its caches are inherited by every fork."""
-    from lightning_diffpipe.graph.fold import fold
-    from lightning_diffpipe.graph.probe import probe
+    from lightning_diffpipe.graph.probe import fold, probe
     from tests.distributed import scenarios, tiny
 
     torch.set_num_threads(1)

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import StageCut, tail
 from lightning_diffpipe.graph.fake import untouched
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.placement import own_tensors
+from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.view import StageView
 
 

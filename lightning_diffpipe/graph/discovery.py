@@ -29,14 +29,12 @@ from lightning_diffpipe.graph.calltree import (
     uncalled_owners,
 )
 from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
-from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
     LeadingDims,
     TensorKey,
     TensorSpec,
-    batch_signature,
     dense_stride,
 )
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
@@ -49,20 +47,17 @@ from lightning_diffpipe.graph.samples import (
     output_rows,
 )
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
+from lightning_diffpipe.graph.step import Step, batch_signature, fresh, loss_of, weight_of
 from lightning_diffpipe.graph.trace import (
     Tracer,
     checkpointing_off,
     leading_dims,
     logging_replaced,
-    loss_of,
     nodes_below,
-    weight_of,
 )
 
 _log = logging.getLogger(__name__)
 
-Step = Callable[[Any, Any], Any]
-"""`step(module, batch)` returns the loss, or a mapping with the key "loss"."""
 
 Look = Callable[[Any, Any], Any]
 _Dims = LeadingDims | tuple[None, None]

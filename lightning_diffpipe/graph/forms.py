@@ -24,11 +24,11 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.fake import is_single_draw, untouched
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.graph.layer_run import DummyMemory, RunPlan, Stop, StubbedRun
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients
+from lightning_diffpipe.graph.step import StepCall
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""

@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
@@ -374,38 +372,6 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
-
-
-def batch_signature(batch: Any) -> str:
-    """Shapes, dtypes and structure of a batch: batches of equal signature share one graph.
-
-    Values of numbers and strings do not count, booleans and None do, as they steer control flow.
-
-    Example:
-        >>> batch_signature({"x": torch.zeros(2, 3), "captions": ["a", "b"], "null": None})
-        "{'captions': [str, str], 'null': None, 'x': float32[2, 3]}"
-    """
-    if isinstance(batch, Tensor):
-        order = "" if batch.is_contiguous() else f" strides {tuple(batch.stride())}"
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}{order}"
-    if isinstance(batch, dict):
-        items = sorted(batch.items(), key=lambda item: str(item[0]))
-        return "{" + ", ".join(f"{k!r}: {batch_signature(v)}" for k, v in items) + "}"
-    if isinstance(batch, list | tuple):
-        return "[" + ", ".join(map(batch_signature, batch)) + "]"
-    if isinstance(batch, np.ndarray):
-        return f"array {batch.dtype}{list(batch.shape)}"
-    if batch is None or isinstance(batch, bool):
-        return repr(batch)
-    return type(batch).__name__ + _signature_inside(batch)
-
-
-def _signature_inside(batch: Any) -> str:
-    """Signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
-    if type(batch) not in pytree.SUPPORTED_NODES:
-        return ""
-    children, _ = pytree.SUPPORTED_NODES[type(batch)].flatten_fn(batch)
-    return "(" + ", ".join(map(batch_signature, children)) + ")"
 
 
 def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:

@@ -8,9 +8,7 @@ layer, the layers of the fine graph (counted, as each of them seeds a stream of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.calltree import (
     Forward,
@@ -34,52 +32,9 @@ from lightning_diffpipe.graph.side_effects import (
     gradients_refused,
     refuse_transformed,
 )
+from lightning_diffpipe.graph.step import LoggedMetric, logged_values
 
 LOG_METHODS = ("log", "log_dict")
-
-
-@dataclass(frozen=True)
-class LoggedMetric:
-    """A metric object of torchmetrics among what is logged, as it is at that moment.
-
-    Attributes:
-        attribute: Where the module has it.
-        value: What it gave for the batch; None if it was updated only.
-    """
-
-    attribute: str
-    value: Tensor | None
-
-
-def logged_values(root: nn.Module, logged: Any) -> Any:
-    """Arguments of a logging call, which outlive the step: without graphs, metric objects as `LoggedMetric`.
-
-    Raises:
-        ConfigurationError: A metric object is no attribute of the module, so that other ranks cannot find theirs.
-    """
-
-    def kept(leaf: Any) -> Any:
-        if isinstance(leaf, nn.ModuleDict):  # a collection of them
-            return {name: kept(metric) for name, metric in leaf.items()}
-        if isinstance(leaf, Tensor):
-            return leaf.detach()
-        if not _is_metric(leaf):
-            return leaf
-        attribute = next((name for name, module in root.named_modules() if module is leaf), None)
-        if attribute is None:
-            raise ConfigurationError(
-                f"self.log was given a {type(leaf).__name__} that is no attribute of the module, so that other "
-                "ranks cannot find theirs. Assign it to self in __init__, and log that"
-            )
-        value = leaf._forward_cache
-        return LoggedMetric(attribute, None if value is None else value.detach())
-
-    return pytree.tree_map(kept, logged)
-
-
-def _is_metric(value: Any) -> bool:
-    """Returns whether a value is an object of torchmetrics, which nobody needs to have installed."""
-    return isinstance(value, nn.Module) and hasattr(value, "_forward_cache")
 
 
 @contextlib.contextmanager
@@ -339,38 +294,3 @@ def nodes_below(loss: Tensor) -> set[Any]:
         seen.add(node)
         stack.extend(child for child, _ in node.next_functions)
     return seen
-
-
-def loss_of(out: Any) -> Tensor:
-    """Returns the loss among what a step returned.
-
-    Raises:
-        GraphError: There is none, it is no scalar, or no gradient can flow from it.
-    """
-    loss = out.get("loss") if isinstance(out, Mapping) else out
-    if not isinstance(loss, Tensor):
-        raise GraphError(
-            f'the step returned {type(out).__name__}; return the loss, or a dict with the key "loss" '
-            "(a step that skips batches by returning None cannot run as a pipeline)"
-        )
-    if loss.numel() != 1:
-        raise GraphError(f"the loss has shape {tuple(loss.shape)}; return a scalar, e.g. its mean")
-    return loss
-
-
-def weight_of(out: Any) -> Tensor | float | None:
-    """Reads the weight of a microbatch's loss, if the step says it: `{"loss": loss, "weight": num_tokens}`.
-
-    Raises:
-        GraphError: It is no number.
-    """
-    weight = out.get("weight") if isinstance(out, Mapping) else None
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        return weight.detach().reshape(())
-    if weight is None or (isinstance(weight, Real) and not isinstance(weight, bool)):
-        return None if weight is None else float(weight)
-    found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
-    raise GraphError(
-        f'the step returned a "weight" of {found} beside the loss; return one number, which says how much the loss '
-        "of a microbatch counts, such as the number of tokens it is a mean over"
-    )

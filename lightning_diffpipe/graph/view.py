@@ -29,14 +29,11 @@ from lightning_diffpipe.graph.backward import (
     input_gradients,
 )
 from lightning_diffpipe.graph.cut import StageCut
-from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun, with_layout
 from lightning_diffpipe.graph.side_effects import Attributes
-from lightning_diffpipe.graph.trace import loss_of, weight_of
-
-__all__ = ["FrozenView", "StageRun", "StageView"]
+from lightning_diffpipe.graph.step import loss_of, weight_of
 
 Log = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Receives what the step logs: name of the method ("log" or "log_dict"), arguments."""

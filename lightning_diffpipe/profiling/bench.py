@@ -21,11 +21,10 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.probe import Step
 from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.graph.step import Step, StepCall
 from lightning_diffpipe.profiling.device_memory import free_bytes, give_back, without_variables
 from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to

@@ -18,13 +18,12 @@ from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
-from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
-from lightning_diffpipe.graph.probe import Step
+from lightning_diffpipe.graph.probe import fold
+from lightning_diffpipe.graph.step import Step, StepCall
 from lightning_diffpipe.planning.profile import FrozenResult
 
 _log = logging.getLogger(__name__)

@@ -28,8 +28,9 @@ from torch import nn
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.graph.layer import Layer, LayerGraph
-from lightning_diffpipe.graph.probe import Step, reprobe
+from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.samples import count_samples
+from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
 from lightning_diffpipe.profiling.device_memory import give_back

@@ -13,8 +13,9 @@ from torch import nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.probe import Step, probe
+from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.samples import Form, OwnForm, count_samples
+from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.chains import separated
 from lightning_diffpipe.planning.profile import ModelProfile

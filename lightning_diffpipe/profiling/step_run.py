@@ -32,7 +32,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
-from lightning_diffpipe.graph.probe import loss_of
+from lightning_diffpipe.graph.step import loss_of
 from lightning_diffpipe.profiling.step_times import StepTimes
 
 Backward = Literal["whole", "inputs"]

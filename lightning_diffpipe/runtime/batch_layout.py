@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.graph.inputs import StepCall
+from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.planning.frozen_parts import (
     EncodePart,
     encode_parts,

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_diffpipe.clock import Clock
-from lightning_diffpipe.graph.paused import PausedRun
+from lightning_diffpipe.graph.frozen import PausedRun
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.runtime.frozen import FrozenWork
 from lightning_diffpipe.runtime.recording import Recording

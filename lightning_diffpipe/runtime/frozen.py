@@ -23,9 +23,8 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
-from lightning_diffpipe.graph.frozen import FrozenView, join_samples
+from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
-from lightning_diffpipe.graph.paused import PausedRun
 from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import MicrobatchWork

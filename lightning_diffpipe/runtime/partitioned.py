@@ -24,17 +24,12 @@ from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.forms import Exemplar, FormView, StepForm, names_of
 from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import (
-    LayerGraph,
-    batch_signature,
-    first_difference,
-    other_calls,
-)
+from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.step import StepCall, batch_signature
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep

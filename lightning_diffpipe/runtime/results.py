@@ -39,7 +39,7 @@ from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorKey
-from lightning_diffpipe.graph.trace import LoggedMetric
+from lightning_diffpipe.graph.step import LoggedMetric
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 

@@ -28,10 +28,9 @@ from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import BoundaryError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.layer_run import Memo
-from lightning_diffpipe.graph.trace import logged_values
+from lightning_diffpipe.graph.step import StepCall, logged_values
 from lightning_diffpipe.graph.view import StageRun, StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stash import Stash

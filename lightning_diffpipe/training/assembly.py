@@ -25,15 +25,14 @@ from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_a
 from lightning_diffpipe.graph.chains import Chains, find_chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.fake import untouched
-from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.forms import Forms, FormView, StepForm
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.probe import fold, reprobe
 from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.graph.side_effects import require_hooks_within_stages
+from lightning_diffpipe.graph.step import StepCall, batch_signature
 from lightning_diffpipe.planning.instruction import (
     Encode,
     ExchangeFrozen,

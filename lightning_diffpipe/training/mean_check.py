@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.graph.cut import tail
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.samples import OwnForm
+from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.profiling.state import undisturbed
 from lightning_diffpipe.runtime.microbatch import num_samples, split

@@ -20,9 +20,9 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.forms import Exemplar
-from lightning_diffpipe.graph.inputs import StepCall
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorSpec
+from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split

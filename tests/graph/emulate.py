@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import Cut, cut, uncut
-from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
-from lightning_diffpipe.graph.probe import Mode, probe
-from lightning_diffpipe.graph.trace import loss_of
+from lightning_diffpipe.graph.probe import Mode, fold, probe
+from lightning_diffpipe.graph.step import loss_of
 from lightning_diffpipe.graph.view import StageView
 from tests.graph.steps import step as plain_step
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.cut import boundary_bytes, cut
-from lightning_diffpipe.graph.fold import fold
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
 
 WIDTH = 16
 

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError
 from lightning_diffpipe.graph.cut import cut, uncut
-from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception, generator_name
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
 from lightning_diffpipe.graph.view import StageView
 from tests.graph.emulate import intercepted, reference
 from tests.graph.steps import Block, Tower, rows, step

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.fold import fold
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
 from lightning_diffpipe.profiling.profiler import profile
 from tests.graph.emulate import emulate, reference, relative_error
 

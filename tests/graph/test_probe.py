@@ -15,9 +15,9 @@ from torch import nn
 from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph.fold import fold
-from lightning_diffpipe.graph.layer import TensorSpec, batch_signature
-from lightning_diffpipe.graph.probe import probe, probe_named, reprobe
+from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.graph.probe import fold, probe, probe_named, reprobe
+from lightning_diffpipe.graph.step import batch_signature
 from tests.graph.emulate import check_stages
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step
 from tests.zoo import in_double

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.graph.cut import cut
-from lightning_diffpipe.graph.fold import fold
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
 from tests.graph.emulate import SEED, check_stages, emulate, randomise, reference, relative_error
 from tests.graph.steps import (
     BUILDERS,

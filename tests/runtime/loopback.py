@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from lightning_diffpipe.comm.mesh import Layout, Mesh
 from lightning_diffpipe.comm.transport import LoopbackTransport, MessageKey
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.graph.fold import fold
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
+from lightning_diffpipe.graph.step import batch_signature
 from lightning_diffpipe.planning.instruction import Encode, Program, ShareResults
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_diffpipe.graph.inputs import fresh
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.step import fresh
 from lightning_diffpipe.profiling.profiler import profile
 from lightning_diffpipe.training.verification import run_whole
 from tests.graph.emulate import relative_error

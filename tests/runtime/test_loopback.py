@@ -21,9 +21,9 @@ import torch.utils.checkpoint
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import uncut
-from lightning_diffpipe.graph.layer import LayerGraph, batch_signature
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe, reprobe
-from lightning_diffpipe.graph.trace import loss_of
+from lightning_diffpipe.graph.step import batch_signature, loss_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import cut
-from lightning_diffpipe.graph.fold import fold
-from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probe import fold, probe
 from tests.graph.emulate import Gradients, emulate, relative_error, take_gradients
 
 from .case import Batch, Case, DenoisingStep
