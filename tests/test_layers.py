@@ -17,15 +17,16 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 ALLOWED = {
     "errors": set(),
     "clock": set(),
+    "coroutine": set(),
     "files": set(),
     "host_memory": set(),
     "planning": {"errors"},
     "viewing": {"planning", "errors"},
-    "graph": {"planning", "errors"},
+    "graph": {"coroutine", "planning", "errors"},
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
     "comm": {"graph", "planning", "errors"},
     "runtime": {"clock", "files", "comm", "graph", "planning", "errors"},
-    "sampling": {"comm", "graph", "planning", "clock", "errors"},
+    "sampling": {"clock", "comm", "coroutine", "graph", "planning", "errors"},
     "pipelines": {"errors"},
 }
 TOP = {"training", "callbacks", "predictor", "modules", "data", "demo", "checkpoint_files",
@@ -34,6 +35,7 @@ TOP = {"training", "callbacks", "predictor", "modules", "data", "demo", "checkpo
 THIRD_PARTY = {
     "errors": set(),
     "clock": {"torch"},
+    "coroutine": {"torch"},
     "files": set(),
     "host_memory": set(),
     "planning": set(),

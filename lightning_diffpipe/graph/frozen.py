@@ -30,9 +30,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.coroutine import Coroutine
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.interception import Interception, Site

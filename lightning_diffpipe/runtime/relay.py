@@ -1,26 +1,214 @@
-"""How a rank's result reaches the other ranks when they walk through the module in lock step.
+"""Running any code on all ranks in lock step, each layer where its parameters live.
 
-Used outside training (validation, sampling): the graph of such code is not known beforehand, so the
-form of each result travels with it: first what it is made of, then its tensors.
+For validation and sampling on the training partition: nobody probed that code, and no gradient flows.
+All ranks run the same code on the same data. A call of a module whose parameters live on one rank, or whose
+running statistics one rank keeps, is executed there, and its output broadcast to the others; a module that is
+spread is entered; one without, or with parameters that every rank has, runs everywhere. Parameters read outside of
+such calls (by a container's own code, or tied weights) are broadcast by their owner.
 
-A result is any object that can be pickled. Its tensors are taken out wherever they are, in containers or deep
-inside an object such as a distribution: pickled along, they would come back on the device that their owner has.
+    rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
+    rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
+
+An output is any object that can be pickled, and what it is made of travels before its tensors. Those are taken out
+wherever they are, in containers or deep inside an object such as a distribution: pickled along, they would come
+back on the device that their owner has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import ForeignLayerError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.graph.placement import is_placeholder
+
+Share = Callable[[int, Any], Any]
+"""`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
+
+_FORM_READS = {
+    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
+    *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
+    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
+}
+_MOVES = {"to", "cuda", "cpu"}
+_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real"}
+
+
+class RelayView:
+    """Lets the ranks of a pipeline run code together.
+
+    Args:
+        root: The module; the same on all ranks, apart from placeholders.
+        interception: Installed on the root.
+        owners: For every parameter that some rank lacks, and every buffer of which some rank has an old copy,
+            the rank that answers for it; equal on all ranks. What is not named here is the same on all.
+        share: Broadcasts an output from its owner.
+    """
+
+    def __init__(
+        self, root: nn.Module, interception: Interception, owners: Mapping[str, int], share: Share
+    ) -> None:
+        self._root, self._interception, self._share = root, interception, share
+        named = dict(root.named_parameters())
+        self._owners = {id(p): (owners[n], n) for n, p in named.items() if n in owners}
+        self._state: dict[str, set[int]] = {}
+        for buffer in owners.keys() & dict(root.named_buffers()).keys():
+            for name in _containers(buffer):
+                self._state.setdefault(name, set()).add(owners[buffer])
+        self._names = {
+            name
+            for name, module in root.named_modules()
+            if name
+            and (name in self._state or any(id(p) in self._owners for p in module.parameters()))
+        }
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Answers calls inside, where all ranks must run the same code."""
+        run = RelayRun(self._owners, self._state, self._share)
+        with (
+            self._interception.also_watching(self._names),
+            self._interception.running(run),
+            _LentParameters(run),
+        ):
+            yield
+
+
+class RelayRun:
+    """Answers calls while a relay view is active.
+
+    Args:
+        owners: By the identity of a parameter, who answers for it, and its name.
+        state: By the name of a module, who keeps buffers inside it.
+        share: As for the view.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, tuple[int, str]],
+        state: Mapping[str, set[int]],
+        share: Share,
+    ) -> None:
+        self.checkpointing = self.checkpointed = False
+        self.inside = False
+        self._owners, self._state, self._share = owners, state, share
+        self._decisions: dict[str, int | None] = {}
+        self._lent: dict[int, Tensor] = {}
+
+    def checkpoints_layers(self) -> bool:
+        """Nothing is recomputed here."""
+        return False
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Passes on what was logged: all ranks see the same values."""
+        return original(*args, **kwargs)
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a module, receives its output, or enters it."""
+        if self.inside:
+            return site.diffpipe_original(*args, **kwargs)
+        if site.name not in self._decisions:
+            self._decisions[site.name] = self._decide(site)
+        owner = self._decisions[site.name]
+        if owner is None:
+            return site.diffpipe_original(*args, **kwargs)
+        if any(is_placeholder(p) for p in site.module.parameters()):
+            return self._share(owner, None)
+        return self._share(owner, self._execute(site, args, kwargs))
+
+    def lend(self, parameter: Tensor) -> Tensor | None:
+        """Returns the value of a parameter that not all ranks hold, None if all do."""
+        entry = self._owners.get(id(parameter))
+        if entry is None or self.inside:
+            return None
+        owner, name = entry
+        if id(parameter) not in self._lent:
+            here = None if is_placeholder(parameter) else parameter.detach()
+            value = self._share(owner, here)
+            if not isinstance(value, Tensor):
+                raise ForeignLayerError(f"{name} is read here, but no rank holds it")
+            self._lent[id(parameter)] = value
+        return self._lent[id(parameter)]
+
+    def _decide(self, site: Site) -> int | None:
+        parameters = site.module.parameters()
+        owners = {self._owners[id(p)][0] for p in parameters if id(p) in self._owners}
+        owners |= self._state.get(site.name, set())
+        return owners.pop() if len(owners) == 1 else None
+
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Leaves the global random streams as they are where the module does not run."""
+        self.inside = True
+        try:
+            with rng.preserved(host=True):
+                seed = zlib.crc32(rng.capture(host=False).cpu.numpy().tobytes())
+                rng.seed_all(seed, host=True)
+                return site.diffpipe_original(*args, **kwargs)
+        finally:
+            self.inside = False
+
+
+class _LentParameters(TorchFunctionMode):
+    """Replaces parameters that code between modules reads by their owner's values."""
+
+    def __init__(self, run: RelayRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._run.inside and _reads_values(func) and not _stays(func, args, kwargs):
+            args = tuple(map(self._lent, args))
+            kwargs = {key: self._lent(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _lent(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            with torch._C.DisableTorchFunction():
+                lent = self._run.lend(value)
+            return value if lent is None else lent
+        if type(value) in (list, tuple):
+            return type(value)(map(self._lent, value))
+        return value
+
+
+def _containers(name: str) -> list[str]:
+    """Returns names of the modules that hold a buffer, the outermost one first; without the root."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _stays(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether a parameter is moved to where it is, as `module.to(device)` does with all of them."""
+    name, parameter = getattr(func, "__name__", ""), args[0] if args else None
+    if name == "__set__":  # `parameter.data = parameter`
+        return parameter is args[1]
+    if name not in _MOVES or not isinstance(parameter, nn.Parameter):
+        return False
+    with torch._C.DisableTorchFunction():
+        like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        return func(like, *args[1:], **kwargs) is like
+
+
+def _reads_values(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
+    return name not in _FORM_READS
+
 
 _DEVICE = "device"  # stands for the device of a rank
 
@@ -36,7 +224,7 @@ class RelayChannel:
         self._mesh = mesh
 
     def __call__(self, owner: int, output: Any) -> Any:
-        """Hands the owner's output to every rank of the pipeline; a collective call.
+        """Broadcasts the owner's output over the pipeline; a collective call.
 
         Args:
             owner: Position of the rank that ran the layer.
@@ -69,7 +257,7 @@ class RelayChannel:
 
 
 def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[Tensor]]:
-    """An object without its tensors, and these; or why it cannot be sent."""
+    """Returns a pickled object without its tensors, and these; or why it cannot be sent."""
     file = io.BytesIO()
     pickler = _Pickler(file, device)
     try:
@@ -83,7 +271,7 @@ def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[T
 
 
 def _put_together(form: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """The object again, made of a rank's own tensors."""
+    """Returns the object again, made of a rank's own tensors."""
     return _Unpickler(io.BytesIO(form), tensors, device).load()
 
 
@@ -101,7 +289,7 @@ class _Pickler(pickle.Pickler):
         self._device = device
 
     def persistent_id(self, value: Any) -> Any:
-        """What stands for a value in the pickle; None for what is pickled as it is."""
+        """Returns what stands for a value in the pickle; None for what is pickled as it is."""
         if isinstance(value, torch.device) and value.type == self._device.type:
             return _DEVICE
         if not isinstance(value, Tensor):
@@ -120,5 +308,5 @@ class _Unpickler(pickle.Unpickler):
         self._tensors, self._device = tensors, device
 
     def persistent_load(self, number: Any) -> Any:
-        """The value that a number, or `_DEVICE`, stands for."""
+        """Returns the value that a number, or `_DEVICE`, stands for."""
         return self._device if number == _DEVICE else self._tensors[number]

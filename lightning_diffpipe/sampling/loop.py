@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import ConfigurationError, SamplingError
-from lightning_diffpipe.graph.coroutine import Coroutine
 from lightning_diffpipe.sampling.record import (
     Controls,
     LoopEnds,

@@ -30,7 +30,6 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, reprobe
-from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.graph.side_effects import require_hooks_within_stages
 from lightning_diffpipe.graph.step import StepCall, batch_signature
 from lightning_diffpipe.planning.instruction import (
@@ -49,7 +48,7 @@ from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer
-from lightning_diffpipe.runtime.relay import RelayChannel
+from lightning_diffpipe.runtime.relay import RelayChannel, RelayView
 from lightning_diffpipe.runtime.residents import (
     holders_of,
     owners_of,

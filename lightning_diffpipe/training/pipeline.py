@@ -21,13 +21,13 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, restore_parameters
-from lightning_diffpipe.graph.relay import RelayView
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.relay import RelayView
 from lightning_diffpipe.training.step_watch import StepWatch
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -9,7 +9,7 @@
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
     (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
-    validation_step, test_step  every rank runs the step, layers answer for others    graph/relay.py
+    validation_step, test_step  every rank runs the step, layers answer for others    runtime/relay.py
     (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
     teardown                    the module is whole again on every rank

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
-from lightning_diffpipe.graph.relay import RelayView
+from lightning_diffpipe.runtime.relay import RelayView
 from tests.graph.emulate import intercepted
 from tests.graph.steps import Block, Tower, rows
 
