@@ -26,7 +26,7 @@ from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.runtime.ahead import Filling
+from lightning_diffpipe.runtime.bubbles import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
 from lightning_diffpipe.training.plan_source import pool_times
@@ -132,7 +132,7 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
         for index in range(warmup + rounds):
             dist.barrier()
             started_s = time.perf_counter()
-            missing = ahead - engine.num_prepared_behind(index)
+            missing = ahead - engine.num_prepared_after(index)
             result = engine.run_step(batch, index, upcoming=[(batch, ())] * missing)
             dist.barrier()
             took_s = time.perf_counter() - started_s

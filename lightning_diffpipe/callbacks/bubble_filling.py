@@ -20,7 +20,7 @@ Source:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -28,10 +28,9 @@ import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
-from lightning_diffpipe.runtime.ahead import Filling
-from lightning_diffpipe.runtime.filling import FillingMode
+from lightning_diffpipe.runtime.bubbles import Filling, FillingMode
 from lightning_diffpipe.training.loader import AlignedLoader
-from lightning_diffpipe.training.strategy import DiffPipeStrategy
+from lightning_diffpipe.training.pipeline import Pipeline
 
 
 class BubbleFilling(L.Callback):
@@ -79,18 +78,19 @@ class BubbleFilling(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks that there will be bubbles."""
-        if stage == "fit" and not isinstance(trainer.strategy, DiffPipeStrategy):
+        if stage != "fit":
+            return
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "batches_ahead"):
             raise ConfigurationError(
-                f"BubbleFilling needs strategy='diffpipe'; {type(trainer.strategy).__name__} has no "
+                f"BubbleFilling needs strategy='diffpipe'; {type(strategy).__name__} has no "
                 "bubbles. Remove the callback, or change the strategy"
             )
-        if stage == "fit":
-            _strategy(trainer).batches_ahead = self.batches_ahead
+        strategy.batches_ahead = self.batches_ahead
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Switches filling on, if the plan fills."""
-        pipeline = _strategy(trainer).pipeline
-        assert pipeline is not None
+        pipeline = _pipeline(trainer)
         if not pipeline.fills:
             return
         adapts = not (
@@ -106,35 +106,31 @@ class BubbleFilling(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Shows the strategy the batches that come next, each once."""
-        strategy = _strategy(trainer)
-        assert strategy.pipeline is not None
-        if not strategy.pipeline.fills:
+        pipeline, strategy = _pipeline(trainer), cast(Any, trainer.strategy)
+        if not pipeline.fills:
             return
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        known = strategy.pipeline.engine.num_prepared_behind(number)
-        coming = _next_batches(trainer)[: _num_left(trainer) if strategy.pipeline.runs_ahead else 0]
+        known = pipeline.engine.num_prepared_after(number)
+        coming = _next_batches(trainer)[: _num_left(trainer) if pipeline.runs_ahead else 0]
         strategy.upcoming = [
-            (ahead, self._brought(strategy, pl_module, batch, ahead))
-            for ahead, batch in enumerate(coming, 1)
-            if ahead > known
+            (later, self._on_device(strategy, pl_module, batch, later))
+            for later, batch in enumerate(coming, 1)
+            if later > known
         ]
 
     @staticmethod
-    def _brought(
-        strategy: DiffPipeStrategy, module: L.LightningModule, batch: Any, ahead: int
-    ) -> Any:
+    def _on_device(strategy: Any, module: L.LightningModule, batch: Any, later: int) -> Any:
         """Returns a batch on the device, as Lightning will bring it when it is due."""
         # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
         batch = pytree.tree_map_only(torch.Tensor, _copied, batch)
         batch = strategy.precision_plugin.convert_input(batch)
-        assert strategy.transfer is not None
-        with strategy.transfer.of_later_batch(ahead):
+        with strategy.transfer.of_later_batch(later):
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             return strategy.batch_to_device(batch, dataloader_idx=0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Frees what was encoded for a batch that does not come, and looks at the last one that did."""
-        pipeline = _strategy(trainer).pipeline
+        """Frees what was encoded for a batch that does not come, and checks the last one that did."""
+        pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             pipeline.engine.drop_prepared()
             pipeline.engine.refuse_other_batch()
@@ -147,24 +143,24 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def _strategy(trainer: L.Trainer) -> DiffPipeStrategy:
-    assert isinstance(trainer.strategy, DiffPipeStrategy)
-    return trainer.strategy
+def _pipeline(trainer: L.Trainer) -> Pipeline:
+    return cast(Pipeline, cast(Any, trainer.strategy).pipeline)
 
 
 def _next_batches(trainer: L.Trainer) -> list[Any]:
-    """At most `batches_ahead` batches behind the one that is trained on now, of all loaders, as far as known."""
+    """Returns at most `batches_ahead` batches after the present one, of all loaders, as far as known."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     aligned = all(isinstance(loader, AlignedLoader) for loader in combined.flattened)
     if not aligned or combined._mode == "sequential":
         return []
     _, structure = pytree.tree_flatten(combined.iterables)
-    ahead = zip(*(loader.ahead for loader in combined.flattened), strict=False)
+    read = zip(*(loader.ahead for loader in combined.flattened), strict=False)
     # Of loaders without a length Lightning holds a batch back, maybe the first since one of them began anew.
-    held = [batch for batch, _, _ in trainer.fit_loop._data_fetcher.batches]
-    coming = [*held, *(pytree.tree_unflatten(batches, structure) for batches in ahead)]
-    return coming[: _strategy(trainer).batches_ahead]
+    fetched = [batch for batch, _, _ in trainer.fit_loop._data_fetcher.batches]
+    later = [*fetched, *(pytree.tree_unflatten(batches, structure) for batches in read)]
+    strategy: Any = trainer.strategy
+    return later[: strategy.batches_ahead]
 
 
 def _num_left(trainer: L.Trainer) -> int:

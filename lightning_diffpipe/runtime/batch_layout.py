@@ -31,7 +31,7 @@ from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.receiving import num_posted_ahead
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.seeding import microbatch_seed
@@ -49,7 +49,7 @@ class StepWork:
         works: The microbatches.
         frozen: The frozen parts; `None` if nothing is frozen.
         total_groups: Groups of samples in which all ranks encode them.
-        ahead: They may be encoded in bubbles of batches before.
+        early: They may be encoded in bubbles of batches before.
     """
 
     base: Schedule
@@ -58,7 +58,7 @@ class StepWork:
     works: list[MicrobatchWork]
     frozen: FrozenWork | None
     total_groups: int
-    ahead: bool
+    early: bool
 
 
 class BatchLayout:
@@ -100,7 +100,7 @@ class BatchLayout:
         self._widened = lru_cache(maxsize=8)(partial(widened, schedule))
 
     def num_ahead(self, placement: Placement) -> int:
-        """Receives of an edge that are posted ahead."""
+        """Returns how many receives of an edge are posted before they are needed."""
         return num_posted_ahead(placement) if self.mesh.backend == "nccl" else 1
 
     def lay_out(
@@ -142,7 +142,7 @@ class BatchLayout:
                 parts, group_size if splits else None, works, placement, mesh.local_rank, mesh.device
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
-        return StepWork(base, lowered, program, works, frozen, total, ahead=groups is not None)
+        return StepWork(base, lowered, program, works, frozen, total, early=groups is not None)
 
     def still_takes_its_forms(self, step: StepWork) -> bool:
         """Whether a step that was laid out before it was due takes the forms that it took then."""

@@ -4,7 +4,7 @@ The engine holds one rank's side of a plan. It lays every batch out, runs this r
 results:
 
     batch -> BatchLayout: microbatches, program -> Executor -> gradients in .grad, loss on every rank
-    coming batches -> BatchesAhead -'
+    coming batches -> PreparedBatches -'
 
 With filling, the batches that come next are laid out too, and their frozen layers run while this one
 waits. A step then begins with what is left of its own, and the exchange of the results.
@@ -27,8 +27,8 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.receiving import receives_due
 from lightning_diffpipe.planning.schedule import Schedule
-from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, Upcoming
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.bubbles import Filling, PreparedBatches, Upcoming
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
@@ -87,7 +87,7 @@ class Engine:
         self._reduces, self._alarm = True, False
         self._picture = picture
         self._clock = clock_for(layout.mesh.device)
-        self._ahead: BatchesAhead | None = None
+        self._prepared: PreparedBatches | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
         stash = Stash()
         self._transport = transport or P2PTransport(
@@ -122,27 +122,27 @@ class Engine:
         return self._transport.num_bytes_sent
 
     def fill_bubbles(self, filling: Filling) -> None:
-        """From now on the frozen layers of coming batches run while this one waits."""
+        """Runs frozen layers of coming batches in the waits of this one, from now on."""
         self.drop_prepared()
-        self._ahead = BatchesAhead(filling, self.layout, self._clock)
+        self._prepared = PreparedBatches(filling, self.layout, self._clock)
 
-    def num_prepared_behind(self, batch_index: int) -> int:
-        """Batches behind this one that `run_step` was given already as `upcoming`."""
-        return self._ahead.num_behind(batch_index) if self._ahead else 0
+    def num_prepared_after(self, batch_index: int) -> int:
+        """Returns how many batches after this one `run_step` was given already as `upcoming`."""
+        return self._prepared.num_after(batch_index) if self._prepared else 0
 
     def drop_prepared(self) -> None:
         """Forgets the batches that were to come: they will not, or others will."""
-        if self._ahead:
-            self._ahead.drop()
+        if self._prepared:
+            self._prepared.drop()
 
     def refuse_other_batch(self) -> None:
-        """At the end of training: looks whether the last batch was the one that was given as `upcoming`.
+        """Checks, at the end of training, that the last batch was the one that was given as `upcoming`.
 
         Raises:
             ConfigurationError: It was another.
         """
-        if self._ahead:
-            self._ahead.refuse_other_batch()
+        if self._prepared:
+            self._prepared.refuse_other_batch()
 
     def run_step(
         self,
@@ -163,9 +163,9 @@ class Engine:
             reduce_gradients: Sum gradients over ranks at the end; not before the last batch of an
                 accumulation window.
             arguments: Further arguments of the step.
-            upcoming: Batches, and their arguments, that come behind this one and those that were given
+            upcoming: Batches, and their arguments, that come after this one and those that were given
                 before; their frozen layers run in bubbles. Give equally many on all ranks.
-            alarm: What this rank wants all ranks of the pipeline to hear of, behind the step.
+            alarm: What this rank wants all ranks of the pipeline to hear of, after the step.
 
         Raises:
             ConfigurationError: The batch has fewer samples than there are microbatches, or is another
@@ -173,19 +173,19 @@ class Engine:
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
-        ahead = self._ahead
-        step = ahead.take(batch, batch_index) if ahead else None
+        prepared = self._prepared
+        step = prepared.take(batch, batch_index) if prepared else None
         if step is None:
             step = self.layout.lay_out(batch, batch_index, accumulate, arguments)
-        if ahead:
-            ahead.prepare(upcoming, batch_index, accumulate)
+        if prepared:
+            prepared.prepare(upcoming, batch_index, accumulate)
         self._follow(step.base)
         weighted = step.works[0].partitioned.graph.weighted
         earlier = self.reducer.take() if weighted else ()
         self._reduces, self._alarm = reduce_gradients or weighted, alarm
         try:
             run_alone(
-                self.executor, step.program, step.works, step.frozen, ahead.filler if ahead else None,
+                self.executor, step.program, step.works, step.frozen, prepared.filler if prepared else None,
                 picture=lambda position: self._drawn(step.schedule, position),
             )  # fmt: skip
         except BaseException:
@@ -197,8 +197,8 @@ class Engine:
         ):  # their sum is known only now, and not the same for the next batch of the window
             self.reducer.add_mean(weight, earlier)
         recording = self.executor.recording
-        if ahead:
-            ahead.observe(step, recording)
+        if prepared:
+            prepared.observe(step, recording)
         num_samples = sum(work.num_samples for work in step.works)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
 

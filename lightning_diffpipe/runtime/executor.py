@@ -34,8 +34,8 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.runtime.filling import Filler
-from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.bubbles import Filler
+from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 from lightning_diffpipe.runtime.stash import Stash

@@ -36,7 +36,7 @@ from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_p
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
 from lightning_diffpipe.runtime.executor import run_alone
-from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 

@@ -47,25 +47,25 @@ class Recording:
         self._entries: list[_Entry] = []
 
     def stamp(self) -> Any:
-        """This point in time."""
+        """Returns a stamp of this point in time."""
         return self._clock.stamp()
 
-    def add(self, instruction: Instruction, start: Any, ahead: bool = False) -> None:
+    def add(self, instruction: Instruction, start: Any, early: bool = False) -> None:
         """Notes that an instruction ran from a stamp until now.
 
         Args:
             instruction: What ran.
             start: The stamp.
-            ahead: It is frozen work that was begun, or could have been, in bubbles of earlier batches.
+            early: It is frozen work that was begun, or could have been, in bubbles of earlier batches.
         """
-        self._entries.append(_Entry(instruction, start, self._clock.stamp(), ahead))
+        self._entries.append(_Entry(instruction, start, self._clock.stamp(), early))
 
     def end_of(self, instruction: Instruction) -> Any:
-        """The stamp at which an instruction ended; `None` if it has not."""
+        """Returns the stamp at which an instruction ended; `None` if it has not."""
         return next((e.stop for e in self._entries if e.instruction == instruction), None)
 
     def begins_after_s(self, earlier: Recording) -> float:
-        """Seconds from the last instruction of an earlier step to the beginning of this one, on the device.
+        """Returns the seconds from the last instruction of an earlier step to this one, on the device.
 
         A host is done with a step of a GPU long before the GPU is.
         """
@@ -115,12 +115,12 @@ class Recording:
     @property
     def leftover_s(self) -> float:
         """Seconds of frozen work that bubbles of earlier batches had no room for."""
-        return sum(s.duration_s for s in self._outside_waits(ahead=True))
+        return sum(s.duration_s for s in self._outside_waits(early=True))
 
     @property
     def up_front_s(self) -> float:
         """Seconds of frozen work of a batch that nobody knew of before."""
-        return sum(s.duration_s for s in self._outside_waits(ahead=False))
+        return sum(s.duration_s for s in self._outside_waits(early=False))
 
     @property
     def encode_s(self) -> float:
@@ -131,12 +131,12 @@ class Recording:
     def _encodes(self) -> list[Span]:
         return [s for s in self.spans if isinstance(s.instruction, Encode)]
 
-    def _outside_waits(self, ahead: bool) -> list[Span]:
+    def _outside_waits(self, early: bool) -> list[Span]:
         waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
         chosen = [
             entry
             for entry in self._entries
-            if isinstance(entry.instruction, Encode) and entry.ahead == ahead
+            if isinstance(entry.instruction, Encode) and entry.early == early
         ]
         return [s for s in self._spans_of(chosen) if not _lies_in(s, waits)]
 
@@ -145,7 +145,7 @@ class _Entry(NamedTuple):
     instruction: Instruction
     start: Any
     stop: Any
-    ahead: bool
+    early: bool
 
 
 _WAITS = (Wait, ExchangeFrozen, ReduceGradients, ShareResults)

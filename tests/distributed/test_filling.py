@@ -125,7 +125,7 @@ class Watch(L.Callback):
         self.losses.append(float(outputs["loss"]))
         self.up_front.append(recording.up_front_s > 0)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        self.ahead.append(engine.num_prepared_behind(number))
+        self.ahead.append(engine.num_prepared_after(number))
 
 
 def train(rank, settings, world_size, callbacks=()):

@@ -35,7 +35,7 @@ from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import Executor, Works
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.residents import holders_of

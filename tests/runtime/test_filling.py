@@ -23,8 +23,15 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import microbatch
-from lightning_diffpipe.runtime.ahead import BatchesAhead, Filling, _Prepared
-from lightning_diffpipe.runtime.filling import Budgets, Filler, FillingTimes, Pace
+from lightning_diffpipe.runtime.bubbles import (
+    Budgets,
+    Filler,
+    Filling,
+    FillingTimes,
+    Pace,
+    PreparedBatches,
+    _Prepared,
+)
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
@@ -249,20 +256,20 @@ def test_a_recording_tells_where_frozen_work_ran():
     clock = FakeClock()
     recording = Recording(1, clock)
 
-    def note(instruction, start_s, stop_s, ahead=False):
+    def note(instruction, start_s, stop_s, early=False):
         clock.now_s = 100 + stop_s
-        recording.add(instruction, 100 + start_s, ahead)
+        recording.add(instruction, 100 + start_s, early)
 
     note(Encode(0), 0, 1)  # of this batch, not known before
-    note(Encode(1), 1, 3, ahead=True)
+    note(Encode(1), 1, 3, early=True)
     note(WAIT, 1, 4)
     note(Forward(1, 0), 4, 6)
     note(Backward(1, 0), 6, 9)
-    note(Encode(1), 9, 9.25, ahead=True)
+    note(Encode(1), 9, 9.25, early=True)
     note(ReduceGradients(), 9, 9.5)
-    note(Encode(1), 9.5, 10, ahead=True)
+    note(Encode(1), 9.5, 10, early=True)
     note(ShareResults(), 9.5, 10.5)
-    note(Encode(1), 10.5, 12, ahead=True)
+    note(Encode(1), 10.5, 12, early=True)
     assert recording.up_front_s == pytest.approx(1)
     assert recording.filled_s == pytest.approx(2.75)
     assert recording.waiting_s == pytest.approx(1.5)
@@ -455,7 +462,7 @@ def batches_ahead(filling, backend):
     layout = Layout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
     steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
-    return BatchesAhead(filling, steps, HostClock())
+    return PreparedBatches(filling, steps, HostClock())
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():

@@ -1,22 +1,29 @@
 """Frozen layers of coming batches, run wherever a rank would otherwise wait.
 
     rank 1 | wait ------------ F0 | wait ---- F1 | B0 ...
-           | vae.0 vae.1 vae.2    | vae.3 vae.0  |            (of the next batch; then of the one behind it)
+           | vae.0 vae.1 vae.2    | vae.3 vae.0  |            (of the next batch; then of the one after it)
 
-A `Filler` holds this rank's frozen parts of coming batches, in order, as runs that pause at every layer.
-At each wait it goes on, layer by layer, for as long as the wait is expected to last:
+    step 7    take(7)   prepare(8, 9)   program of 7, its waits filled with layers of 8, then of 9   observe
+    step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
+
+A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
+it, and is compared with what was encoded when it is due; what a GPU has to compare is looked at a step later, so
+that no host waits for it. How the groups are shared over ranks follows what steps have measured (`shares.py`).
+
+A `Filler` has this rank's frozen parts of coming batches, in order, as runs that pause at every layer
+(`graph/frozen.py`). At each wait it goes on, layer by layer, for as long as the wait is expected to last:
 
 * *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer of which
   more than half would probably come after the message is not started, as being late delays every other
   rank; unless the message is overdue.
 * *planned*, where waits are ordered on the device (NCCL): the host cannot know when a message arrives,
-  so it puts as many layers in front of the wait as took its time in the steps before.
+  so it puts as many layers before the wait as took its time in the steps before.
 
 Both need two numbers, learnt while training: how long each layer takes (`Pace`), and how long each
 wait lasts (`Budgets`). What is left of a batch is done when that batch is due.
 
-With one batch ahead, a rank that has done its share of it idles beside another that has not, in every
-step: ranks are never done at the same moment. With two it goes on with the batch behind, and has less to do
+With one batch known, a rank that has done its share of it idles beside another that has not, in every
+step: ranks are never done at the same moment. With two it goes on with the batch after it, and has less to do
 in the next step. So ranks are together on average only, and waits are empty when there is no work, rather
 than when it is another rank's.
 
@@ -24,21 +31,199 @@ None of this changes any result: which samples a layer runs on together is fixed
 
 Source:
     DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248, fills bubbles with frozen layers
-    of the next batch as planned; running until the message arrives, and further ahead, is ours.
+    of the next batch as planned; running until the message arrives, and two batches early, is ours.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from lightning_diffpipe.clock import Clock
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.frozen import PausedRun
+from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, SHARES_PERIOD
 from lightning_diffpipe.planning.instruction import Encode, Instruction
-from lightning_diffpipe.runtime.frozen import FrozenWork
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
+from lightning_diffpipe.runtime.frozen_work import FrozenWork
+from lightning_diffpipe.runtime.microbatch import Comparison, Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
+from lightning_diffpipe.runtime.shares import GroupShares
+
+Upcoming = Sequence[tuple[Any, tuple[Any, ...]]]
+"""Batches that come next, and the further arguments of their steps."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How bubbles are filled.
+
+    Attributes:
+        mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
+        adapts: Shares of the ranks follow what is measured.
+        planned_shares: Weights of the ranks to begin with; equal if empty.
+        batches_ahead: Batches whose frozen layers may run before they are due.
+    """
+
+    mode: FillingMode | None = None
+    adapts: bool = True
+    planned_shares: tuple[float, ...] = ()
+    batches_ahead: int = BATCHES_AHEAD
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch that is not trained on yet; its frozen layers may be done.
+
+    Attributes:
+        batch_index: Its number since training began.
+        fingerprint: Tells whether the batch that comes is the one that was encoded.
+        step: What is left to do.
+    """
+
+    batch_index: int
+    fingerprint: Fingerprint
+    step: StepWork
+
+
+class _Past(NamedTuple):
+    """What later steps need of one that is over; `ran` is None if its frozen work was not known before."""
+
+    recording: Recording
+    ended_s: float
+    ran: Sequence[tuple[Any, Any]] | None
+    num_groups: int
+    total_groups: int
+
+
+class PreparedBatches:
+    """The coming batches that one rank knows of.
+
+    Args:
+        filling: How bubbles are filled.
+        layout: Lays batches out.
+        clock: The clock of this rank's device.
+
+    Raises:
+        ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
+
+    Attributes:
+        filler: Their frozen work, to be run in waits.
+    """
+
+    def __init__(self, filling: Filling, layout: BatchLayout, clock: Clock) -> None:
+        mesh = layout.mesh
+        if filling.mode == "opportunistic" and mesh.backend == "nccl":
+            raise ConfigurationError(
+                "bubbles cannot be filled until a message arrives (mode='opportunistic') over NCCL, where the "
+                "host does not see messages arrive; use mode='planned' or None, or "
+                "process_group_backend='gloo'"
+            )
+        mode = filling.mode or ("opportunistic" if mesh.backend == "gloo" else "planned")
+        self.filler = Filler(FillingTimes(mode, clock))
+        self._layout = layout
+        self._clock = clock
+        self._prepared: deque[_Prepared] = deque()
+        self._last: _Past | None = None
+        self._compared: tuple[int, Comparison] | None = None
+        period = 1 if filling.batches_ahead == 1 else SHARES_PERIOD
+        self._shares = GroupShares(
+            mesh.layout.ranks_per_pipeline,
+            mesh.gathered,
+            filling.adapts,
+            filling.planned_shares,
+            period,
+        )
+
+    def num_after(self, batch_index: int) -> int:
+        """Returns how many batches after this one are known."""
+        return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
+
+    def take(self, batch: Any, batch_index: int) -> StepWork | None:
+        """Returns what earlier steps prepared for this batch; None if nothing.
+
+        Raises:
+            ConfigurationError: They prepared another batch under the same number. Of values on a GPU the next
+                call tells, when they are there: the host waits for no device.
+        """
+        self.refuse_other_batch()
+        if not self._prepared:
+            return None
+        if self._prepared[0].batch_index != batch_index:
+            self.drop()
+            return None
+        if not self._layout.still_takes_its_forms(self._prepared[0].step):
+            self.drop()
+            return None
+        prepared = self._prepared.popleft()
+        self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
+        if self._compared[1].is_known:
+            self.refuse_other_batch()
+        return prepared.step
+
+    def refuse_other_batch(self) -> None:
+        """Checks that the latest batch that was taken is the one that was prepared.
+
+        Raises:
+            ConfigurationError: It is another.
+        """
+        if self._compared is None:
+            return
+        (number, comparison), self._compared = self._compared, None
+        if difference := comparison.difference():
+            raise ConfigurationError(
+                f"batch {number} is not the one whose frozen layers ran in the bubbles of batches "
+                f"before: {difference}. Do not change batches in callbacks; change them in the data set "
+                "or in on_after_batch_transfer, or train with filling=none"
+            )
+
+    def prepare(self, upcoming: Upcoming, batch_index: int, accumulate: int) -> None:
+        """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
+
+        Args:
+            upcoming: Equally many on all ranks.
+            batch_index: Number of the batch that is trained on now.
+            accumulate: Batches whose gradients are averaged before an optimizer step.
+        """
+        first = batch_index + 1 + len(self._prepared)
+        for number, (batch, arguments) in enumerate(upcoming, first):
+            counts = partial(self._shares.counts, batch_index=number)
+            step = self._layout.lay_out(batch, number, accumulate, arguments, counts)
+            if step.frozen is None:
+                return
+            self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
+            self.filler.add(step.frozen)
+
+    def drop(self) -> None:
+        """Forgets the batches that were to come: they will not, or others will."""
+        self._prepared.clear()
+        self.filler.cancel()
+
+    def observe(self, step: StepWork, recording: Recording) -> None:
+        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
+        past, ended_s = self._last, time.perf_counter()
+        ran = step.frozen.ran if step.frozen is not None and step.early else None
+        num_groups = step.frozen.num_own_groups if step.frozen is not None else 0
+        self._last = _Past(recording, ended_s, ran, num_groups, step.total_groups)
+        if past is None or past.ran is None or not self._shares.adapts:
+            return
+        self._shares.observe(
+            ended_s - past.ended_s,
+            past.recording.compute_s + recording.begins_after_s(past.recording),
+            self._clock_s(past.ran),
+            past.num_groups,
+            past.total_groups,
+        )
+
+    def _clock_s(self, stamps: Sequence[tuple[Any, Any]]) -> float:
+        if stamps:
+            self._clock.wait_for(stamps[-1][1])
+        return sum(self._clock.seconds(start, stop) for start, stop in stamps)
+
 
 FillingMode = Literal["opportunistic", "planned"]
 
@@ -61,11 +246,11 @@ class Pace:
     _open: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def note(self, name: str, start: Any, stop: Any) -> None:
-        """A layer ran between two stamps."""
+        """Notes that a layer ran between two stamps."""
         self._open.append((name, start, stop))
 
     def settle(self) -> None:
-        """Takes in what the device has come by."""
+        """Reads the measurements that the device has finished."""
         while self._open and self.clock.is_past(self._open[0][2]):
             name, start, stop = self._open.pop(0)
             seconds = self.clock.seconds(start, stop)
@@ -73,7 +258,7 @@ class Pace:
             self._seconds[name] = before + _SMOOTHING * (seconds - before)
 
     def expected_s(self, name: str) -> float | None:
-        """Seconds of a layer; `None` if it never ran."""
+        """Returns the seconds of a layer; `None` if it never ran."""
         return self._seconds.get(name)
 
 
@@ -92,11 +277,11 @@ class Budgets:
     _open: list[tuple[Instruction, Any, Any, Any]] = field(default_factory=list)
 
     def note(self, wait: Instruction, start: Any, filled: Any, stop: Any) -> None:
-        """A wait began, was filled for a while, and ended."""
+        """Notes the stamps at which a wait began, was filled until, and ended."""
         self._open.append((wait, start, filled, stop))
 
     def settle(self) -> None:
-        """Takes in what the device has come by."""
+        """Reads the measurements that the device has finished."""
         while self._open and self.clock.is_past(self._open[0][3]):
             wait, start, filled, stop = self._open.pop(0)
             filled_s, rest_s = self.clock.seconds(start, filled), self.clock.seconds(filled, stop)
@@ -106,7 +291,7 @@ class Budgets:
             self._seconds[wait] = before + _SMOOTHING * (seconds - before)
 
     def expected_s(self, wait: Instruction) -> float:
-        """Seconds the wait will probably last."""
+        """Returns the seconds that a wait will probably last."""
         return self._seconds.get(wait, self.first_s)
 
 
@@ -148,7 +333,7 @@ class Filler:
         return all(not work.todo for work in self._works)
 
     def add(self, frozen: FrozenWork) -> None:
-        """Takes on the frozen work of the batch behind those it has."""
+        """Takes on the frozen work of the batch after those it has."""
         self._works.append(_Work(frozen, [part.index for part in frozen.own_parts]))
 
     def fill(self, wait: Instruction, is_ready: Callable[[], bool], recording: Recording) -> None:
@@ -187,7 +372,7 @@ class Filler:
         self._times.settle()
 
     def cancel(self) -> None:
-        """Gives up all work; nothing of it is kept."""
+        """Gives up all work."""
         for work in self._works:
             if work.run is not None:
                 work.run.cancel()
@@ -195,7 +380,7 @@ class Filler:
         self._waits.clear()
 
     def _go_on(self, work: _Work, goes_on: Callable[[str], bool], recording: Recording) -> bool:
-        """Runs the part at hand; says whether it has ended, rather than paused in front of a layer."""
+        """Runs the part at hand; says whether it has ended, rather than paused before a layer."""
         part, start = work.todo[0], recording.stamp()
         if work.run is None:
             lap = _Lap(self._times.pace, goes_on, _BEGINNING)
@@ -209,7 +394,7 @@ class Filler:
             work.run = None
             work.todo.pop(0)
         if lap.num_layers:
-            recording.add(Encode(part), start, ahead=True)
+            recording.add(Encode(part), start, early=True)
             work.frozen.ran.append((start, recording.stamp()))
         return ended
 
@@ -245,7 +430,7 @@ class _Limit:
             self._spent_s = self._elapsed_s
             expected_s = expected_s or 0.0  # whoever can look for the message may try
         elif expected_s is None:
-            return False  # runs behind the pipeline once, and is timed there
+            return False  # runs after the pipeline once, and is timed there
         self._refused_s = expected_s
         if self._is_ready() or self._spent_s + expected_s / 2 > self._budget_s:
             return False
@@ -253,7 +438,7 @@ class _Limit:
         return True
 
     def is_overdue(self) -> bool:
-        """Waits; says yes if the message is not there when the refused layer would have been half done.
+        """Waits; returns whether the message is not there when the refused layer would have been half done.
 
         Then the wait is longer than those before it, nobody knows by how much, and all layers may run.
         """
@@ -296,7 +481,7 @@ class _Lap:
         return True
 
     def end(self) -> None:
-        """The layer that is running has ended."""
+        """Notes that the running layer has ended."""
         if self._layer is not None:
             self._pace.note(self._layer, self._start, self._pace.clock.stamp())
             self._layer = None
@@ -307,7 +492,7 @@ class _Lap:
 
 
 _BEGINNING = "beginning"
-"""Stands for what a step does in front of its first frozen layer."""
+"""Stands for what a step does before its first frozen layer."""
 
 
 def _never() -> bool:
