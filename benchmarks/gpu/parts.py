@@ -30,7 +30,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling.device_memory import give_back
+from lightning_diffpipe.profiling.bench import give_back
 from lightning_diffpipe.profiling.known_models import KnownTraining
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.modelled import modelled_profile

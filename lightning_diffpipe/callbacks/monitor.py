@@ -33,7 +33,7 @@ from lightning_diffpipe.comm.gathering import gather_spans
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.profiling.utilization import flops_per_sample, peak_flops
+from lightning_diffpipe.profiling.device_model import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline

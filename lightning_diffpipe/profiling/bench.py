@@ -3,13 +3,18 @@
 The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a
 disturbance of the machine meets them all alike. Where time is short, counts between the smallest and the
 largest are left out. A module that is too large for the device is timed layer by layer instead.
+
+torch reserves what it has freed of a GPU's memory for its next tensors. The driver counts that as used, and so do
+other processes and libraries (NCCL). So it is counted as free here, and released once everything has been timed.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,19 +30,20 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.graph.step import Step, StepCall
-from lightning_diffpipe.profiling.device_memory import free_bytes, give_back, without_variables
-from lightning_diffpipe.profiling.one_by_one import OneByOneRun
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
-from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
-from lightning_diffpipe.profiling.step_times import StepTimes
+from lightning_diffpipe.profiling.step_run import (
+    KeptBytes,
+    OneByOneRun,
+    SavedBytes,
+    StepRun,
+    kept_bytes,
+)
+from lightning_diffpipe.profiling.step_times import Rounds, StepTimes
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """`progress(what, share)`: what is being done, and how much of all is done, 0 to 1."""
-
-Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
-"""By sample count: steps with whole backward, and with that of inputs only."""
 
 Splits = Mapping[int, Sequence[float]]
 """By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
@@ -308,3 +314,28 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
             chosen.append(farthest)
             left_s -= farthest * per_sample_s
     return sorted(chosen[1:])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that tensors of this process may still take."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Frees what nobody holds any more, and lets the driver have it."""
+    if device.type == "cuda":
+        gc.collect()  # activations may hang in cycles
+        torch.cuda.empty_cache()
+
+
+def without_variables(error: Exception) -> Exception:
+    """Clears the variables of an error's frames: all activations of the step that failed are among them.
+
+    Where it was raised can still be told.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return error

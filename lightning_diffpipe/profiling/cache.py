@@ -35,7 +35,7 @@ from lightning_diffpipe.graph.float32 import float32_precisions
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.profiling.pooling import Pool, alone
+from lightning_diffpipe.profiling.step_times import Pool, alone
 
 CACHE_VARIABLE = "DIFFPIPE_CACHE"
 """Environment variable that names the folder of the cache."""

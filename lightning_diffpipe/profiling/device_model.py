@@ -1,4 +1,4 @@
-"""A device on paper: how long an operator takes there, from its FLOPs and the bytes it moves.
+"""Devices on paper: how long an operator takes there, from FLOPs and bytes; and how much of one is used.
 
 The roofline model with stated efficiencies, plus a latency for every kernel that is started:
 
@@ -7,12 +7,22 @@ The roofline model with stated efficiencies, plus a latency for every kernel tha
 Peaks and bandwidths are the vendors'; efficiencies are shares of the peak that large operators of a class
 commonly reach in PyTorch. Times that come out of this are modelled, not measured, and are marked so.
 
-Source: roofline, Williams et al. (2009), https://doi.org/10.1145/1498765.1498785
+From the same peaks comes what a run makes of its devices:
+
+    MFU = FLOPs per sample x samples per second / (peak FLOP/s of a device x devices)
+
+Counted are matrix products, convolutions and attention, once: work that is done twice (activation
+checkpointing) or on several ranks does not make the figure larger.
+
+Sources:
+    roofline, Williams et al. (2009), https://doi.org/10.1145/1498765.1498785
+    model FLOPs utilization, Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import tensors_in
+from lightning_diffpipe.graph.layer import LayerGraph
 
 TERA = 1e12
 EFFICIENCY = {"matmul": 0.6, "convolution": 0.4, "attention": 0.4, "memory": 0.7}
@@ -171,3 +182,69 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = plain
+
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+
+# A driver's name is taken word by word: an RTX A1000 is no A100. The first that has all its words counts.
+_BY_WORDS = (
+    (("t4",), "t4"),
+    (("v100", "pcie"), "v100_pcie"),
+    (("v100",), "v100"),
+    (("a10g",), "a10g"),
+    (("rtx", "4090"), "rtx4090"),
+    (("a100",), "a100"),  # the peak of its PCIe card is the same
+    (("h100", "pcie"), "h100_pcie"),
+    (("h100",), "h100"),
+    (("h200",), "h200"),
+    (("gh200",), "h200"),
+)
+_OTHERS = {"laptop", "mig", "grid", "nvl", "fhhl", "d", "max"}
+"""Words of cards, or parts of them, whose peak is another one and not known here."""
+
+
+def flops_per_sample(graph: LayerGraph) -> float:
+    """FLOPs of one training step for one sample.
+
+    A layer with trained weights costs three times its forward, one that only passes gradients on
+    twice, a frozen layer once.
+
+    Args:
+        graph: The layers of a step, folded or not.
+    """
+    total = 0
+    for layer in graph.layers:
+        passes = 1 if layer.frozen else 3 if layer.parameters & graph.trained else 2
+        total += passes * layer.cost_flops
+    return total / (graph.num_samples or 1)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the vendor's peak of a device, None where it is not known, as for CPUs.
+
+    Args:
+        device: Where training runs.
+        precision: Lightning's name of it, for example `"bf16-mixed"`.
+
+    Returns:
+        FLOP/s of dense matrix products; for single precision those of TF32, where the device has it.
+    """
+    if device.type != "cuda":
+        return None
+    return peak_of_name(torch.cuda.get_device_name(device), precision)
+
+
+def peak_of_name(name: str, precision: str) -> float | None:
+    """Looks a device up by the name its driver gives it; see `peak_flops`.
+
+    Example:
+        >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")
+        (989000000000000.0, None)
+    """
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    if words & _OTHERS:
+        return None
+    known = next((DEVICES[key] for wanted, key in _BY_WORDS if words.issuperset(wanted)), None)
+    if known is None:
+        return None
+    return known.peak_of(_DTYPES.get(precision.split("-")[0], torch.float32))

@@ -32,11 +32,9 @@ from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.profiling.bench import Bench, Progress, Rounds, Splits
-from lightning_diffpipe.profiling.device_memory import give_back
+from lightning_diffpipe.profiling.bench import Bench, Progress, Splits, give_back
 from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
 from lightning_diffpipe.profiling.layer_costs import LayerCost, assemble
-from lightning_diffpipe.profiling.pooling import Pool, alone, typical
 from lightning_diffpipe.profiling.state import (
     current,
     placeable,
@@ -46,7 +44,16 @@ from lightning_diffpipe.profiling.state import (
     undisturbed,
 )
 from lightning_diffpipe.profiling.step_run import KeptBytes
-from lightning_diffpipe.profiling.step_times import StepTimes, backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.step_times import (
+    Pool,
+    Rounds,
+    StepTimes,
+    alone,
+    backward_s,
+    forward_s,
+    repeated_s,
+    typical,
+)
 
 _MAX_COUNTS = 5
 

@@ -38,11 +38,10 @@ from lightning_diffpipe.planning.plan_checks import check_wishes
 from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.profiling.bench import Rounds
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
-from lightning_diffpipe.profiling.pooling import pooled, summed_up
+from lightning_diffpipe.profiling.step_times import Rounds, pooled, summed_up
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_diffpipe.profiling.utilization import peak_of_name
+from lightning_diffpipe.profiling.device_model import peak_of_name
 
 
 @pytest.mark.parametrize(
