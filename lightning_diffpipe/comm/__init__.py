@@ -3,5 +3,5 @@
 Who is there: `meeting.py` (where processes meet), `mesh.py` (process groups), `bandwidth.py` (how fast they talk),
 `liveness.py` and `heartbeat.py` (who was lost, and in which phase). Tensors: `transport.py` (training: by stage and
 microbatch), `links.py` and `loopback.py` (sampling: by position), `packing.py` (several as one message),
-`streams.py` and `waiter.py` (without blocking). Decisions: `common_start.py`, `agreement.py`.
+`streams.py` and `waiter.py` (without blocking). Decisions: `agreement.py`.
 """

@@ -18,8 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from lightning_diffpipe.comm.agreement import agree
 from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_links
-from lightning_diffpipe.comm.common_start import agree
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.errors import (

@@ -1,7 +1,7 @@
 """From a module and one batch to a running pipeline.
 
     equal weights -> probe -> profile -> plan (rank 0, broadcast) -> fold -> groups -> place -> engine
-    common_start     graph/   plan_source                            assembly
+    comm/agreement   graph/   plan_source                            assembly
 
 Every rank builds the whole module on the host, agrees on its weights, and looks at it in the same way;
 rank 0 alone plans. Then each rank keeps its own stages and the frozen layers, and gives the memory of
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_diffpipe.comm.common_start import (
+from lightning_diffpipe.comm.agreement import (
     agree,
     align_parameters,
     close_group,
