@@ -144,7 +144,7 @@ class _Answer(NamedTuple):
 
 
 class Agreement:
-    """Lets all ranks of the world decide alike; every rank must make the same calls.
+    """Lets all ranks of the world decide together; every rank must make the same calls.
 
     Args:
         mesh: This rank's groups.

@@ -5,7 +5,7 @@ one way, from tensors to tensors: packing them into one buffer and taking them a
 as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
 first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
 so that relative errors count, since small messages matter as much as large ones. All ranks take part and all
-get rank 0's answer, so that they plan alike.
+get rank 0's answer, so that they plan the same.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def measure_launched(device: torch.device, patience: timedelta) -> Cluster:
 
 
 def fit_link(times: Sequence[tuple[float, float]]) -> Link:
-    """The line through `(bytes, seconds)` with the smallest relative errors.
+    """Returns the line through `(bytes, seconds)` with the smallest relative errors.
 
     Example:
         >>> link = fit_link([(1000, 0.0011), (100_000, 0.0110), (1_000_000, 0.1010)])
@@ -151,7 +151,7 @@ class _Message:
         self.layout = MessageLayout.of([TensorSpec.of(tensor) for tensor in next(self._sets)])
 
     def packed(self) -> torch.Tensor:
-        """The next set in a buffer of its own."""
+        """Returns the next set in a buffer of its own."""
         return self.layout.pack(next(self._sets), self.device)
 
 
@@ -173,19 +173,19 @@ class _Bench:
         return dist.get_backend(self._group) == "gloo"
 
     def hosts(self) -> list[str]:
-        """The host of each rank."""
+        """Returns the host of each rank."""
         names: list[str] = [""] * len(self._ranks)
         dist.all_gather_object(names, socket.gethostname(), group=self._group)
         return names
 
     def agreed(self, cluster: Cluster) -> Cluster:
-        """Rank 0's answer on all ranks."""
+        """Returns rank 0's answer on all ranks."""
         box = [cluster]
         dist.broadcast_object_list(box, src=self._ranks[0], group=self._group)
         return box[0]
 
     def point_to_point(self, peer: int, budget_s: float) -> Link:
-        """Half of the way from rank 0 to a peer and back; the other ranks just wait."""
+        """Times half of the way from rank 0 to a peer and back; the other ranks just wait."""
         group, ranks = self._group, self._ranks
 
         def sent(message: _Message, to: int) -> None:
@@ -208,7 +208,7 @@ class _Bench:
         return fit_link([(size, seconds / 2) for size, seconds in times])
 
     def all_reduce(self, num_ranks: int, budget_s: float) -> Link:
-        """A sum over the first ranks, in which every byte passes `2 (n - 1) / n` times; others just wait."""
+        """Times a sum over the first ranks, in which every byte passes `2 (n - 1) / n` times; others just wait."""
         with self._first(num_ranks) as group:
 
             def summed(buffer: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _first(self, num_ranks: int) -> Iterator[dist.ProcessGroup]:
-        """The group of the first ranks; every rank makes it, also one that is not in it."""
+        """Returns the group of the first ranks; every rank makes it, also one that is not in it."""
         if num_ranks == len(self._ranks):
             yield self._group
             return
@@ -270,7 +270,7 @@ class _Bench:
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int | None:
-    """Ranks of each host, if hosts hold equally many consecutive ranks; None for one host."""
+    """Returns ranks of each host, if hosts hold equally many consecutive ranks; None for one host."""
     count = hosts.count(hosts[0])
     starts = range(0, len(hosts), count)
     regular = len(hosts) % count == 0 and all(len({*hosts[s : s + count]}) == 1 for s in starts)
@@ -278,7 +278,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int | None:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """What plans may use of a GPU's memory; None for other devices, which set no limit.
+    """Returns what plans may use of a GPU's memory; None for other devices, which set no limit.
 
     8 % of the card are held back, 1 GiB at least. Plans do not count the CUDA context and the kernels loaded
     into it (0.3 to 0.7 GiB), buffers of NCCL, workspaces of cuBLAS and cuDNN, gradients on their way to be
@@ -291,7 +291,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) -> int | None:
-    """What a plan may use on every rank of a group: the smallest `memory_bytes`. A collective call.
+    """Returns what a plan may use on every rank of a group: the smallest `memory_bytes`. A collective call.
 
     Args:
         group: The ranks; None means one rank.

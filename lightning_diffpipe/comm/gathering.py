@@ -49,7 +49,7 @@ def gather_spans(
 
 
 def clock_offsets_s(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds by which each rank's clock is ahead of the first rank's; a collective call.
+    """Returns seconds by which each rank's clock is ahead of the first rank's; a collective call.
 
     Returns:
         By position on the first rank of the pipeline; empty elsewhere.

@@ -199,7 +199,7 @@ class Heartbeat:
         self._refresh(_BRIEFLY_S if word in ("refused", "gone") else self._timeout_s)
 
     def has_refusal(self) -> bool:
-        """Whether another rank has refused in this turn."""
+        """Returns whether another rank has refused in this turn."""
         with self._watching(), contextlib.suppress(PipelineTimeoutError):
             self._refresh(_BRIEFLY_S)
         return any(note.word == "refused" for _, note in self._notes())
@@ -233,7 +233,7 @@ class Heartbeat:
                 self._refuse_lost(what)
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """What a function returns that may block for ever, as those do that use the store.
+        """Returns what a function returns that may block for ever, as those do that use the store.
 
         Args:
             what: Is waited for, for messages.
@@ -266,7 +266,7 @@ class Heartbeat:
             raise PipelineTimeoutError(self._waited(what, self.blame())) from error
 
     def blame(self) -> str:
-        """Who was lost, when a connection has broken: takes as long as a few beats."""
+        """Returns who was lost, when a connection has broken; takes as long as a few beats."""
         deadline_s = time.monotonic() + _MISSED_BEATS * self._board.pause_s + _GRACE_S
         with self._watching(), contextlib.suppress(PipelineTimeoutError):
             self._refresh(self._timeout_s)
@@ -310,7 +310,7 @@ class Heartbeat:
         return f"rank {self._rank} waited for {what}: {reason}"
 
     def _called(self, ranks: list[int]) -> str:
-        """Ranks with what the first of them was doing."""
+        """Returns ranks with what the first of them was doing."""
         phase = self._board.seen[ranks[0]].value[1].phase
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} while {phase}"
 
@@ -329,7 +329,7 @@ class Heartbeat:
         )
 
     def _notes(self) -> list[tuple[int, Note]]:
-        """Of the other ranks, in this turn; who is gone stays so."""
+        """Returns the notes of the other ranks, in this turn; a lost rank stays lost."""
         notes = [(rank, seen.value[1]) for rank, seen in sorted(self._board.seen.items())]
         turn = self._board.own.turn
         return [(rank, note) for rank, note in notes if note.turn == turn or note.word == "gone"]
@@ -358,7 +358,7 @@ class Heartbeat:
                 board.due.wait_for(lambda: board.num_rounds >= until, _LONGEST_LOOK_S)
 
     def _answering(self, limit_s: float | None = None) -> Callable[[str], None]:
-        """A check, called again and again, that raises PipelineTimeoutError if the store does not answer."""
+        """Yields a check, to be called repeatedly, that raises if the store does not answer."""
         limit_s = self._timeout_s if limit_s is None else limit_s
         looked_s, unanswered_s, num_rounds = time.monotonic(), 0.0, self._board.num_rounds
 

@@ -5,7 +5,7 @@ sends keep their buffer until it has left. Everything is point-to-point: an all-
 peer, so that what is counted is what is sent.
 
 On NCCL a receive occupies the device until its message is there, and a host that waits for its whole device waits
-for it, too. So a posted receive has its buffer, and begins when it is waited for, or when it is told to `begin`.
+for it, too. So a posted receive has its buffer, and begins when it is waited for, or when `begin` is called.
 What all positions send each other at the same point of their programs begins at once, as one operation.
 
     a = links.receive(TensorShape((4, 96, 64), torch.float16), source=0, kind="hidden")   # returns at once
@@ -74,13 +74,13 @@ class Traffic:
     messages_sent: Counter[str] = field(default_factory=Counter)
 
     def copy(self) -> Traffic:
-        """A snapshot."""
+        """Returns a snapshot."""
         return Traffic(
             Counter(self.bytes_sent), Counter(self.bytes_received), Counter(self.messages_sent)
         )
 
     def since(self, before: Traffic) -> Traffic:
-        """What was counted after a snapshot."""
+        """Returns what was counted after a snapshot."""
         return Traffic(
             self.bytes_sent - before.bytes_sent,
             self.bytes_received - before.bytes_received,
@@ -88,7 +88,7 @@ class Traffic:
         )
 
     def plus(self, other: Traffic) -> Traffic:
-        """What was counted here and there."""
+        """Returns what was counted in both."""
         return Traffic(
             self.bytes_sent + other.bytes_sent,
             self.bytes_received + other.bytes_received,
@@ -100,7 +100,7 @@ class Incoming(Protocol):
     """A tensor under way."""
 
     def begin(self) -> None:
-        """Begins the receive, behind those of earlier messages on its edge, if it has not begun."""
+        """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
 
     def wait(self) -> Tensor:
         """Blocks until it is here. May be called once.
@@ -145,7 +145,7 @@ class Links(Protocol):
         """
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on position 0, on all positions; not counted.
+        """Returns what `make` returns on position 0, on all positions; not counted.
 
         If it raises there, the exception is raised everywhere.
         """
@@ -200,7 +200,7 @@ def start_one_by_one(
     shapes: Mapping[int, TensorShape],
     kind: MessageKind,
 ) -> dict[int, Incoming]:
-    """`Links.start_exchange` where receives that have begun are in nobody's way."""
+    """Does what `Links.start_exchange` does, where receives that have begun are in nobody's way."""
     incoming = {peer: links.receive(shape, peer, kind) for peer, shape in shapes.items()}
     for peer, tensor in outgoing.items():
         links.send(tensor, peer, kind)
@@ -218,29 +218,29 @@ class Alone:
     occupies_device: bool = False
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
-        """There is nobody to send to."""
+        """Raises, as there is no other rank to send to."""
         raise AssertionError(f"one rank alone sends {kind} to {to}")
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
-        """There is nobody to receive from."""
+        """Raises, as there is no other rank to receive from."""
         raise AssertionError(f"one rank alone waits for {kind} of {source}")
 
     def start_exchange(
         self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
     ) -> dict[int, Incoming]:
-        """There is nobody."""
+        """Starts nothing, as there is no other rank."""
         return start_one_by_one(self, outgoing, shapes, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """What it returns."""
+        """Returns what `make` returns."""
         return make()
 
     def gather_object(self, value: Any) -> list[Any]:
-        """What is given."""
+        """Returns the value alone."""
         return [value]
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing, as nothing is under way."""
 
 
 # ------------------------------------------------------------------------------------------ processes
@@ -347,7 +347,7 @@ class ProcessLinks:
         self.abandon()
 
     def abandon(self) -> None:
-        """Destroys the groups as they are. Over gloo, peers that wait for this position are told at once."""
+        """Destroys the groups as they are. Over gloo, peers that wait for this position get an error at once."""
         if not self._groups:
             return
         groups = {id(g): g for g in (*self._groups.values(), self._together, self.control)}
@@ -359,7 +359,7 @@ class ProcessLinks:
             dist.destroy_process_group(groups.popitem()[1])
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
-        """Starts sending; the buffer is kept alive until it has left."""
+        """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
         buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
         try:
@@ -380,7 +380,7 @@ class ProcessLinks:
         """Starts to send and to receive; over NCCL as one operation, in one communicator of all positions.
 
         Many communicators at a time could wait for each other: a GPU has few queues, and a send may stand
-        behind a receive that needs it at the other end.
+        after a receive that needs it at the other end.
         """
         if not self.occupies_device:
             return start_one_by_one(self, outgoing, shapes, kind)
@@ -448,7 +448,7 @@ class ProcessLinks:
         incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """Position 0 makes it, all get it."""
+        """Makes an object on position 0 and returns it on all."""
         outcome: Outcome = (None, None)
         size, source = torch.zeros(1, dtype=torch.int64), self.ranks[0]
         packed = torch.empty(0, dtype=torch.uint8)
@@ -462,7 +462,7 @@ class ProcessLinks:
         return value_of(outcome if self.rank == 0 else _unpickled(packed))
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Plain data of all positions, on all positions; what cannot be sent is an error of its position."""
+        """Returns plain data of all positions; what cannot be sent is an error of its position."""
         _, packed = _pickled((value, None))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([len(packed)])
@@ -562,7 +562,7 @@ Outcome = tuple[Any, Exception | None]
 
 
 def outcome_of(make: Callable[[], Any]) -> Outcome:
-    """What a function returned or raised, as data."""
+    """Returns what a function returned or raised, as data."""
     try:
         return make(), None
     except Exception as error:
@@ -570,7 +570,7 @@ def outcome_of(make: Callable[[], Any]) -> Outcome:
 
 
 def _pickled(outcome: Outcome) -> tuple[Outcome, Tensor]:
-    """An outcome, and as bytes; in place of what cannot be sent, or not be received, the error that says so."""
+    """Returns an outcome, and as bytes; in place of what cannot be sent or received, the error that says so."""
     try:
         packed = pickle.dumps(outcome)
         if outcome[1] is not None:
@@ -592,7 +592,7 @@ def _unpickled(packed: Tensor) -> Any:
 
 
 def value_of(outcome: Outcome) -> Any:
-    """The value of an outcome, or its exception."""
+    """Returns the value of an outcome, or its exception."""
     value, error = outcome
     if error is not None:
         raise error

@@ -112,7 +112,7 @@ class _Line:
             self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
 
     def received(self) -> list[dict[str, Any]] | None:
-        """What has come; None at the end of the connection."""
+        """Returns what has come; None at the end of the connection."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -280,12 +280,12 @@ class Liveness:
             self._broadcast(**{"signalled": self.rank, "in": self.phase})
 
     def loss(self) -> Loss | None:
-        """The rank that was lost first, of those that were not lost because of another."""
+        """Returns the rank that was lost first, of those that were not lost because of another."""
         losses = sorted(self._losses.copy().values(), key=lambda loss: loss.kind == "followed")
         return losses[0] if losses else None
 
     def _explained(self, error: Exception) -> LostRankError:
-        """An error that says who was lost; or, if nobody was, what the others are doing."""
+        """Returns an error that says who was lost; or, if nobody was, what the others are doing."""
         began_s = time.monotonic()
         while self._may_still_hear(time.monotonic() - began_s):
             time.sleep(0.02)
@@ -305,7 +305,7 @@ class Liveness:
         )
 
     def _may_still_hear(self, waited_s: float) -> bool:
-        """Whether what others say may yet tell who was lost first."""
+        """Returns whether what others say may yet tell who was lost first."""
         with self._lock:
             loss, now_s = self.loss(), time.monotonic()
             if loss is not None and (loss.kind != "followed" or not self._lines):
@@ -367,7 +367,7 @@ class Liveness:
             self._end_if_alone(now_s)
 
     def _is_watching(self) -> bool:
-        """Whether something may happen that no connection tells."""
+        """Returns whether something may happen that no connection tells."""
         return bool(self._runs and (self._losses or self._signalled_s or not self._lines))
 
     def _hear(self, source: Any) -> None:
@@ -562,7 +562,7 @@ class Liveness:
 
 
 def _is_of_peers(error: Exception) -> bool:
-    """Whether other ranks have to do with an error that has not been explained."""
+    """Returns whether other ranks have to do with an error that has not been explained."""
     if isinstance(error, PipelineTimeoutError):
         return not isinstance(error, LostRankError)
     if isinstance(error, DiffPipeError) or not isinstance(error, RuntimeError):
@@ -588,7 +588,7 @@ def _siblings() -> dict[int, int]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped, by SIGSTOP or a terminal; only Linux tells."""
+    """Returns whether a process of this host is stopped, by SIGSTOP or a terminal; only Linux tells."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -160,7 +160,7 @@ class LoopbackLinks:
         return start_one_by_one(self, outgoing, shapes, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """Position 0 makes it, all get the same object."""
+        """Makes an object on position 0 and returns it on all."""
         turn = self._turns[True, -1, "control"]
         self._turns[True, -1, "control"] += 1
         if self.rank == 0:
@@ -171,7 +171,7 @@ class LoopbackLinks:
         return value_of(self._network.take((0, self.rank, "object", turn), "plain data"))
 
     def finish(self) -> None:
-        """Nothing is under way: sends are copies."""
+        """Does nothing, as sends are copies."""
 
 
 @dataclass

@@ -66,27 +66,27 @@ class Layout:
         return self.world_size // self.ranks_per_pipeline
 
     def pipeline_of(self, rank: int) -> int:
-        """The pipeline a world rank belongs to; also its data-parallel rank."""
+        """Returns the pipeline a world rank belongs to; also its data-parallel rank."""
         return rank // self.ranks_per_pipeline
 
     def local_rank(self, rank: int) -> int:
-        """The position of a world rank inside its pipeline."""
+        """Returns the position of a world rank inside its pipeline."""
         return rank % self.ranks_per_pipeline
 
     def pipeline_ranks(self, pipeline: int) -> tuple[int, ...]:
-        """World ranks of a pipeline, in order."""
+        """Returns world ranks of a pipeline, in order."""
         first = pipeline * self.ranks_per_pipeline
         return tuple(range(first, first + self.ranks_per_pipeline))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that a world rank holds."""
+        """Returns the stages that a world rank holds."""
         local = self.local_rank(rank)
         return tuple(
             stage for stage, ranks in enumerate(self.placement.stage_ranks) if local in ranks
         )
 
     def ranks_of_stages(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """World ranks, over all pipelines, that hold any of the given stages."""
+        """Returns world ranks, over all pipelines, that hold any of the given stages."""
         local = {rank for stage in stages for rank in self.placement.stage_ranks[stage]}
         return tuple(rank for rank in range(self.world_size) if self.local_rank(rank) in local)
 
@@ -147,7 +147,7 @@ class Mesh:
         return self.layout.local_rank(self.rank)
 
     def world_rank(self, local_rank: int) -> int:
-        """World rank of a position in this rank's pipeline."""
+        """Returns the world rank of a position in this rank's pipeline."""
         return self.pipeline_ranks[local_rank]
 
     def connect(self, edges: Iterable[tuple[int, int]] = ()) -> None:
@@ -195,7 +195,7 @@ class Mesh:
                 )
 
     def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
-        """A few numbers of every rank of the pipeline, by position, on all of them.
+        """Returns a few numbers of every rank of the pipeline, by position, on all of them.
 
         Args:
             numbers: This rank's.
@@ -211,7 +211,7 @@ class Mesh:
         return [row.tolist() for row in rows]
 
     def summed_over_pipelines(self, number: float) -> float:
-        """The sum of a number of every pipeline, on all of them.
+        """Returns the sum of a number of every pipeline, on all of them.
 
         Raises:
             PipelineTimeoutError: A rank is gone, or did not come in time.
@@ -226,7 +226,7 @@ class Mesh:
         return float(total)
 
     def of_rank(self, source: int, value: Any) -> Any:
-        """An object of one rank of the world on all of them, by way of the hosts.
+        """Returns an object of one rank of the world on all of them, by way of the hosts.
 
         Raises:
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
@@ -235,7 +235,7 @@ class Mesh:
             return broadcast_object(value, source, self.world)
 
     def on_first(self, value: Any) -> list[Any]:
-        """Plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
+        """Returns plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
         first = self.local_rank == 0
         found: list[Any] = [None] * self.layout.ranks_per_pipeline if first else []
         dist.gather_object(value, found or None, dst=self.world_rank(0), group=self.transfers)
@@ -295,7 +295,7 @@ class Mesh:
             ) from error
 
     def reduction_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group that sums the gradients of parameters held by exactly these world ranks."""
+        """Returns the group that sums the gradients of parameters held by exactly these world ranks."""
         return self._reduction[ranks]
 
     def connect_reductions(self, holders: Iterable[tuple[int, ...]]) -> None:
@@ -314,7 +314,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def reconnected(self) -> Iterator[None]:
-        """Inside, the ranks of a pipeline can talk on the host again, after `disconnect`.
+        """Lets the ranks of a pipeline communicate on the host inside, after `disconnect`.
 
         Every rank of the world must enter it at the same time.
         """
@@ -366,7 +366,7 @@ class Mesh:
         return group
 
     def _summing_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """A group whose communicator exists, so that some of its ranks may exchange messages in it."""
+        """Returns a group whose communicator exists, so that some of its ranks may exchange messages in it."""
         ranks = tuple(ranks)
         group = self._new_group(ranks)
         if self.rank in ranks and self.backend != "gloo":
@@ -403,21 +403,21 @@ def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
-    """Plain data of one world rank on all ranks of a group; None for the default group."""
+    """Returns plain data of one world rank on all ranks of a group; None for the default group."""
     box = [value]
     dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 
 def gathered_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Plain data of every rank of a group, on all of them, by rank; None for the default group."""
+    """Returns plain data of every rank of a group, on all of them, by rank; None for the default group."""
     found = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
 def is_first_process() -> bool:
-    """Whether this process is alone, or rank 0 of several."""
+    """Returns whether this process is alone, or rank 0 of several."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -5,7 +5,7 @@ dtype. Sending them one by one costs a rendezvous each, so a message packs them 
 buffer. Its layout is known on both ends beforehand (shapes, dtypes and strides travel with the layer
 graph), so no header is ever sent.
 
-Strides are kept: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
+Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
 laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
 """
@@ -82,7 +82,7 @@ class MessageLayout:
         return views
 
     def _alias(self, tensor: Tensor, device: torch.device) -> Tensor | None:
-        """The bytes of one tensor that already lies in memory as the message would."""
+        """Returns the bytes of one tensor that already lies in memory as the message would."""
         spec = self.specs[0]
         same_place = tensor.device == device and tensor.stride() == spec.stride
         if not same_place or spec.nbytes != self.num_bytes:
@@ -106,19 +106,19 @@ class TensorShape(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorShape:
-        """The shape of a tensor."""
+        """Returns the shape of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
 def packed_shape(shapes: Sequence[TensorShape]) -> TensorShape:
-    """Of the message that holds tensors of some shapes: one as it is, several as bytes."""
+    """Returns the shape of the message that holds tensors of some shapes: one as it is, several as bytes."""
     if len(shapes) == 1:
         return shapes[0]
     return TensorShape((sum(shape.nbytes for shape in shapes),), torch.uint8)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One message of several tensors; each is copied once, whatever its strides."""
+    """Packs several tensors into one message; each is copied once, whatever its strides."""
     if len(tensors) == 1:
         return tensors[0]
     shapes = [TensorShape.of(x) for x in tensors]
@@ -133,14 +133,14 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
-    """The tensors of a message; each in memory of its own, aligned as if it had been computed here."""
+    """Returns the tensors of a message; each in memory of its own, aligned as if it had been computed here."""
     if len(shapes) == 1:
         return [message]
     return [p.clone().view(s.dtype).view(s.shape) for p, s in _pieces(message, shapes)]
 
 
 def look_into(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
-    """The tensors of a message where they lie, for those who only copy them elsewhere."""
+    """Returns the tensors of a message where they lie, for those who only copy them elsewhere."""
     if len(shapes) == 1:
         return [message]
     return [
@@ -154,7 +154,7 @@ def _pieces(message: Tensor, shapes: Sequence[TensorShape]) -> Iterable[tuple[Te
 
 
 def as_received(x: Tensor) -> Tensor:
-    """The tensor laid out as if it had come in a message, since strides and alignment decide about last bits."""
+    """Lays a tensor out as if it had come in a message, since strides and alignment decide about last bits."""
     stride = 1
     for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if own != stride:

@@ -3,7 +3,7 @@
 A receive needs the memory of its buffer, and may overtake everything that was computed since it got it.
 
 Each communicator has a stream of its own, too, and a GPU has few queues for all of them. Streams that share one
-wait for each other: a receive then stands behind a send that the other end takes only when it has sent itself.
+wait for each other: a receive then stands after a send that the other end takes only when it has sent itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SideStreams:
 
     @staticmethod
     def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The stream that computes now on a device, for another thread to enter.
+        """Returns the stream that computes now on a device, for another thread to enter.
 
         A sum of gloo over tensors of a GPU lets the stream of whoever waits for it wait for the copy back. A
         thread of its own begins in the default stream of the first GPU.
@@ -60,7 +60,7 @@ class SideStreams:
 
     @contextlib.contextmanager
     def beside(self, peer: int, buffer: Tensor, memory: torch.cuda.Event | None) -> Iterator[None]:
-        """Inside, operations begin in a stream that waits for the memory of a buffer, and for nothing else.
+        """Begins operations inside in a stream that waits for the memory of a buffer, and for nothing else.
 
         Args:
             peer: Whose stream.

@@ -43,7 +43,7 @@ class MessageKey(NamedTuple):
     microbatch: int
 
     def tag(self, num_stages: int) -> int:
-        """A number no other message of the step has."""
+        """Returns a number no other message of the step has."""
         return _KINDS.index(self.kind) * _TAGS_PER_KIND + self.microbatch * num_stages + self.stage
 
 
@@ -65,16 +65,16 @@ class Transport(Protocol):
     num_bytes_sent: int
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
-        """Starts sending; the buffer is kept alive until it has left."""
+        """Starts sending; the buffer lives until it has left."""
 
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
         """Posts a receive into `buffer`; returns at once."""
 
     def come_to(self, instruction: Instruction) -> None:
-        """This rank's program has come to an instruction: begins posted receives that are due in front of it."""
+        """Begins posted receives that are due before an instruction, to which the program has come."""
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Whether `wait` would return at once; the rank waits for no other message until it does."""
+        """Returns whether `wait` would return at once; the rank waits for no other message until it does."""
 
     def wait(self, key: MessageKey) -> Tensor:
         """Blocks until the posted receive has its message, and hands out the buffer."""
@@ -97,7 +97,7 @@ class Transport(Protocol):
         delivered: Mapping[MessageKey, Sequence[MessageKey]],
         due: Mapping[Instruction, Sequence[MessageKey]] | None,
     ) -> None:
-        """The next programs are those of another schedule; nothing is in flight. Arguments as of `P2PTransport`."""
+        """Follows another schedule from now on, when nothing is in flight. Arguments as of `P2PTransport`."""
 
     def finish(self) -> None:
         """Waits until every send has left."""
@@ -110,7 +110,7 @@ class Exchange(Protocol):
     """Many operations under way."""
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
 
     def wait(self) -> None:
         """Blocks until all are over."""
@@ -133,8 +133,8 @@ class P2PTransport:
         mesh: Positions and groups.
         num_stages: Stages of the plan; keeps tags apart.
         delivered: By message: what this rank has sent that has arrived when the message has. What no
-            message tells is kept until `finish`.
-        due: By instruction: the receives that begin in front of it, over NCCL. Others begin when they are
+            message tells is stored until `finish`.
+        due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
             waited for.
     """
 
@@ -183,7 +183,7 @@ class P2PTransport:
             self._begin(key)
 
     def come_to(self, instruction: Instruction) -> None:
-        """Begins posted receives that are due in front of an instruction."""
+        """Begins posted receives that are due before an instruction."""
         for key in self._due.get(instruction, ()):
             self._begin(key)
 
@@ -201,7 +201,7 @@ class P2PTransport:
         return work
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Whether `wait` would return at once; asking starts to wait, in a thread."""
+        """Returns whether `wait` would return at once; asking starts to wait, in a thread."""
         if not self._blocks_host:
             return True
         posted = self._posted[key]
@@ -273,7 +273,7 @@ class P2PTransport:
         del staging
 
         def unstage() -> None:
-            outgoing.clear()  # kept alive until sent
+            outgoing.clear()  # alive until sent
             for parcel, buffer in arriving:
                 if buffer is not parcel.buffer:
                     parcel.buffer.copy_(buffer)
@@ -296,7 +296,7 @@ class P2PTransport:
         delivered: Mapping[MessageKey, Sequence[MessageKey]],
         due: Mapping[Instruction, Sequence[MessageKey]] | None,
     ) -> None:
-        """The next programs are those of another schedule; see `Transport`."""
+        """Follows another schedule from now on; see `Transport`."""
         self._num_stages, self._delivered, self._due = num_stages, delivered, due or {}
 
     def finish(self) -> None:
@@ -383,10 +383,10 @@ class LoopbackTransport:
         self._posted[key] = buffer
 
     def come_to(self, instruction: Instruction) -> None:
-        """Nothing has to begin: messages lie in the mailbox."""
+        """Begins posted receives that are due before an instruction, to which this rank's program has come."""
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Whether the peer has sent."""
+        """Returns whether the peer has sent."""
         return (self._rank, key) in self._network
 
     def wait(self, key: MessageKey) -> Tensor:
@@ -404,17 +404,17 @@ class LoopbackTransport:
         return _LoopbackExchange(self, [parcel.key for parcel in receives])
 
     def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
-        """Nothing is started elsewhere in one process."""
+        """Raises, as nothing is started elsewhere in one process."""
         raise NotImplementedError(f"no {what} between processes in one process")
 
     def follow(self, *_facts: Any) -> None:
         """Mailboxes need to know no schedule."""
 
     def finish(self) -> None:
-        """Nothing is in flight: sends are copies."""
+        """Does nothing, as sends are copies."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, as nothing outlives a step."""
 
 
 @dataclass

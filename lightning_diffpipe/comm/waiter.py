@@ -20,7 +20,7 @@ class Pending:
         self._error: BaseException | None = None
 
     def is_over(self, within_s: float = 0.0) -> bool:
-        """Whether `result` would return, or raise, at once; waits so long for it."""
+        """Returns whether `result` would return, or raise, at once; waits so long for it."""
         return self._over.wait(within_s) if within_s else self._over.is_set()
 
     def result(self) -> None:

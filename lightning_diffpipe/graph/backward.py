@@ -154,7 +154,7 @@ def input_gradients(
 
 
 def _cut(values: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Consecutive parts of some sizes, and the rest."""
+    """Returns consecutive parts of some sizes, and the rest."""
     parts = []
     for size in sizes:
         parts.append(values[:size])
@@ -192,7 +192,7 @@ class _Graph:
                 self._weights[node] = frozenset().union(*below)
 
     def weights_below(self, nodes: Iterable[Node]) -> list[Tensor]:
-        """Weights that can be reached from nodes off the ways to inputs, in a fixed order."""
+        """Returns weights that can be reached from nodes off the ways to inputs, in a fixed order."""
         found: dict[Tensor, None] = {}
         wanted = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
         for node in self._order:
@@ -205,7 +205,7 @@ class _Graph:
 
         Returns:
             Nodes with weights that hang off them alone; and, for all other weights, the edges (node,
-            input number) behind the exit. No exit of the second kind lies below another.
+            input number) below the exit. No exit of the second kind lies below another.
         """
         leaving: dict[tuple[Node, int], set[Node]] = {}
         for node in self._order:
@@ -223,7 +223,7 @@ class _Graph:
         return apart, self._highest([exit_ for exit_ in leaving if exit_ in shared])
 
     def _shared(self, leaving: dict[tuple[Node, int], set[Node]]) -> set[tuple[Node, int]]:
-        """Exits from which some weight can be reached that hangs off another node, too."""
+        """Returns exits from which some weight can be reached that hangs off another node, too."""
         owners: dict[Tensor, set[Node]] = {}
         for (child, _), nodes in leaving.items():
             for weight in self._weights[child]:

@@ -54,7 +54,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Deterministic: FLOPs of matrix products, number of elements written by all other operators."""
+    """Returns FLOPs of matrix products, the number of elements written by all other operators; deterministic."""
     if func.is_view:
         return 0
     flops = flop_registry.get(func.overloadpacket)
@@ -67,7 +67,7 @@ def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def forward_replaced(
     root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
 ) -> Iterator[None]:
-    """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` step aside."""
+    """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` are bypassed."""
     wanted = set(names)
     undo: list[tuple[nn.Module, str, Any]] = []
 
@@ -217,7 +217,7 @@ class CallTree(TorchDispatchMode):
         return recorded
 
     def note_gradients(self, function: str) -> None:
-        """A function that takes gradients is called by the module that runs."""
+        """Notes that the module that runs calls a function that takes gradients."""
         self.stack[-1].takes = function
 
 
@@ -282,7 +282,7 @@ def choose_layers(
 
 
 def _whole(top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
-    """Modules that cannot be expanded; warns if some would have been.
+    """Returns modules that cannot be expanded; warns if some would have been.
 
     Those that differentiate what they call may have to be: then the trace says where they do.
     """
@@ -316,7 +316,7 @@ def inside_function(name: str) -> str:
 
 
 def uncalled_owners(root: nn.Module, seen: Collection[str], layers: Collection[str]) -> set[str]:
-    """Modules with parameters that were neither called nor lie inside a layer: a call of them is news."""
+    """Returns modules with parameters that were neither called nor lie inside a layer."""
     inside = tuple(name + "." for name in layers)
     return {
         name

@@ -8,7 +8,7 @@ computes its gradients without the others, and their stages may run in opposite 
                                                                     +-> sum
     upscaler  down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
 
-Whether the terms are independent is tried: the code behind the last layer is run with random numbers in place of
+Whether the terms are independent is tried: the code after the last layer is run with random numbers in place of
 what layers give, and the gradient of every chain must be the same whatever the other chains give, NaN included.
 No layer runs for that, so it takes milliseconds, and only steps are looked at that have several chains.
 
@@ -77,13 +77,13 @@ def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: La
         except Exception as error:  # of any code, on numbers that mean nothing
             joined_by = (
                 "whether each backbone has a loss of its own cannot be found out: with random numbers in place of "
-                f"layers the code behind the last one ends with {type(error).__name__}: {error}"
+                f"layers the code after the last one ends with {type(error).__name__}: {error}"
             )
     return Chains((0,), joined_by) if joined_by else Chains(starts)
 
 
 def _starts(graph: LayerGraph) -> tuple[int, ...]:
-    """Positions from which on nothing but the loss reads what was made before; two layers apart at least."""
+    """Returns positions after which only the loss reads what was made before; two layers apart at least."""
     position = {layer: at for at, layer in enumerate(graph.path)}
     reaches = list(range(len(graph.path)))  # the last position that is connected with this one
     for at, layer in enumerate(graph.path):
@@ -173,7 +173,7 @@ def _mixed_loss(
 
 
 def _metrics(root: nn.Module) -> dict[int, list[Tensor]]:
-    """Copies of the states of metric objects."""
+    """Returns copies of the states of metric objects."""
     return {
         id(module): [leaf.detach().clone() for leaf in pytree.tree_leaves(own)]
         for module, own in own_tensors(root.modules())
@@ -195,7 +195,7 @@ def _updated(root: nn.Module, before: Mapping[int, list[Tensor]]) -> str:
 def _fillings(
     graph: LayerGraph, end: StageCut, own: Collection[TensorKey]
 ) -> list[dict[TensorKey, Tensor]]:
-    """Random numbers in place of what a chain gives, the same each time, and unlike ones and NaN for the others."""
+    """Returns the same random numbers each time in place of what a chain gives; others, then NaN, for the rest."""
     fillings = []
     for seed in (1, 2, None):
         of_own, of_others = torch.Generator().manual_seed(0), torch.Generator()
@@ -255,7 +255,7 @@ def passes(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
 
 
 def without_gradient(graph: LayerGraph) -> frozenset[int]:
-    """Positions of the path to which no gradient has to come, nor to pass: their stages need no backward."""
+    """Returns positions of the path that no gradient reaches or passes: their stages need no backward."""
     carrying = [graph.layers[i].carries_gradient for i in graph.path]
     ranges = passes(graph)
     if not ranges:

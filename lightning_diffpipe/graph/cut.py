@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.graph.layer import Call, LayerGraph, TensorKey, Value
+from lightning_diffpipe.graph.layer import ContainerCall, LayerGraph, TensorKey, Value
 from lightning_diffpipe.planning.routing import Route, route
 
 FROZEN_SHARE = 0.1
@@ -108,7 +108,7 @@ def cut(
     first_stages: Sequence[int] = (0,),
     may_be_empty: bool = False,
 ) -> Cut:
-    """Cuts the trained path in front of the given positions.
+    """Cuts the trained path before the given positions.
 
     Args:
         graph: The probed step.
@@ -190,7 +190,7 @@ def uncut(graph: LayerGraph) -> StageCut:
 
 
 def tail(graph: LayerGraph) -> StageCut:
-    """Returns the code behind the last layer, as a stage that runs no layer at all."""
+    """Returns the code after the last layer, as a stage that runs no layer at all."""
     return _stage_cut(graph, 0, frozenset(), graph.tail_reads, {}, True)
 
 
@@ -249,7 +249,7 @@ def _stage_cut(
 
 
 def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
-    """Bytes that cross a cut in front of each position of the path (0 .. len(path)).
+    """Returns bytes that cross a cut before each position of the path (0 .. len(path)).
 
     Containers before the cut count as folded: of a residual stream only the sum crosses. These are the
     sizes for the batch the graph was probed with; what the loss reads crosses the end.
@@ -267,9 +267,9 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
 
 
 def _crossing_bytes(
-    graph: LayerGraph, wanted: Iterable[Value], stop: int, foldable: Container[Call]
+    graph: LayerGraph, wanted: Iterable[Value], stop: int, foldable: Container[ContainerCall]
 ) -> int:
-    """Bytes of what was made before layer `stop` on the path, among what is wanted later."""
+    """Returns bytes of what was made before layer `stop` on the path, among what is wanted later."""
     total, seen, stack = 0, set(wanted), list(wanted)
     while stack:
         value = stack.pop()
@@ -287,7 +287,7 @@ def _crossing_bytes(
 
 
 def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Tensors of the path that are read far behind where they are made.
+    """Returns tensors of the path that are read far after they are made.
 
     Returns:
         For each its bytes, for the batch that was probed; the position in the path of the layer that makes it (of
@@ -328,14 +328,14 @@ def _layers_of(graph: LayerGraph, value: Value) -> range:
     return range(value[0], value[0] + 1)
 
 
-def _folds(graph: LayerGraph, call: Call) -> bool:
+def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
     """Returns whether a container becomes one layer of a stage if it lies within it."""
     on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
     stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
     return on_path and not stays
 
 
-def is_mixed(graph: LayerGraph, call: Call) -> bool:
+def is_mixed(graph: LayerGraph, call: ContainerCall) -> bool:
     """Returns whether a container holds trained layers and much frozen work."""
     layers = [graph.layers[i] for i in range(call.first, call.stop)]
     total = sum(layer.cost_flops for layer in layers)

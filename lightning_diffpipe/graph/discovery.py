@@ -210,7 +210,7 @@ class StepProbe:
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
-        rng.seed_all(self._seed, host=True)  # also of fake runs: coins fall alike on all ranks
+        rng.seed_all(self._seed, host=True)  # also of fake runs: coins fall the same on all ranks
         with torch.enable_grad(), self._fake_mode or contextlib.nullcontext():
             return around(lambda: self._step(self._module, batch))
 
@@ -284,7 +284,7 @@ class StepProbe:
     def _dims_of_more_samples(
         self, tracer: Tracer, layers: Collection[str], containers: Collection[str]
     ) -> tuple[_MoreSamples | None, list[_Dims]]:
-        """Leading dimensions of arguments and outputs with one sample more, if the step runs.
+        """Returns leading dimensions of arguments and outputs with one sample more, if the step runs.
 
         Returns:
             Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
@@ -425,7 +425,7 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
 
 
 def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples | None) -> list[_Dims] | None:
-    """Returns what an earlier run tells about all layers; calls without layers inside cannot be told apart."""
+    """Returns what an earlier run tells about all layers; calls without layers inside look the same."""
     keys = [(r.name, r.fine_start, r.fine_start + r.num_fine) for r in records]
     if known is None or any(
         first == stop or (n, first, stop) not in known for n, first, stop in keys

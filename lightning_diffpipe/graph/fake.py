@@ -34,7 +34,7 @@ SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
-    """Same shape, strides, type and device; must be called under the fake mode."""
+    """Returns a fake tensor of the same shape, strides, type and device; must be called under the fake mode."""
     fake = torch.empty_strided(
         tensor.shape, true_stride(tensor), dtype=tensor.dtype, device=tensor.device
     )
@@ -217,7 +217,7 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
             yield
         finally:
             with torch.no_grad():
-                # Versions do not tell: batch norm changes its statistics behind their back.
+                # Versions do not tell: batch norm changes its statistics without counting them up.
                 for module, key, buffer, value in buffers:
                     buffer.copy_(value)
                     module._buffers[key] = buffer  # the step may have put another in its place

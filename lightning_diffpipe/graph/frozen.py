@@ -70,7 +70,7 @@ class FrozenView:
         self._samples_compared = False
 
     def remember(self, memo: Memo | None) -> None:
-        """Calls frozen layers through a memo from now on; None: as they are."""
+        """Calls frozen layers through a memo from now on, or through none."""
         self._plan.memo = memo
 
     @property
@@ -126,7 +126,7 @@ class FrozenView:
         )
 
     def mixing(self, call: Callable[[], Any], seed: int) -> frozenset[str]:
-        """Layers whose results for a single sample are not its rows of the results for all samples.
+        """Returns layers whose results for a single sample are not its rows of the results for all samples.
 
         Only results that stages read are compared: a layer that mixes samples inside shows in those.
 
@@ -211,7 +211,7 @@ class FrozenView:
         """Kernels are chosen by size, so that parts of a batch may differ by rounding.
 
         It is that of the coarsest type on the way: under autocast a text encoder's products are bfloat16, and the
-        norm behind them makes float32 of it.
+        norm after them makes float32 of it.
         """
         if not value.dtype.is_floating_point:
             return 0.0
@@ -268,13 +268,13 @@ class FrozenRun(StubbedRun):
         self._groups = groups
 
     def before_fine_layer(self, name: str) -> None:
-        """A paused run waits here."""
+        """Waits, if the run is to pause."""
         self.at = name
         if self.pause is not None:
             self.pause()
 
     def received(self, layer: Layer, leaf: int) -> Tensor:
-        """Frozen layers read nothing but frozen layers."""
+        """Raises, as frozen layers read nothing but frozen layers."""
         raise GraphError(f"frozen layers read output {leaf} of {layer.name}, which is trained")
 
     def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
@@ -380,7 +380,7 @@ class PausedRun:
 
     @property
     def next_layer(self) -> str:
-        """The layer in front of which it is paused; empty before the first piece and after the last."""
+        """The layer before which it is paused; empty before the first piece and after the last."""
         return "" if self.done else self._run.at
 
     @property
@@ -416,7 +416,7 @@ class PausedRun:
         """Runs layers of the fine graph for as long as a function says yes; says whether all is done.
 
         Args:
-            goes_on: Called with the name of the next layer in front of every one, in the run's own
+            goes_on: Called with the name of the next layer before every one, in the run's own
                 thread, which costs no switch between threads.
 
         Raises:
@@ -455,7 +455,7 @@ class PausedRun:
             self._attributes.restore(attributes)
 
     def _work(self) -> None:
-        """The whole step, pausing inside."""
+        """Runs the whole step, pausing inside."""
         try:
             with self._interception.running(self._run):
                 self._run.walk(self._call)
@@ -467,7 +467,7 @@ class PausedRun:
             del self._call
 
     def _pause(self) -> None:
-        """Called by the coroutine before every layer of the fine graph."""
+        """Pauses as often as the owner wants; called by the coroutine before every layer of the fine graph."""
         while self._coroutine.is_cancelled or not self._goes_on(self._run.at):
             self._coroutine.pause()
         self.num_layers_done += 1

@@ -172,7 +172,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ContainerCall:
     """One call of an expanded container: the layers `first` .. `stop - 1` were called inside it.
 
     Attributes:
@@ -205,7 +205,7 @@ class FoldedOutput:
         parts: What it was made of.
     """
 
-    call: Call
+    call: ContainerCall
     num_bytes: int
     parts: frozenset[Value]
 
@@ -253,7 +253,7 @@ class LayerGraph:
     tail_reads: frozenset[TensorKey]
     tail_parameters: frozenset[str]
     trained: frozenset[str]
-    calls: tuple[Call, ...]
+    calls: tuple[ContainerCall, ...]
     fine_names: tuple[str, ...]
     seeded: frozenset[str]
     leaky: frozenset[str]
@@ -310,7 +310,7 @@ class LayerGraph:
         return self.mode.startswith("real")
 
     def stream(self, index: int) -> frozenset[Value]:
-        """Returns what a layer reads, or behind the last one the loss, with outputs of containers as one."""
+        """Returns what a layer reads, or after the last one the loss, with outputs of containers as one."""
         if self.streams:
             return self.streams[index]
         return self.layers[index].reads if index < len(self.layers) else self.tail_reads
@@ -363,7 +363,7 @@ def _canonical(layer: Layer) -> Iterator[str]:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides that `torch.empty_like` would choose: those of the tensor where it is dense.
+    """Returns strides that `torch.empty_like` would choose: those of the tensor where it is dense.
 
     Example:
         >>> dense_stride(torch.zeros(2, 3).t()), dense_stride(torch.zeros(1).expand(2, 3))

@@ -158,7 +158,7 @@ class StubbedRun:
         return not self._inside
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Values logged here may be dummies: muted."""
+        """Mutes what is logged, as its values may be dummies."""
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes or stubs the next layer."""
@@ -183,7 +183,7 @@ class StubbedRun:
         return out
 
     def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Inside a layer, the layers of the fine graph keep their private random streams."""
+        """Runs a layer of the fine graph inside a layer, with a random stream of its own if it draws."""
         plan = self._plan
         if self._in_fine or site.name not in plan.fine:
             return site.diffpipe_original(*args, **kwargs)
@@ -198,7 +198,7 @@ class StubbedRun:
             self._in_fine = False
 
     def before_fine_layer(self, name: str) -> None:
-        """Frozen runs pause here."""
+        """Does nothing; frozen runs pause."""
 
     def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
         """Calls an own layer, or remembers what it gave for these arguments."""

@@ -9,7 +9,7 @@ number, and an argument that differs (another crop, a dropped caption) is simply
                                                  '-- else ----> run the whole group, store what was missing
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the
-step twice with different seeds; a VAE's posterior is drawn behind its layers, so that its moments are
+step twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are
 stored and every epoch draws anew.
 """
 
@@ -60,13 +60,13 @@ class Entry:
 
 
 class Store(Protocol):
-    """Where entries are kept."""
+    """Where entries are stored."""
 
     def read(self, key: str) -> Entry | None:
         """Returns the entry of a key; None if there is none."""
 
     def write(self, key: str, entry: Entry) -> None:
-        """Keeps an entry."""
+        """Stores an entry."""
 
 
 @dataclass
@@ -92,13 +92,13 @@ class LayerMemo:
     """Calls frozen layers through a store.
 
     Args:
-        store: Where entries are kept.
+        store: Where entries are stored.
         names: Modules that are remembered; calls of others just run.
         num_verified: So many calls of each layer that were found are computed all the same, and compared.
 
     Attributes:
         statistics: What was found.
-        stores: Whether what is computed is kept.
+        stores: Whether what is computed is stored.
     """
 
     def __init__(self, store: Store, names: frozenset[str], num_verified: int = 2) -> None:
@@ -190,7 +190,7 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
 
 
 def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozenset[str]:
-    """Modules whose arguments do not follow the random numbers of a step.
+    """Returns modules whose arguments do not follow the random numbers of a step.
 
     The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the
     samples bring the same arguments both times: noise changes all of them, caption dropout a few.
@@ -346,12 +346,12 @@ def _values_of(config: Any) -> str:
     """Returns the values of a diffusers or transformers config; the kind of any other."""
     values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
     attention = getattr(config, "_attn_implementation", None)
-    kept = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
-    return f"{type(config).__qualname__} {kept} {attention}"
+    stored = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
+    return f"{type(config).__qualname__} {stored} {attention}"
 
 
 def _circumstances() -> str:
-    """Settings of the process that change results."""
+    """Returns settings of the process that change results."""
     autocast = [
         (kind, str(torch.get_autocast_dtype(kind)))
         for kind in ("cpu", "cuda")
@@ -414,7 +414,7 @@ def _laid_out(value: Tensor, stride: tuple[int, ...], device: torch.device) -> T
 
 
 def _compare(layer: Layer, remembered: Any, computed: Any) -> None:
-    """Stored and computed outputs must be equal, up to the rounding of kernels chosen by position."""
+    """Requires stored and computed outputs to be equal, up to the rounding of kernels chosen by position."""
     pairs = zip(_tensor_leaves(layer, remembered), _tensor_leaves(layer, computed), strict=True)
     for (stored, _), (value, _) in pairs:
         if torch.equal(stored, value):

@@ -23,7 +23,7 @@ _STRIDE = "_diffpipe_stride"
 
 @contextlib.contextmanager
 def created_in(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which tensors are made in a type at once, unless somebody says otherwise.
+    """Makes tensors inside in a type at once, unless their code names another.
 
     Converted later, they would need the memory of both types.
 
@@ -44,7 +44,7 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def true_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of a parameter where it lives; of any other tensor its own."""
+    """Returns strides of a parameter where it lives; of any other tensor its own."""
     return tuple(getattr(tensor, _STRIDE, None) or tensor.stride())
 
 
@@ -106,7 +106,7 @@ def has_own_tensors(module: nn.Module) -> bool:
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Tensors, and lists of them, that are plain attributes of modules which move them: states of metrics."""
+    """Returns tensors, and lists of them, that are plain attributes of modules: states of metrics."""
     return [
         (module, {name: value for name, value in module.__dict__.items() if _is_tensors(value)})
         for module in modules

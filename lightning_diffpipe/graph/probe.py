@@ -118,11 +118,11 @@ def reprobe(
         new = trace_layers(root, step, batch, graph, graph.layer_names, containers, seed=seed)
     except LayerLeakError as error:
         raise GraphError(f"this batch takes another way through the step: {error}") from error
-    alike = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
-    if not alike and not any_form:
+    same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
+    if not same_calls and not any_form:
         raise _other_sequence(graph.layer_names, new.layer_names)
     same = new.trained == graph.trained and new.frozen == graph.frozen
-    if not (same if alike else new.trained <= graph.trained):
+    if not (same if same_calls else new.trained <= graph.trained):
         odd = sorted(new.trained - graph.trained) or sorted(graph.trained - new.trained)
         odd = odd or ["the frozen layers"]
         raise GraphError(
@@ -324,7 +324,7 @@ def _fake(
 
 @contextlib.contextmanager
 def _without_reports_of_torch() -> Iterator[None]:
-    """An operator that fails on fake tensors is no news: the probe goes on with real ones."""
+    """Mutes torch's report of an operator that fails on fake tensors: the probe goes on with real ones."""
     reports = logging.getLogger("torch._subclasses.fake_tensor")
     level = reports.level
     reports.setLevel(logging.CRITICAL)

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import operator_cost, tensors_in
-from lightning_diffpipe.graph.layer import Call, FoldedOutput, Value
+from lightning_diffpipe.graph.layer import ContainerCall, FoldedOutput, Value
 from lightning_diffpipe.graph.rng import draws
-from lightning_diffpipe.graph.side_effects import HOOKING, OwnGenerators
+from lightning_diffpipe.graph.side_effects import HOOKING, GeneratorDraws
 
 _VALUE_READS = {
     torch.Tag.data_dependent_output,
@@ -146,7 +146,7 @@ class Provenance(TorchDispatchMode):
         self.glue_drew = False
         self.glue_writes: set[str] = set()
         self.glue_parameter_writes: set[str] = set()
-        self.generators = OwnGenerators(module)
+        self.generators = GeneratorDraws(module)
         self.hooks: list[Hooked] = []
         self.changes_gradients = False
         self.batch_writes: set[str] = set()
@@ -186,7 +186,7 @@ class Provenance(TorchDispatchMode):
         self.set_tags(tensor, {key})
         self._owner[_key(tensor)] = key
 
-    def fold(self, call: Call, out: Any, arguments: Any) -> None:
+    def fold(self, call: ContainerCall, out: Any, arguments: Any) -> None:
         """Makes what a container returns one value each, besides what it only passes through."""
         passed = {_key(tensor) for tensor in tensors_in(arguments)}
         num_bytes: dict[int, int] = {}
@@ -221,7 +221,7 @@ class Provenance(TorchDispatchMode):
         return tags
 
     def of(self, tree: Any) -> set[Any]:
-        """Tags of all tensors in a tree.
+        """Returns tags of all tensors in a tree.
 
         Raises:
             LeakError: One of them lives inside a layer that is not the current one.
@@ -229,7 +229,7 @@ class Provenance(TorchDispatchMode):
         return self._outside(self._raw(tensors_in(tree)))
 
     def _outside(self, tags: set[Any]) -> set[Any]:
-        """Tags without those of values inside the current layer; refuses those of values inside another."""
+        """Returns tags without those of values inside the current layer; refuses those of values inside another."""
         inside = None if self.current is None else self.current.index
         for tag in tags:
             if isinstance(tag, Leak) and tag.layer != inside:
@@ -238,13 +238,13 @@ class Provenance(TorchDispatchMode):
         return {tag for tag in tags if not isinstance(tag, Leak)}
 
     def value_read(self, tree: Any) -> None:
-        """A value becomes a Python object: all that follows may depend on it."""
+        """Notes that a value becomes a Python object: all that follows may depend on it."""
         (self.control if self.current is None else self.current.reads).update(self.of(tree))
 
     def hook(self, tensor: Tensor, changes: bool) -> None:
-        """Somebody puts a gradient hook on a tensor, which may change its gradient.
+        """Notes a gradient hook that is put on a tensor, and may change its gradient.
 
-        Only in glue do stages see parts of a gradient; one that is only kept may be a part.
+        Only in glue do stages see parts of a gradient; one that is only retained may be a part.
         """
         self.changes_gradients |= changes
         if self.current is not None:
@@ -320,7 +320,7 @@ class Provenance(TorchDispatchMode):
                 self.set_tags(tensor, self._raw([tensor]) | new)
 
     def _is_own_state(self, tensor: Tensor) -> bool:
-        """A module that updates its own buffers (running statistics) does not leak."""
+        """Returns whether a module updates a buffer of its own (running statistics), which is no leak."""
         buffer = self._buffer.get(_key(tensor))
         if buffer is None:
             return False
@@ -333,14 +333,14 @@ class Provenance(TorchDispatchMode):
     def keeps_state(self, old: Tensor, new: Tensor) -> bool:
         """Returns whether a buffer is replaced by what depends on its value before, or on layers.
 
-        All else, such as a table for a length, comes out alike wherever it is made.
+        All else, such as a table for a length, comes out the same wherever it is made.
         """
         tags = self._tags.get(_key(new), (None, frozenset()))[1]
         return _key(old) in self._read_buffers or bool(values(tags))
 
 
 def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
-    """Tags with those of layers in place of those of containers."""
+    """Returns tags with those of layers in place of those of containers."""
     flat: set[Any] = set()
     for tag in tags:
         flat |= tag.tags if isinstance(tag, Folded) else {tag}
@@ -348,7 +348,7 @@ def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
 
 
 def values(tags: Iterable[Any]) -> frozenset[Value]:
-    """Outputs of layers and containers among tags."""
+    """Returns outputs of layers and containers among tags."""
     return frozenset(
         tag.index if isinstance(tag, Folded) else tag
         for tag in tags

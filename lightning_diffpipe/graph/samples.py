@@ -3,7 +3,7 @@
 Of a batch that is known from its form: tensors and arrays with so many rows, lists with so many entries, tuples of
 so many strings. A collate function may as well have put tensors of all samples into a list, `[images, labels]`, so
 what holds batched parts is a container however long it is. A pair of numbers is a value. Two pairs of captions may
-be either, so the form of a full batch is kept, and looked for in smaller ones.
+be either, so the form of a full batch is stored, and looked for in smaller ones.
 
 Of what layers take and give it is learnt by running the step with one sample more. A dimension that has
 `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample; one that does not change is
@@ -173,7 +173,7 @@ def sample_counts(batch: Any) -> dict[str, int]:
 
 
 def count_samples(batch: Any, form: Form | OwnForm | None = None) -> int | None:
-    """Number of samples: dimension 0 of the first tensor or array, or else the length of the first list.
+    """Returns the number of samples: dimension 0 of the first tensor or array, else the length of the first list.
 
     A module that counts them itself (`OwnForm`) is asked.
 
@@ -210,7 +210,7 @@ def _is_shared(leaf: Any, num_samples: int) -> bool:
 
 
 def _first_counts(batch: Any) -> Iterator[int]:
-    """Lengths of tensors and arrays; of lists of values; of other lists. Only the first counts."""
+    """Returns lengths of tensors and arrays; of lists of values; of other lists. Only the first counts."""
     leaves = pytree.tree_leaves(batch, is_leaf=_is_values)
     yield from (
         int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim
@@ -252,7 +252,7 @@ def _holds_batched(item: Any, num_samples: int) -> bool:
 
 
 def rows(size: Any, more: Any, num_samples: int) -> int | None:
-    """Rows per sample from the sizes at `n` and `n + 1` samples, None if there is no such pattern.
+    """Returns rows per sample from the sizes at `n` and `n + 1` samples, None if there is no such pattern.
 
     Example:
         >>> rows(8, 12, 2), rows(77, 77, 2), rows(5, 7, 2)
@@ -269,7 +269,7 @@ def rows(size: Any, more: Any, num_samples: int) -> int | None:
 def argument_rows(
     dims: Sequence[Any], more: Sequence[Any] | None, num_samples: int | None
 ) -> tuple[int | None, ...] | None:
-    """Rows per sample of every leaf of the arguments; None if the arguments cannot be cut."""
+    """Returns rows per sample of every leaf of the arguments; None if the arguments cannot be cut."""
     if more is None or num_samples is None or len(dims) != len(more):
         return None
     found: list[int | None] = []
@@ -288,7 +288,7 @@ def argument_rows(
 def output_rows(
     dims: Sequence[Any], more: Sequence[Any] | None, num_samples: int | None
 ) -> list[int | None]:
-    """Rows per sample of every leaf of the outputs."""
+    """Returns rows per sample of every leaf of the outputs."""
     if more is None or num_samples is None or len(dims) != len(more):
         return [None] * len(dims)
     return [rows(size, larger, num_samples) for size, larger in zip(dims, more, strict=True)]

@@ -142,7 +142,7 @@ def _caller(into: str = "") -> str:
 _OWN = ("/torch/", "/lightning_diffpipe/graph/")
 
 
-class OwnGenerators:
+class GeneratorDraws:
     """Finds out from which generators besides the global ones a step draws, which no run restores.
 
     Args:
@@ -386,7 +386,7 @@ class _NoHandle:
     """What `register_hook` returns, of a hook that was never put."""
 
     def remove(self) -> None:
-        """Nothing to remove."""
+        """Does nothing, as there is no hook."""
 
 
 class NoHooksWithoutGradients(TorchFunctionMode):

@@ -78,7 +78,7 @@ def _alias(leaf: Any) -> Any:
 
 
 def batch_signature(batch: Any) -> str:
-    """Shapes, dtypes and structure of a batch: batches of equal signature share one graph.
+    """Returns shapes, dtypes and structure of a batch: batches of equal signature share one graph.
 
     Values of numbers and strings do not count, booleans and None do, as they steer control flow.
 
@@ -102,7 +102,7 @@ def batch_signature(batch: Any) -> str:
 
 
 def _signature_inside(batch: Any) -> str:
-    """Signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
+    """Returns signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
     if type(batch) not in pytree.SUPPORTED_NODES:
         return ""
     children, _ = pytree.SUPPORTED_NODES[type(batch)].flatten_fn(batch)

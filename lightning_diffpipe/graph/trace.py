@@ -25,7 +25,7 @@ from lightning_diffpipe.graph.calltree import (
     inside_function,
 )
 from lightning_diffpipe.graph.interception import generator_name
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Call, Opaque, SameAs, TensorSpec
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, ContainerCall, Opaque, SameAs, TensorSpec
 from lightning_diffpipe.graph.provenance import LayerRecord, Provenance, ValueReads
 from lightning_diffpipe.graph.side_effects import (
     AttributeWrites,
@@ -55,7 +55,7 @@ def logging_replaced(module: nn.Module, sink: Callable[..., None]) -> Iterator[N
 
 @contextlib.contextmanager
 def checkpointing_off() -> Iterator[None]:
-    """Activation checkpointing changes no value: the probe calls the function itself, at any binding."""
+    """Lets checkpointed functions be called directly inside: it changes no value. Sees any binding."""
     module: Any = torch.utils.checkpoint
     generator, function = getattr(module, generator_name()), module.CheckpointFunction
 
@@ -101,7 +101,7 @@ class Tracer:
     ) -> None:
         self.provenance = Provenance(module, original)
         self.attributes = AttributeWrites(module, lambda: not self._in_fine)
-        self.calls: list[Call] = []
+        self.calls: list[ContainerCall] = []
         self.fine_names: list[str] = []
         self.logged: set[Any] = set()
         self.drew_host_random = False
@@ -192,7 +192,7 @@ class Tracer:
             out = forward(*args, **kwargs)
         finally:
             drew = self.provenance.glue_drew
-            call = Call(name, first, len(self.records), drew)
+            call = ContainerCall(name, first, len(self.records), drew)
             self.calls.append(call)
             self.provenance.glue_drew = drew or before
         if call.stop > call.first:
@@ -269,7 +269,7 @@ class Tracer:
 
 
 def leading_dims(tree: Any) -> list[Any]:
-    """Size of dimension 0 of every tensor leaf (-1 for scalars), other leaves as text."""
+    """Returns the size of dimension 0 of every tensor leaf (-1 for scalars), other leaves as text."""
     return [
         (leaf.shape[0] if leaf.ndim else -1)
         if isinstance(leaf, Tensor)
@@ -284,7 +284,7 @@ def _same(a: rng.RandomState, b: rng.RandomState) -> bool:
 
 
 def nodes_below(loss: Tensor) -> set[Any]:
-    """Nodes of the autograd graph that a gradient of the loss reaches, found without running it."""
+    """Returns nodes of the autograd graph that a gradient of the loss reaches, found without running it."""
     seen: set[Any] = set()
     stack = [loss.grad_fn]
     while stack:

@@ -98,7 +98,7 @@ def _waits_for(tensor: Tensor) -> bool:
 
 
 def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
-    """Some elements of each tensor, as views, by dtype and device."""
+    """Returns some elements of each tensor, as views, by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta and _is_dense(tensor):

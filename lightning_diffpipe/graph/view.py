@@ -66,7 +66,7 @@ class StageView:
         self._trained = [p for name, p in root.named_parameters() if name in names]
 
     def remember(self, memo: Memo | None) -> None:
-        """Calls frozen layers through a memo from now on; None: as they are."""
+        """Calls frozen layers through a memo from now on, or through none."""
         self._plan.memo = memo
 
     def forward(
@@ -129,7 +129,7 @@ class StageRun(StubbedRun):
         self._later: WeightGradients | None = None
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Only who sees all that the loss reads has real values."""
+        """Passes logged values on where all that the loss reads is real."""
         if not self._plan.cut.is_last or not self._plan.cut.sees_all:
             return None
         if self._log is None:
@@ -236,7 +236,7 @@ class StageRun(StubbedRun):
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Calls of layers are recomputation now."""
+        """Counts calls of layers inside as recomputation."""
         self._inside = True
         with (
             rng.preserved(self._plan.graph.host_random),

@@ -1,7 +1,7 @@
 """Running a step again and again, at several sample counts, until the time allowed is used up.
 
 The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a
-disturbance of the machine meets them all alike. Where time is short, counts between the smallest and the
+disturbance of the machine meets them all. Where time is short, counts between the smallest and the
 largest are left out. A module that is too large for the device is timed layer by layer instead.
 
 torch reserves what it has freed of a GPU's memory for its next tensors. The driver counts that as used, and so do
@@ -63,7 +63,7 @@ class Bench:
         batch: The largest batch there is.
         graph: The layers, unfolded.
         device: Where to measure.
-        progress: Is told how far it is.
+        progress: Is called with how far it is.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Bench:
             fixed: Run all of the counts, however long it takes.
 
         Returns:
-            The times of steps; by layer the bytes kept for the backward; times of split
+            The times of steps; by layer the bytes saved for the backward; times of split
             backwards.
 
         Raises:
@@ -317,7 +317,7 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that tensors of this process may still take."""
+    """Returns bytes of a GPU that tensors of this process may still take."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -332,7 +332,7 @@ def give_back(device: torch.device) -> None:
 def without_variables(error: Exception) -> Exception:
     """Clears the variables of an error's frames: all activations of the step that failed are among them.
 
-    Where it was raised can still be told.
+    The traceback still says where it was raised.
     """
     cause: BaseException | None = error
     while cause is not None:

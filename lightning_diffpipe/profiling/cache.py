@@ -3,7 +3,7 @@
 The name of a file is a digest of all that: layers, parameters, shapes and types of the batch and of every
 layer's outputs, autocast, how float32 and attention are computed, which modules checkpoint gradients, device,
 threads, versions of torch and of this package. Files are plain
-`diffpipe-profile/1` JSON, fit for `diffpipe plan profile=...`. They are written aside and then renamed,
+`diffpipe-profile/1` JSON, fit for `diffpipe plan profile=...`. They are written elsewhere and then renamed,
 so that a reader never sees half of one. A file that cannot be read, or describes another model, is named in a
 warning and measured anew. One that is read is first compared with a few runs of the step: a profile taken
 while something else ran on the machine would spoil every plan from then on.
@@ -41,7 +41,7 @@ CACHE_VARIABLE = "DIFFPIPE_CACHE"
 """Environment variable that names the folder of the cache."""
 
 TOLERANCE = 0.15
-"""A kept profile holds if the step takes as long as it says, give or take this share."""
+"""A stored profile holds if the step takes as long as it says, give or take this share."""
 
 _BYTES_TOLERANCE = 0.01  # bytes are counted, not timed
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Returns where profiles are kept: `$DIFFPIPE_CACHE/profiles`, else below `~/.cache`."""
+    """Returns where profiles are stored: `$DIFFPIPE_CACHE/profiles`, else below `~/.cache`."""
     given = os.environ.get(CACHE_VARIABLE)
     root = Path(given) if given else Path.home() / ".cache" / "lightning_diffpipe"
     return root.expanduser() / "profiles"
@@ -69,7 +69,7 @@ def cached_profile(
 
     Args:
         subject: What is measured.
-        folder: Where profiles are kept; `cache_folder()` if not given.
+        folder: Where profiles are stored; `cache_folder()` if not given.
         agree: Where several ranks measure at once: gives all of them the first one's profile, or
             its verdict that it has none that holds.
         pool: As for `measure_profile`.
@@ -99,7 +99,7 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     """Runs the step a few times and compares; says so in a line if the profile does not hold.
 
     Times change without anything that names the file: another process on the cores, now or then, a
-    warmer chip, other libraries. Bytes kept for the backward change with the code of a layer, which does not name
+    warmer chip, other libraries. Bytes saved for the backward change with the code of a layer, which does not name
     it either.
     """
     if not subject.bench.fits:
@@ -120,7 +120,7 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     now_bytes, then_bytes = _activation_bytes(found, quick[-1]), _activation_bytes(known, quick[-1])
     if abs(now_bytes - then_bytes) > _BYTES_TOLERANCE * then_bytes:
         _log.warning(
-            "the kept profile %s has %.4g MB of activations for %d samples, and now they are %.4g MB; "
+            "the stored profile %s has %.4g MB of activations for %d samples, and now they are %.4g MB; "
             "measuring anew", source, then_bytes / 1e6, quick[-1], now_bytes / 1e6,
         )  # fmt: skip
         return False
@@ -128,14 +128,14 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
     if not holds:
         _log.warning(
-            "the kept profile %s has %.3g ms for %d samples, and now they take %.3g ms; "
+            "the stored profile %s has %.3g ms for %d samples, and now they take %.3g ms; "
             "measuring anew", source, 1e3 * then_s, quick[-1], 1e3 * now_s,
         )  # fmt: skip
     return holds
 
 
 def _step_s(profile: ModelProfile, samples: int) -> float:
-    """Seconds of a step on one rank, frozen layers included."""
+    """Returns seconds of a step on one rank, frozen layers included."""
     frozen = (layer for encoder in profile.encoders for layer in encoder.layers)
     return profile.trained_s(samples) + sum(layer.forward_s.at(samples) for layer in frozen)
 
@@ -158,7 +158,7 @@ def profile_path(
     folder: Path | None = None,
 ) -> Path:
     """Returns the file that holds, or will hold, a profile."""
-    facts = {
+    inputs = {
         "format": FORMAT,
         "content": _CONTENT,
         "graph": graph.digest,
@@ -174,7 +174,7 @@ def profile_path(
         "torch": torch.__version__,
         "lightning_diffpipe": _own_version(),
     }
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return (folder or cache_folder()) / f"{readable}-{digest}.json"
 
@@ -196,7 +196,7 @@ def _kernels(module: nn.Module) -> list[object]:
 
 
 def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
-    """Reads a kept profile; None, with a warning that names the file, if it is not one of this graph."""
+    """Reads a stored profile; None, with a warning that names the file, if it is not one of this graph."""
     if not path.exists():
         return None
     try:
@@ -204,16 +204,16 @@ def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
         _require_same_layers(profile, graph, path)
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         warnings.warn(
-            f"ignoring the kept profile {path}, and measuring anew: {error}", stacklevel=3
+            f"ignoring the stored profile {path}, and measuring anew: {error}", stacklevel=3
         )
         return None
     return profile
 
 
 def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -> None:
-    kept = [layer.name for backbone in profile.backbones for layer in backbone.layers]
+    stored = [layer.name for backbone in profile.backbones for layer in backbone.layers]
     expected = list(graph.path_names)
-    if kept != expected:
+    if stored != expected:
         raise ProfileError(f"{path} describes another model ({profile.name})")
 
 

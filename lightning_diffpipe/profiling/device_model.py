@@ -61,7 +61,7 @@ class DeviceModel:
     efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY)
 
     def seconds(self, kind: str, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
-        """Time of one operator of a class ("memory" for all but matrix products)."""
+        """Returns the time of one operator of a class ("memory" for all but matrix products)."""
         moved_s = num_bytes / (self.bandwidth_bytes_per_s * self.efficiency["memory"])
         if kind == "memory":
             return self.latency_s + moved_s
@@ -69,7 +69,7 @@ class DeviceModel:
         return self.latency_s + max(computed_s, moved_s)
 
     def peak_of(self, dtype: torch.dtype) -> float:
-        """Peak FLOP/s for a type; that of single precision for types that are not listed."""
+        """Returns the peak FLOP/s for a type; that of single precision for types that are not listed."""
         return self.peak_flops.get(str(dtype).removeprefix("torch."), self.peak_flops["float32"])
 
 
@@ -138,7 +138,7 @@ class ModelledClock(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         written = tensors_in(out)
-        # `_unsafe_view` is a view that autograd is not told of; it follows every batched product.
+        # `_unsafe_view` is a view that autograd does not know; it follows every batched product.
         is_view = func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view
         if is_view or not written or func.__name__.startswith("empty"):
             return out
@@ -160,7 +160,7 @@ def _kind(operator: str) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes that are read or written: an expanded tensor is as small as its storage."""
+    """Returns bytes that are read or written: an expanded tensor is as small as its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

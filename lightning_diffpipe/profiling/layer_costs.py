@@ -39,8 +39,8 @@ class LayerCost:
         forward_s: Forward.
         backward_s: Whole backward; of a frozen layer nothing.
         weight_gradient_s: The part of it that only makes weight gradients.
-        activation_bytes_per_sample: Bytes kept for the backward.
-        activation_bytes_per_microbatch: Bytes kept besides, whatever the number of samples.
+        activation_bytes_per_sample: Bytes saved for the backward.
+        activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
 
     forward_s: Seconds
@@ -115,7 +115,7 @@ def assemble(
 def _encoders(
     graph: LayerGraph, sizes: Mapping[str, int], costs: Mapping[int, LayerCost]
 ) -> tuple[EncoderProfile, ...]:
-    """Frozen layers, grouped by the top-level module they belong to."""
+    """Returns frozen layers, grouped by the top-level module they belong to."""
     groups: dict[str, list[Layer]] = {}
     for index in graph.frozen:
         layer = graph.layers[index]
@@ -149,7 +149,7 @@ def _encoder_layers(
 
 
 def output_bytes(layer: Layer, graph: LayerGraph) -> int:
-    """Bytes of all tensors a layer returns, for the batch that was probed."""
+    """Returns bytes of all tensors a layer returns, for the batch that was probed."""
     return sum(graph.spec(key).nbytes for key in layer.tensor_keys)
 
 
@@ -176,11 +176,11 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
     for layer in graph.layers:
         forward_s = layer.cost_flops / samples / _NOMINAL_FLOPS_PER_S
         trains = bool(layer.parameters & graph.trained) and layer.carries_gradient
-        kept = output_bytes(layer, graph) // samples if layer.carries_gradient else 0
+        saved = output_bytes(layer, graph) // samples if layer.carries_gradient else 0
         costs[layer.index] = LayerCost(
             forward_s=Seconds.per_sample(forward_s),
             backward_s=Seconds.per_sample(forward_s * (1 + trains) * layer.carries_gradient),
             weight_gradient_s=Seconds.per_sample(forward_s if trains else 0.0),
-            activation_bytes_per_sample=kept,
+            activation_bytes_per_sample=saved,
         )
     return assemble(type(module).__name__, module, graph, costs)

@@ -75,7 +75,7 @@ class Subject:
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs
             eight times at least.
         name: Name of the profile; the module's class if not given.
-        progress: Is told how far it is.
+        progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
         looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
     """
@@ -154,7 +154,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 def _measured(
     subject: Subject, counts: Sequence[int]
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    """Returns what this process finds: times, bytes kept by layer, what a split adds, and encodings."""
+    """Returns what this process finds: times, bytes saved by layer, what a split adds, and encodings."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved, splits = subject.bench.run(
@@ -225,7 +225,7 @@ def default_counts(num_samples: int | None, microbatch_size: int | None = None) 
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
-    """Median of the glue that every stage runs, by sample count."""
+    """Returns the median of the glue that every stage runs, by sample count."""
     return Seconds.of(
         {
             count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
@@ -249,12 +249,12 @@ def layer_costs(
     rounds: Rounds,
     saved: Sequence[KeptBytes],
 ) -> dict[int, LayerCost]:
-    """Typical times of every layer.
+    """Returns typical times of every layer.
 
     Args:
         graph: The layers.
         rounds: Times of steps.
-        saved: Bytes kept for the backward, by layer.
+        saved: Bytes saved for the backward, by layer.
     """
     forward: dict[int, list[float]] = {}
     backward: dict[int, list[float]] = {}

@@ -5,7 +5,7 @@
 The model is built from its published configuration on the meta device, its training step is probed like
 any other, and then run without values under a clock that shows what a device on paper would need
 (`device_model`). So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are
-estimates, marked as modelled in the profile's name. It takes seconds; the result is kept in the cache.
+estimates, marked as modelled in the profile's name. It takes seconds; the result is cached.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_diffpipe.profiling.step_times import StepTimes
 
 _NUM_PROBED_SAMPLES = 2
 _VERSION = 7
-"""Of what is modelled, and how: kept profiles of another one are not used."""
+"""Of what is modelled, and how: stored profiles of another one are not used."""
 
 
 def modelled_profile(
@@ -79,15 +79,15 @@ def modelled_profile(
         raise ConfigurationError(
             f"resolution={resolution} does not fit {known.title}; give a multiple of 64"
         )
-    facts = [
+    inputs = [
         FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts], max_share,
         torch.__version__, *map(version, ("diffusers", "transformers")),
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     path = cache_folder() / f"modelled-{name}-{digest}.json"
-    kept = _read(path) if cache else None
-    if kept is not None:
-        return kept
+    stored = _read(path) if cache else None
+    if stored is not None:
+        return stored
     title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
     profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts, max_share)
     if cache:
@@ -199,7 +199,7 @@ def _read(path: Path) -> ModelProfile | None:
     try:
         return ModelProfile.from_json(path.read_text(), str(path))
     except (ProfileError, OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"ignoring the kept profile, and modelling anew: {error}", stacklevel=3)
+        warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=3)
         return None
 
 

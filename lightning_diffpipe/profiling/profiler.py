@@ -144,12 +144,12 @@ def in_precision(step: Step, precision: str, device: str) -> Step:
 def bar(
     wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
 ) -> Iterator[Progress | None]:
-    """A progress bar on standard error.
+    """Shows a progress bar on standard error.
 
     Args:
         wanted: Whether there shall be one.
         what: What takes a while.
-        counted: Whether it will be told how far that is.
+        counted: Whether it will be called with how far that is.
         stays: Whether it is left there in the end.
     """
     if not wanted:

@@ -22,7 +22,7 @@ from lightning_diffpipe.graph.samples import Form, OwnForm, change_samples
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Puts everything back on exit; gradients are set aside meanwhile."""
+    """Restores everything on exit; inside there are no gradients."""
     gradients = [(p, p.grad) for p in module.parameters()]
     bindings = [(m, dict(m._buffers)) for m in module.modules()]
     for parameter, _ in gradients:

@@ -66,7 +66,7 @@ class StepRun:
 
     @property
     def position(self) -> int:
-        """The layer that runs, or whose glue runs; behind the last layer still the last one."""
+        """The layer that runs, or whose glue runs; after the last layer still the last one."""
         upcoming = len(self._names) - self._inside
         return min(upcoming, len(self._graph.layers) - 1)
 
@@ -99,7 +99,7 @@ class StepRun:
         return self._times(end)
 
     def split_backward_s(self, call: Callable[[], Any], interception: Interception) -> float | None:
-        """Seconds of a backward in two halves, as zero-bubble schedules run it.
+        """Returns seconds of a backward in two halves, as zero-bubble schedules run it.
 
         Returns:
             `None` where a stage would run it as one piece.
@@ -182,7 +182,7 @@ class StepRun:
             self._fired[index] = self._clock.stamp()
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Nothing is logged while measuring."""
+        """Drops what is logged while measuring."""
 
     def checkpoints_layers(self) -> bool:
         """Returns whether a checkpoint called now lies around layers."""
@@ -219,7 +219,7 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
-    """Returns what layers keep, from what they kept of the smallest and of the largest number of samples.
+    """Returns what layers keep, from what they saved of the smallest and of the largest number of samples.
 
     Args:
         by_count: By number of samples: bytes of every layer. One number tells nothing about microbatches.
@@ -326,7 +326,7 @@ class OneByOneRun(StepRun):
         return self._steps(self._whole), self._steps(self._inputs)
 
     def _await_gradients(self, index: int, out: Any) -> None:
-        """The backward was timed already."""
+        """Does nothing, as the backward was timed already."""
 
     def _steps(self, backward: list[list[float]]) -> list[StepTimes]:
         nothing = (0.0,) * len(self._names)
@@ -367,7 +367,7 @@ class OneByOneRun(StepRun):
         return pytree.tree_map_only(Tensor, lambda t: _cut_off(t, home), out)
 
     def _timed(self, site: Site, arguments: Any, backward: str) -> tuple[float, float]:
-        """Seconds of one forward and one backward."""
+        """Returns seconds of one forward and one backward."""
         clock = self._clock
         own = _leaves(arguments)
         leaves = [t for t in pytree.tree_leaves(own) if _wants_gradient(t)]

@@ -163,7 +163,7 @@ def middle(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def typical(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Medians of columns, scaled so that they add up to the median sum of a row.
+    """Returns medians of columns, scaled so that they add up to the median sum of a row.
 
     Example:
         >>> typical([(1.0, 1.0, 4.0), (4.0, 1.0, 1.0), (1.0, 4.0, 1.0)])

@@ -5,7 +5,7 @@
                               -> the plan's schedule lowered for these sizes: this rank's program
 
 No layer runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
-an epoch may be smaller, so lowered schedules are kept by size, and a size that is new is probed first. With fewer
+an epoch may be smaller, so lowered schedules are cached by size, and a size that is new is probed first. With fewer
 samples than the plan has microbatches, it is cut into so many.
 """
 
@@ -43,7 +43,7 @@ class StepWork:
     """One batch laid out for one rank.
 
     Attributes:
-        base: The plan's schedule, or for more calls than planned one with stages in front.
+        base: The plan's schedule, or for more calls than planned one with stages before it.
         schedule: The same with communication for this batch: what all ranks of the pipeline do.
         program: This rank's part of it.
         works: The microbatches.
@@ -65,7 +65,7 @@ class BatchLayout:
     """Lays batches out for one rank.
 
     Args:
-        root: The module, its wrappers installed and its foreign parameters put aside.
+        root: The module, its wrappers installed and its foreign parameters freed.
         step: The user's step: module and batch to loss.
         schedule: The plan's schedule, compute instructions only.
         steps: Cut steps by signature.
@@ -145,7 +145,7 @@ class BatchLayout:
         return StepWork(base, lowered, program, works, frozen, total, early=groups is not None)
 
     def still_takes_its_forms(self, step: StepWork) -> bool:
-        """Whether a step that was laid out before it was due takes the forms that it took then."""
+        """Returns whether a step that was laid out before it was due takes the forms that it took then."""
         return all(
             self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0).graph
             is work.partitioned.graph
@@ -191,7 +191,7 @@ class BatchLayout:
         group_size: int,
         groups: tuple[int, ...] | None,
     ) -> tuple[Schedule, tuple[EncodePart, ...]]:
-        """The schedule with all communication and, if there is frozen work, its parts."""
+        """Returns the schedule with all communication and, if there is frozen work, its parts."""
         parts: tuple[EncodePart, ...] = ()
         if len(sizes) < schedule.num_microbatches:
             schedule = schedule.of_first_microbatches(len(sizes))
@@ -204,7 +204,7 @@ class BatchLayout:
         return replace(lowered, programs=programs), parts
 
     def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:
-        """Whether frozen work can be split by samples; `None` if there is none."""
+        """Returns whether frozen work can be split by samples; `None` if there is none."""
         views = [work.partitioned.frozen_view for work in works]
         if all(view is None for view in views):
             return None

@@ -423,7 +423,7 @@ class _Limit:
         self._refused_s = 0.0
 
     def allows(self, layer: str) -> bool:
-        """Whether a layer should be started now; it counts as run if so."""
+        """Returns whether a layer should be started now; it counts as run if so."""
         times = self._times
         expected_s = times.pace.expected_s(layer)
         if self._asks:

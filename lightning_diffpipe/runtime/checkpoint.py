@@ -185,7 +185,7 @@ def collect_optimizer_state(
 
     Args:
         state: `optimizer.state_dict()["state"]`: values by parameter index and name, tensors perhaps inside of
-            lists and dicts. Every rank numbers all parameters of the module alike, whoever holds them.
+            lists and dicts. Every rank numbers all parameters of the module in the same way, whoever holds them.
         owners: Position in the pipeline that holds each parameter index.
         mesh: This rank's groups.
 
@@ -208,7 +208,7 @@ def collect_optimizer_state(
 
 
 def _outline(value: Tensor) -> Tensor:
-    """A tensor's shape and dtype without its content; one of a class of its own with its content.
+    """Returns a tensor's shape and dtype without its content; one of a class of its own with its content.
 
     That is on the host, as whoever unpickles a tensor of a GPU puts it there, on a card that may be full.
     """
@@ -226,12 +226,12 @@ def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """A tensor in the host's memory; other values as they are."""
+    """Returns a tensor in the host's memory; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", copy=False).contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor; gloo does not know every dtype."""
+    """Returns the memory of a contiguous tensor; gloo does not know every dtype."""
     return tensor.reshape(-1).view(torch.uint8)

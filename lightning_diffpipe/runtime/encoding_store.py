@@ -3,7 +3,7 @@
     <folder>/3f/3f0c2a9b11d0...    {"format": "diffpipe-encoding/1", "key": ..., "tensors": [...], "crc32": ...}
                                    raw bytes of the tensors
 
-Any number of ranks, runs and machines may share a folder: a file is written aside and renamed, so that a
+Any number of ranks, runs and machines may share a folder: a file is written elsewhere and renamed, so that a
 reader sees all of it or nothing, and whoever writes the same key writes the same content. A file that
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
 """
@@ -47,11 +47,11 @@ class EncodingStore:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
-        """The file of a key."""
+        """Returns the file of a key."""
         return self.folder / key[:2] / key
 
     def read(self, key: str) -> Entry | None:
-        """The entry of a key; None if there is none, or if its file is damaged, which a warning names."""
+        """Returns the entry of a key; None if there is none, or if its file is damaged, which a warning names."""
         path = self.path(key)
         try:
             content = path.read_bytes()

@@ -208,8 +208,8 @@ class Engine:
             return
         mesh, self._followed = self.layout.mesh, schedule
         mesh.connect_edges(messages_of_edge(schedule))
-        told, due = _delivered(schedule, mesh.local_rank), _due(self.layout, schedule)
-        self._transport.follow(schedule.num_stages, told, due)
+        confirmed, due = _delivered(schedule, mesh.local_rank), _due(self.layout, schedule)
+        self._transport.follow(schedule.num_stages, confirmed, due)
 
     def _drawn(self, schedule: Schedule, position: int) -> str:
         return (
@@ -235,13 +235,13 @@ class Engine:
 
 
 def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
-    """What a rank's messages tell of those it sent; alike for batches of all sizes, and with frozen work."""
-    told = delivered(lower(schedule))[rank]
-    return {message_key(wait): list(map(message_key, sends)) for wait, sends in told.items()}
+    """Returns which of the messages it sent a rank's received ones confirm; the same for batches of all sizes."""
+    confirmed = delivered(lower(schedule))[rank]
+    return {message_key(wait): list(map(message_key, sends)) for wait, sends in confirmed.items()}
 
 
 def _due(layout: BatchLayout, schedule: Schedule) -> dict[Instruction, list[MessageKey]] | None:
-    """In front of which instructions this rank's receives begin over NCCL; alike likewise."""
+    """Returns before which instructions this rank's receives begin over NCCL, for batches of all sizes likewise."""
     if layout.mesh.backend != "nccl":
         return None
     lowered = lower(schedule, num_ahead=layout.num_ahead(schedule.placement))
@@ -250,6 +250,6 @@ def _due(layout: BatchLayout, schedule: Schedule) -> dict[Instruction, list[Mess
 
 
 def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
-    """By what a message is known; microbatches without an end are numbered in a ring."""
+    """Returns the key of a message; microbatches without an end are numbered in a ring."""
     microbatch = message.microbatch % ring if ring else message.microbatch
     return MessageKey(message.kind, message.stage, microbatch)

@@ -102,7 +102,7 @@ class Executor:
         self._clock = clock
 
     def begin(self) -> Recording:
-        """A new recording, for the program that runs next."""
+        """Returns a new recording, for the program that runs next."""
         self.recording = Recording(self.local_rank, self._clock)
         return self.recording
 

@@ -4,7 +4,7 @@
                     '- with the weights that it went forward with -'      '- older weights are stored -'
 
 Messages skew the ranks; nothing else ties them: rank 0 is ahead of the last rank by as many batches as
-are under way. So the loss of a batch is known some batches later, on all ranks behind the same one. Draining takes
+are under way. So the loss of a batch is known some batches later, on all ranks after the same one. Draining takes
 back what is under way; afterwards weights have one version, and all ranks have trained on the same batches.
 
 Of gradients a parameter has only those of the batch that comes back: another may have begun, if several
@@ -52,11 +52,11 @@ class WeightVersions:
 
     Args:
         parameters: What is trained here.
-        behind: By how many steps the weights of a batch are behind its number.
+        delay: By how many steps the weights of a batch are older than its number.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], behind: int) -> None:
-        self._parameters, self._behind = tuple(parameters), behind
+    def __init__(self, parameters: Sequence[nn.Parameter], delay: int) -> None:
+        self._parameters, self._delay = tuple(parameters), delay
         self._stored: dict[int, list[torch.Tensor]] = {}
         self._latest = 0
 
@@ -67,7 +67,7 @@ class WeightVersions:
 
     @contextlib.contextmanager
     def of(self, batch: int) -> Iterator[None]:
-        """Inside, parameters are those that this batch is trained on."""
+        """Restores inside the parameters that this batch is trained on."""
         version = self._version_of(batch)
         if version == self._latest:
             yield
@@ -81,8 +81,8 @@ class WeightVersions:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, the optimizer steps, in batches' order; what a batch under way has read stays as it was."""
-        if self._behind == 0:
+        """Lets the optimizer step inside, in batches' order; what a batch under way has read stays as it was."""
+        if self._delay == 0:
             yield
             self._latest += 1
             return
@@ -96,12 +96,12 @@ class WeightVersions:
             del self._stored[version]
 
     def forget(self) -> None:
-        """Nothing is under way any more: the latest is version 0."""
+        """Counts versions from 0 again, when nothing is under way any more."""
         self._stored.clear()
         self._latest = 0
 
     def _version_of(self, batch: int) -> int:
-        return max(batch - self._behind, 0)
+        return max(batch - self._delay, 0)
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self._parameters, tensors, strict=True):
@@ -129,7 +129,7 @@ class FreeRunningEngine(Engine):
         transport: Carries messages; made from the mesh if not given.
 
     Attributes:
-        optimizers: Step behind every batch that has come back.
+        optimizers: Step after every batch that has come back.
         clip_value: Bound of every single gradient.
         versions: The weights.
     """
@@ -145,12 +145,12 @@ class FreeRunningEngine(Engine):
     ) -> None:
         mesh, schedule = layout.mesh, layout.schedule
         self._per_batch = schedule.num_microbatches
-        # More than can be under way anywhere, and twice that, until the last message has told of another.
+        # More than can be under way anywhere, and twice that, until the last message has confirmed another.
         self._ring = self._per_batch * (2 * schedule.num_ranks + 2)
-        told = _told_in_loop(schedule, mesh.local_rank, self._ring)
+        confirmed = _confirmed_in_loop(schedule, mesh.local_rank, self._ring)
         stages = schedule.placement.num_stages
         super().__init__(
-            layout, reducer, check_finite, transport or P2PTransport(mesh, stages, told)
+            layout, reducer, check_finite, transport or P2PTransport(mesh, stages, confirmed)
         )
         self.optimizers: Sequence[Optimizer] = ()
         self.clip_value: float | None = None
@@ -178,7 +178,7 @@ class FreeRunningEngine(Engine):
         arguments: tuple[Any, ...] = (),
         alarm: bool = False,
     ) -> list[StepResult]:
-        """Forwards a batch, takes back what is due, and steps the optimizers behind it.
+        """Forwards a batch, takes back what is due, and steps the optimizers after it.
 
         Args:
             batch: This pipeline's batch, on this rank's device.
@@ -235,11 +235,11 @@ class FreeRunningEngine(Engine):
         return step.works, program, step.frozen
 
     def begin_drain(self) -> Program:
-        """What this rank runs to take back all that is under way."""
+        """Returns what this rank runs to take back all that is under way."""
         return self._loop(range(self._num_batches, self._num_batches), drains=True)
 
     def end_drain(self) -> None:
-        """Nothing is under way any more."""
+        """Notes that nothing is under way any more."""
         self._num_batches = 0
         self._works.clear()
         self._settings.clear()
@@ -271,7 +271,7 @@ class FreeRunningEngine(Engine):
             self.end_drain()
 
     def _finished(self, left: int) -> list[StepResult]:
-        """Results of all batches under way but the latest ones."""
+        """Returns results of all batches under way but the latest ones."""
         results = []
         while len(self._under_way) > left:
             done = self._under_way.popleft()
@@ -306,19 +306,19 @@ class FreeRunningEngine(Engine):
             del self._works[index]
 
 
-def _told_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequence[Any]]:
-    """What a message tells of those that this rank sent, wherever in the loop."""
+def _confirmed_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequence[Any]]:
+    """Returns what a message tells of those that this rank sent, wherever in the loop."""
     num_batches = 3 * ring // schedule.num_microbatches
-    told = delivered(lower(unrolled(schedule, num_batches)))[rank]
+    confirmed = delivered(lower(unrolled(schedule, num_batches)))[rank]
     return {
         message_key(wait, ring): [message_key(send, ring) for send in sends]
-        for wait, sends in told.items()
+        for wait, sends in confirmed.items()
         if ring <= wait.microbatch < 2 * ring
     }
 
 
 def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """What schedulers have set by now, by parameter group."""
+    """Returns what schedulers have set by now, by parameter group."""
     return [
         {name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group}
         for optimizer in optimizers
@@ -330,7 +330,7 @@ def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 def _as_then(
     optimizers: Sequence[Optimizer], settings: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Inside, parameter groups have what they had when the batch went out: all ranks train on it alike."""
+    """Restores inside what parameter groups had when the batch went out, the same on all ranks."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     now = [
         {name: group[name] for name in then} for group, then in zip(groups, settings, strict=True)

@@ -142,7 +142,7 @@ class FrozenWork:
         self._exchange = None
 
     def _readers(self, part: EncodePart) -> list[tuple[int, int]]:
-        """(stage, position) of every stage that reads results of this part."""
+        """Returns (stage, position) of every stage that reads results of this part."""
         stages = self._works[part.microbatch].partitioned.cut.stages
         return [
             (stage.index, self._placement.rank_of(stage.index, part.microbatch))
@@ -165,7 +165,7 @@ class FrozenWork:
         return replace(spec, shape=shape, stride=dense_stride(strided))
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
-        """This part's own rows of its results."""
+        """Returns this part's own rows of its results."""
         graph = self._works[part.microbatch].partitioned.graph
         own = {}
         for key in self._keys(part, stage):

@@ -58,7 +58,7 @@ def num_samples(batch: Any, form: Form | OwnForm | None = None) -> int:
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes of the microbatches of a batch: as even as possible, larger ones first.
+    """Returns sizes of the microbatches of a batch: as even as possible, larger ones first.
 
     Args:
         num_samples: Samples in the batch.
@@ -154,7 +154,7 @@ class Comparison:
         return all(event is None for _, event in self.counts)
 
     def difference(self) -> str:
-        """What tells them apart, in words; empty if nothing does."""
+        """Returns what tells them apart, in words; empty if nothing does."""
         for _, event in self.counts:
             if event is not None:
                 event.synchronize()
@@ -165,7 +165,7 @@ class Comparison:
 
 
 def _on_its_way(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A number on the host, or on its way there and when it will have arrived."""
+    """Returns a number on the host, or on its way there and when it will have arrived."""
     if count.device.type != "cuda":
         return count, None
     copy = torch.empty(count.shape, dtype=count.dtype, pin_memory=True)
@@ -182,7 +182,7 @@ def _spread_out(tensor: Tensor, num: int = 16) -> Tensor:
 
 
 def plain_bytes(leaf: Any) -> bytes:
-    """What can be compared between processes of a part of a batch that is no tensor.
+    """Returns what can be compared between processes of a part of a batch that is no tensor.
 
     Of objects the type and the size, if they have one, as pictures do: their text may tell where in memory
     they lie.
@@ -211,7 +211,7 @@ def _refuse_unknown_containers(batch: Any) -> None:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Whether an object that pytree does not look into has tensors or arrays inside."""
+    """Returns whether an object that pytree does not look into has tensors or arrays inside."""
     if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
         return False
     inside: list[Any] = [getattr(leaf, "__dict__", None)]

@@ -96,7 +96,7 @@ class GradientReducer:
                 parameter.grad.add_(before)
 
     def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
-        """The norm of the gradients of all stages, each parameter counted once.
+        """Returns the norm of the gradients of all stages, each parameter counted once.
 
         Args:
             parameters: Those of this rank that take part, by name.
@@ -138,7 +138,7 @@ class GradientReducer:
 class Reduction:
     """Gradients on their way to be summed; an `Exchange`.
 
-    A bucket is begun whenever one is over, so that all are waited for alike, however many there are.
+    A bucket is begun whenever one is over, so that all are waited for in turn, however many there are.
 
     Args:
         mesh: The groups.
@@ -157,7 +157,7 @@ class Reduction:
         self._under_way = deque(self._begin(*bucket) for bucket in buckets[:_MOST_UNDER_WAY])
 
     def is_ready(self) -> bool:
-        """Whether all sums are there; takes those that are, and begins others."""
+        """Returns whether all sums are there; takes those that are, and begins others."""
         while self._under_way and self._under_way[0].is_ready():
             self._take()
         return not self._under_way

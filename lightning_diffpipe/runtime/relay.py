@@ -109,7 +109,7 @@ class RelayRun:
         self._lent: dict[int, Tensor] = {}
 
     def checkpoints_layers(self) -> bool:
-        """Nothing is recomputed here."""
+        """Returns False, as nothing is recomputed here."""
         return False
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 A rank keeps the parameters of its own stages and of all frozen layers. The first rank of a pipeline also
 keeps what no training step reads (a VAE's decoder), for validation and sampling.
 
-State that layers change (running statistics) is kept by the stage that runs them, and used nowhere else.
+State that layers change (running statistics) stays on the stage that runs them, and is used nowhere else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[frozenset[str]]:
-    """Names of the parameters held at each position of a pipeline."""
+    """Returns names of the parameters held at each position of a pipeline."""
     frozen = pieces.frozen.parameters
     held = [
         frozen.union(*(pieces.stages[stage].parameters for stage in placement.stages_of(local)))
@@ -37,7 +37,7 @@ def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[f
 def owners_of(
     module: nn.Module, pieces: Cut, residents: Sequence[frozenset[str]], placement: Placement
 ) -> dict[str, int]:
-    """Position of the first holder of every entry of the state dict that is not the same everywhere.
+    """Returns the position of the first holder of every entry of the state dict that is not the same everywhere.
 
     Args:
         module: The module.
@@ -52,9 +52,9 @@ def owners_of(
     owners = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         original = canonical[id(parameter)]
-        holding = [local for local, held in enumerate(residents) if original in held]
-        if len(holding) < len(residents):
-            owners[name] = holding[0]
+        holders = [local for local, held in enumerate(residents) if original in held]
+        if len(holders) < len(residents):
+            owners[name] = holders[0]
     if len(residents) == 1:
         return owners
     for stage in pieces.stages:  # statistics change on the stage that runs the layer
@@ -65,7 +65,7 @@ def owners_of(
 
 
 def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
-    """World ranks that hold each trained parameter, over all pipelines."""
+    """Returns world ranks that hold each trained parameter, over all pipelines."""
     stages_of: dict[str, set[int]] = {}
     for stage in pieces.stages:
         for name in sorted(stage.parameters & trained):
@@ -74,7 +74,7 @@ def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str,
 
 
 def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
-    """For error messages: where each parameter lives."""
+    """Returns, for error messages, where each parameter lives."""
     return {
         name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
         for stage in pieces.stages
@@ -105,7 +105,7 @@ def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
 
 def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> None:
     """Tells of statistics that cost speed, and of those that come from some of the samples only."""
-    names = _keeping_state_untrained(graph)
+    names = _untrained_with_state(graph)
     if names and placement.num_ranks > 1:
         _log.warning(
             "%s: not trained, but in training mode it keeps statistics. So it runs as a part of a stage, with all "
@@ -122,8 +122,8 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
             )  # fmt: skip
 
 
-def _keeping_state_untrained(graph: LayerGraph) -> list[str]:
-    """Layers that would be frozen if they kept no state."""
+def _untrained_with_state(graph: LayerGraph) -> list[str]:
+    """Returns layers that would be frozen if they had no state."""
     untrained: set[int] = set()
     for layer in graph.layers:
         if layer.deps <= untrained and not layer.parameters & graph.trained:

@@ -147,7 +147,7 @@ class ResultSharing:
         ]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
-        """The first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
+        """Returns the first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
 
         Raises:
             ConfigurationError: As `start`.
@@ -186,7 +186,7 @@ class ResultSharing:
         return set(gathered)
 
     def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
-        """Values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
+        """Returns values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
         device = self._mesh.device
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         columns = {name: column for column, name in enumerate(agreed, 1)}
@@ -222,14 +222,14 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _kind(options: dict[str, Any]) -> str:
-    """How microbatches are combined; what `self.log` does not know either is refused by it."""
+    """Returns how microbatches are combined; what `self.log` does not know either is refused by it."""
     given = options.get("reduce_fx", "mean")
     name = str(getattr(given, "__name__", given)).lower()
     return name if name in _REDUCTIONS else "mean"
 
 
 def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
-    """The logging calls of a microbatch as (name, value, options); `log_dict` taken apart."""
+    """Returns the logging calls of a microbatch as (name, value, options); `log_dict` taken apart."""
     calls = []
     for method, args, kwargs in work.logged:
         first = ("name", "value") if method == "log" else ("dictionary",)
@@ -264,7 +264,7 @@ def _packed(name: str, options: dict[str, Any]) -> bytes:
 
 
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number on the device; nobody waits for what the device does, as `torch.tensor` would."""
+    """Returns a number on the device; nobody waits for what the device does, as `torch.tensor` would."""
     if isinstance(value, numbers.Real):  # numpy's, too
         return torch.full((), float(value), device=device, dtype=dtype)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -282,7 +282,7 @@ class ChainEnds:
         placement: Where the stages run.
         local_rank: This rank's position in its pipeline.
         device: Where messages live.
-        runner: Runs the code behind the last layer.
+        runner: Runs the code after the last layer.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from lightning_diffpipe.graph import rng
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A 63-bit seed made from numbers and words, the same on every machine.
+    """Returns a 63-bit seed made from numbers and words, the same on every machine.
 
     Example:
         >>> derived_seed(1, 0, 5, 2) == derived_seed(1, 0, 5, 2) != derived_seed(1, 1, 5, 2)

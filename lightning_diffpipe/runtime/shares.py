@@ -11,7 +11,7 @@ What looks better may not be: bubbles lie where they lie. So steps are timed as 
 slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
 validation or a checkpoint between two steps says nothing about bubbles.
 
-Where frozen work runs several batches ahead, ranks need to be together over several batches only. Then a rank
+Where frozen work runs several batches early, ranks need to be together over several batches only. Then a rank
 may take two groups of one batch and three of the next:
 
     period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  3 2 2 2
@@ -69,7 +69,7 @@ class GroupShares:
         self._tried: dict[tuple[int, ...], float] = {}
 
     def counts(self, num_groups: int, batch_index: int = 0) -> tuple[int, ...]:
-        """Groups of a batch for each rank; they add up.
+        """Returns the groups of a batch for each rank; they add up.
 
         Example:
             >>> GroupShares(2, gather=list, planned=[3, 1]).counts(8)
@@ -128,7 +128,7 @@ class GroupShares:
 
 
 def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...]) -> tuple[int, ...]:
-    """Shares with which all ranks would end together, if that wins enough over the current ones."""
+    """Returns shares with which all ranks would end together, if that wins enough over the current ones."""
     counts = even_shares(busy_s, group_s, sum(current))
     won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, counts, group_s)
     return counts if won_s > _WORTHWHILE * group_s else current
@@ -136,7 +136,7 @@ def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...])
 
 @functools.lru_cache(maxsize=16)
 def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]:
-    """Each rank's groups of a period, spread over its batches: by batch and rank.
+    """Returns each rank's groups of a period, spread over its batches: by batch and rank.
 
     All batches have equally many groups, and a rank's differ by one at most. What its count leaves when divided
     is dealt out, rank by rank, going round the batches in bit-reversed order (van der Corput's sequence: 0, 2,
@@ -155,7 +155,7 @@ def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]
 
 
 def _rounded(exact: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers with the same sum; the largest rests are rounded up."""
+    """Returns whole numbers with the same sum; the largest rests are rounded up."""
     whole = [int(share + 1e-9) for share in exact]
     by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
     for rank in by_rest[: round(sum(exact)) - sum(whole)]:

@@ -45,7 +45,7 @@ class PartitionedStep:
         cut: Which layers each stage runs, and what crosses its boundaries.
         stage_views: The stages this rank holds.
         frozen_view: The frozen part; `None` if nothing is frozen.
-        placement: Ranks of the stages: those planned, or with more in front for a form with more calls.
+        placement: Ranks of the stages: those planned, or with more before them for a form with more calls.
         tail_view: The code behind the last layer alone, where the losses of several chains are put together.
     """
 
@@ -63,7 +63,7 @@ class PartitionedStep:
         return next((s.index for s in self.cut.stages if s.layers), last)
 
     def remember(self, memo: Memo | None) -> None:
-        """From now on frozen layers are called through a memo; None: as they are."""
+        """Calls frozen layers through a memo from now on, or through none."""
         for view in (*self.stage_views.values(), self.frozen_view):
             if view is not None:
                 view.remember(memo)
@@ -80,7 +80,7 @@ class PartitionedStep:
 
     @cached_property
     def gradient_keys(self) -> tuple[tuple[TensorKey, ...], ...]:
-        """For each stage, what it sent to the stage after it and gets gradients of; nothing behind the last."""
+        """For each stage, what it sent to the stage after it and gets gradients of; nothing after the last."""
         return (*(stage.message_gradients for stage in self.cut.stages[1:]), ())
 
     def _layout(self, keys: tuple[TensorKey, ...]) -> MessageLayout:
@@ -122,7 +122,7 @@ class MicrobatchWork:
 
 
 def _latest(work: MicrobatchWork) -> AbstractContextManager[None]:
-    """Weights as they are, of which there is one version."""
+    """Leaves weights as they are, of which there is one version."""
     return contextlib.nullcontext()
 
 
@@ -171,7 +171,7 @@ class StageRunner:
         return run
 
     def report(self, stage: int, work: MicrobatchWork) -> None:
-        """Runs the code behind the last layer again, on what all chains gave, for its values.
+        """Runs the code after the last layer again, on what all chains gave, for its values.
 
         Args:
             stage: The last one, which has the frozen results that the loss reads.
@@ -215,14 +215,14 @@ class StageRunner:
         self._keep_upstream(stage, work, upstream)
 
     def backward_input(self, stage: int, work: MicrobatchWork) -> None:
-        """The half of a backward that the stage before waits for."""
+        """Runs the half of a backward that the stage before waits for."""
         run: StageRun = self._stash.take("run", stage, work.index)
         upstream = run.backward_input(self._gradients(stage, work), work.loss_scale)
         self._keep_upstream(stage, work, upstream)
         self._stash.put("weights", stage, work.index, run)
 
     def backward_weight(self, stage: int, work: MicrobatchWork) -> None:
-        """The half that nobody waits for; frees the activations."""
+        """Runs the half that no stage waits for, and frees the activations."""
         run: StageRun = self._stash.take("weights", stage, work.index)
         run.backward_weight()
 
@@ -239,21 +239,21 @@ class StageRunner:
                 self._stash.gather("returned", before, work.index, returned, torch.add)
 
     def outgoing_activation(self, stage: int, work: MicrobatchWork) -> Tensor:
-        """The message into `stage`, packed from what the stage before it produced."""
+        """Returns the message into `stage`, packed from what the stage before it produced."""
         tensors = self._taken("sent", stage, work, work.partitioned.cut.stages[stage].message)
         self._check("activation", stage, work, tensors)
         layout = work.partitioned.activation_layouts[stage]
         return layout.pack(list(tensors.values()), self._device)
 
     def outgoing_gradient(self, stage: int, work: MicrobatchWork) -> Tensor:
-        """The message to `stage`: the gradients of what it sent."""
+        """Returns the message to `stage`: the gradients of what it sent."""
         tensors = self._taken("upstream", stage, work, work.partitioned.gradient_keys[stage])
         self._check("gradient", stage, work, tensors)
         layout = work.partitioned.gradient_layouts[stage]
         return layout.pack(list(tensors.values()), self._device)
 
     def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
-        """An empty buffer of the right size for a message."""
+        """Returns an empty buffer of the right size for a message."""
         return self._layout(kind, stage, work).empty(self._device)
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
@@ -270,13 +270,13 @@ class StageRunner:
             self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
 
     def _received(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
-        """What a stage gets from earlier ones, of its own rank and of others."""
+        """Returns what a stage gets from earlier ones, of its own rank and of others."""
         cut = work.partitioned.cut.stages[stage]
         message = self._taken("activation", stage, work, cut.message)
         return {**message, **self._taken("handed", stage, work, cut.handed)}
 
     def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
-        """Gradients of what a stage gave to later ones."""
+        """Returns gradients of what a stage gave to later ones."""
         partitioned = work.partitioned
         gradients = self._taken("gradient", stage, work, partitioned.gradient_keys[stage])
         later = partitioned.cut.stages[stage + 1 :]
@@ -288,7 +288,7 @@ class StageRunner:
     def _taken(
         self, what: str, stage: int, work: MicrobatchWork, expected: object
     ) -> dict[TensorKey, Tensor]:
-        """What the stash has; nothing where nothing is expected."""
+        """Returns what the stash has; nothing where nothing is expected."""
         found: dict[TensorKey, Tensor] = {}
         return self._stash.take(what, stage, work.index) if expected else found
 

@@ -13,7 +13,7 @@ from lightning_diffpipe.errors import ScheduleError
 
 
 class StashKey(NamedTuple):
-    """What is kept, for which stage and microbatch."""
+    """What is stored, for which stage and microbatch."""
 
     what: str
     stage: int
@@ -21,16 +21,16 @@ class StashKey(NamedTuple):
 
 
 class Stash:
-    """Values kept from one instruction to another."""
+    """Values stored from one instruction to another."""
 
     def __init__(self) -> None:
         self._values: dict[StashKey, Any] = {}
 
     def put(self, what: str, stage: int, microbatch: int, value: Any) -> None:
-        """Keeps a value.
+        """Stores a value.
 
         Raises:
-            ScheduleError: The same thing is already kept: an instruction ran twice.
+            ScheduleError: The same thing is stored already: an instruction ran twice.
         """
         key = StashKey(what, stage, microbatch)
         if key in self._values:
@@ -47,16 +47,16 @@ class Stash:
         values: dict[Any, Any],
         add: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        """Keeps entries of a dict that comes in several parts; those that come again are added up."""
-        kept = self._values.setdefault(StashKey(what, stage, microbatch), {})
+        """Stores entries of a dict that comes in several parts; those that come again are added up."""
+        stored = self._values.setdefault(StashKey(what, stage, microbatch), {})
         for key, value in values.items():
-            kept[key] = add(kept[key], value) if add and key in kept else value
+            stored[key] = add(stored[key], value) if add and key in stored else value
 
     def take(self, what: str, stage: int, microbatch: int) -> Any:
         """Hands a value out and forgets it.
 
         Raises:
-            ScheduleError: Nothing is kept: the instruction that makes it has not run.
+            ScheduleError: Nothing is stored: the instruction that makes it has not run.
         """
         key = StashKey(what, stage, microbatch)
         if key not in self._values:
