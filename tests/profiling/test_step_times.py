@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_diffpipe.graph.layer import Call
+from lightning_diffpipe.graph.layer import ContainerCall
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.profile import (
@@ -29,7 +29,7 @@ class Graph:
         self.layers = tuple(Entry(i, kind == "f") for i, kind in enumerate(kinds))
         self.frozen = tuple(i for i, kind in enumerate(kinds) if kind == "f")
         self.path = tuple(i for i, kind in enumerate(kinds) if kind == "t")
-        self.calls = tuple(Call("container", *span, draws_random=False) for span in calls)
+        self.calls = tuple(ContainerCall("container", *span, draws_random=False) for span in calls)
 
 
 def times(before, inside, tail=0.0, backward=None, backward_tail=0.0):
