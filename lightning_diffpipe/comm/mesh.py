@@ -36,7 +36,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Pure arithmetic of ranks: who is in which pipeline and holds which stages.
 
     Attributes:
@@ -111,7 +111,7 @@ class Mesh:
         messages: By edge.
     """
 
-    layout: Layout
+    layout: RankLayout
     rank: int
     device: torch.device
     backend: str

@@ -45,7 +45,7 @@ Works = Sequence[MicrobatchWork] | Mapping[int, MicrobatchWork]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingWait:
     """A rank at a wait.
 
     Attributes:
@@ -106,7 +106,9 @@ class Executor:
         self.recording = Recording(self.local_rank, self._clock)
         return self.recording
 
-    def run(self, program: Program, works: Works, frozen: FrozenWork | None) -> Iterator[Waiting]:
+    def run(
+        self, program: Program, works: Works, frozen: FrozenWork | None
+    ) -> Iterator[PendingWait]:
         """Runs a program to its end; `begin` comes before it.
 
         Args:
@@ -136,7 +138,7 @@ class Executor:
         instruction: Instruction,
         works: Works,
         frozen: FrozenWork | None,
-    ) -> Iterator[Waiting]:
+    ) -> Iterator[PendingWait]:
         runner, transport = self._runner, self._transport
         match instruction:
             case Forward(stage, microbatch):
@@ -158,7 +160,7 @@ class Executor:
                 transport.receive(MessageKey(kind, stage, microbatch), buffer, from_rank)
             case Wait(kind, stage, microbatch):
                 key = MessageKey(kind, stage, microbatch)
-                yield Waiting(instruction, lambda: transport.is_ready(key))
+                yield PendingWait(instruction, lambda: transport.is_ready(key))
                 runner.unpack(kind, stage, works[microbatch], transport.wait(key))
             case Encode(part):
                 assert frozen is not None
@@ -166,7 +168,7 @@ class Executor:
             case ExchangeFrozen():
                 assert frozen is not None
                 exchange = frozen.exchange(transport)
-                yield Waiting(instruction, exchange.is_ready)
+                yield PendingWait(instruction, exchange.is_ready)
                 exchange.wait()
                 frozen.deliver()
             case ReduceGradients():
@@ -183,9 +185,9 @@ class Executor:
                 assert_never(instruction)
 
     @staticmethod
-    def _wait_for(exchange: Exchange | None, instruction: Instruction) -> Iterator[Waiting]:
+    def _wait_for(exchange: Exchange | None, instruction: Instruction) -> Iterator[PendingWait]:
         if exchange is not None:
-            yield Waiting(instruction, exchange.is_ready)
+            yield PendingWait(instruction, exchange.is_ready)
             exchange.wait()
 
 

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
 from lightning_diffpipe.graph.chains import Chains, find_chains
 from lightning_diffpipe.graph.cut import Cut
@@ -221,7 +221,7 @@ def _connect(
     process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
 ) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
     """This rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
-    layout = Layout(process.world_size, schedule.placement)
+    layout = RankLayout(process.world_size, schedule.placement)
     mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
     holders = holders_of(pieces, mesh, trained)
     mesh.connect(messages_of_edge(schedule))

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.callbacks import EMA
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
@@ -347,7 +347,7 @@ def test_a_checkpoint_that_is_trusted_is_read_exactly(tmp_path):
 def collect_from_a_late_owner(rank, lateness_s, dies):
     """Rank 2 waits for its turn to send; rank 1, before it, is late."""
     placement = Placement.of_replicas([1, 1, 1])
-    mesh = Mesh(Layout(3, placement), rank, torch.device("cpu"), "gloo", timeout_s=1.5)
+    mesh = Mesh(RankLayout(3, placement), rank, torch.device("cpu"), "gloo", timeout_s=1.5)
     mesh.connect()
     with contextlib.nullcontext() if not dies else pytest.raises(RuntimeError):
         if rank == 1:
@@ -371,7 +371,9 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
 
 def collect_nested_state(rank):
     """Tensors inside of lists and dicts, as 8-bit Adam, SOAP and Shampoo keep them; nothing of them is pickled."""
-    mesh = Mesh(Layout(2, Placement.of_replicas([1, 1])), rank, torch.device("cpu"), "gloo", 30.0)
+    mesh = Mesh(
+        RankLayout(2, Placement.of_replicas([1, 1])), rank, torch.device("cpu"), "gloo", 30.0
+    )
     mesh.connect()
     gather = dist.gather_object
 

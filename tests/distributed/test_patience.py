@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_diffpipe.callbacks import PipelineMonitor
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
@@ -96,7 +96,7 @@ def test_a_pipeline_that_loads_for_too_long_is_named():
     ],
 )
 def test_ranks_that_are_waited_for_together_are_named(num_ranks, told):
-    layout = Layout(num_ranks, Placement.of_replicas([1] * num_ranks))
+    layout = RankLayout(num_ranks, Placement.of_replicas([1] * num_ranks))
     mesh = Mesh(layout, 1, torch.device("cpu"), "gloo", 2.0)
     with pytest.raises(PipelineTimeoutError, match=told), mesh.naming(mesh.pipeline_ranks):
         raise RuntimeError("Connection closed by peer")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
@@ -160,7 +160,7 @@ class Runner:
         """Runs one step and compares; ranks that the plan leaves out only help to make groups."""
         placement = Placement.of_replicas(plan.replicas)
         schedule = SCHEDULES[plan.schedule](placement, plan.num_microbatches)
-        layout = Layout(plan.world_size, placement)
+        layout = RankLayout(plan.world_size, placement)
         mesh = Mesh(layout, self.rank, CPU, "gloo", LONGEST_S)
         pieces = cut_for(self.graph, plan.positions, placement)
         holders = holders_of(pieces, mesh, self.graph.trained)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.transport import LoopbackTransport, MessageKey
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.graph.interception import Interception
@@ -208,7 +208,7 @@ class Loopback:
         place_parameters(root, resident, CPU)
         make = PartitionedStepCache if self.known is None else partial(SharedSteps, self.known)
         steps = make(root, step, graph, positions, placement, rank, interception, CPU)
-        mesh = Mesh(Layout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
+        mesh = Mesh(RankLayout(placement.num_ranks, placement), rank, CPU, "gloo", 1.0)
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}

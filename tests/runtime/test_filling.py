@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.clock import CudaClock, HostClock
-from lightning_diffpipe.comm.mesh import Layout
+from lightning_diffpipe.comm.mesh import RankLayout
 from lightning_diffpipe.comm.waiter import Waiter
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
@@ -459,7 +459,7 @@ def test_a_fingerprint_of_a_batch_on_host_and_device_waits_for_neither(late_valu
 
 
 def batches_ahead(filling, backend):
-    layout = Layout(2, Placement.of_replicas([1, 1]))
+    layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
     steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
     return PreparedBatches(filling, steps, HostClock())

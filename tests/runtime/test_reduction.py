@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.comm import mesh
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.transport import P2PTransport
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
@@ -52,7 +52,9 @@ def parts(monkeypatch):
     for number, parameter in enumerate(parameters.values()):
         parameter.grad = torch.full((3,), float(number))
     monkeypatch.setattr(reduction, "_BUCKET_BYTES", 1)
-    own = Mesh(Layout(2, Placement.of_replicas([2])), 0, torch.device("cpu"), "gloo", timeout_s=9.0)
+    own = Mesh(
+        RankLayout(2, Placement.of_replicas([2])), 0, torch.device("cpu"), "gloo", timeout_s=9.0
+    )
     own._reduction[RANKS] = "group"
     reducer = GradientReducer(own, parameters, dict.fromkeys(parameters, RANKS))
     transport = P2PTransport(own, 1)

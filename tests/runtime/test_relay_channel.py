@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
 from lightning_diffpipe.comm import mesh
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.relay import RelayChannel
@@ -60,7 +60,7 @@ def relayed(monkeypatch):
 
     def on(rank, device, output):
         wire.owner_sends = rank == 0
-        own = Mesh(Layout(2, placement), rank, device, "gloo", 1.0)
+        own = Mesh(RankLayout(2, placement), rank, device, "gloo", 1.0)
         return RelayChannel(own)(0, output)
 
     def send(output, device=CPU):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.comm import mesh
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.results import ResultSharing
@@ -34,7 +34,7 @@ class Alone:
 def sharing(monkeypatch):
     """Results of the last of two stages."""
     monkeypatch.setattr(mesh, "dist", Alone())
-    layout = Layout(2, Placement.of_replicas([1, 1]))
+    layout = RankLayout(2, Placement.of_replicas([1, 1]))
     return ResultSharing(Mesh(layout, 1, torch.device("cpu"), "gloo", timeout_s=9.0), 1)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_diffpipe import DiffPipeStrategy, find_plan
 from lightning_diffpipe.callbacks.ema import EMA
-from lightning_diffpipe.comm.mesh import Layout, Mesh
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
@@ -126,7 +126,7 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(pipeline, "leave_on_host", lambda module: done.append("leave_on_host"))
     for backend in ("nccl", "gloo"):
-        layout = Layout(1, Placement(((0,),)))
+        layout = RankLayout(1, Placement(((0,),)))
         ended = SimpleNamespace(
             engine=SimpleNamespace(close=lambda: done.append("close")),
             _interception=Interception(root).install(),
@@ -161,7 +161,7 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
 
     monkeypatch.setattr(assembly, "placed", placed)
     monkeypatch.setattr(assembly, "run_whole", run_whole)
-    mesh = SimpleNamespace(local_rank=0, pipeline=0, layout=Layout(2, PLAN.schedule.placement))
+    mesh = SimpleNamespace(local_rank=0, pipeline=0, layout=RankLayout(2, PLAN.schedule.placement))
     monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
