@@ -283,7 +283,7 @@ def _without_values(
     """Returns the graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
-        return _fake(root, step, batch, mode, form, work)
+        return _on_fakes(root, step, batch, mode, form, work)
     except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
         traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
         raise
@@ -309,7 +309,7 @@ def _where(error: Exception) -> str:
     return f", {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
 
 
-def _fake(
+def _on_fakes(
     root: nn.Module,
     step: Step,
     batch: Any,
@@ -317,6 +317,7 @@ def _fake(
     form: Form | OwnForm | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
+    """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
     with rng.preserved(host=True), _without_reports_of_torch():
         copy = fake_copy(root, mode)
         return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
@@ -373,23 +374,26 @@ def fold(
         the fine graph, so results are the same.
     """
     cut(graph, positions)  # refuses impossible positions
-    stage_of = _stages(graph, positions)
-    keep = _must_stay(graph, stage_of)
+    bounds = pairwise([0, *positions, len(graph.path)])
+    stage_of = {layer: s for s, (a, b) in enumerate(bounds) for layer in graph.path[a:b]}
+    expanded = _stay_expanded(graph, stage_of)
     while True:
-        layers = set(graph.layer_names) | {c.name for c in graph.calls}
-        layers -= keep
+        layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         try:
             folded = trace_layers(
-                root, step, batch, graph, layers, keep, seed=seed, same_batch=True
+                root, step, batch, graph, layers, expanded, seed=seed, same_batch=True
             )
         except LayerLeakError as error:
-            keep.add(error.layer_name)
+            expanded.add(error.layer_name)
             continue
         if folded.fine_names != graph.fine_names:
             raise GraphError(
                 "the step called other layers when it was run again; seed all it draws"
             )
-        labels = [_label(stage_of, *layer.fine) for layer in folded.layers]
+        labels = [
+            next((stage_of[i] for i in range(*layer.fine) if i in stage_of), None)
+            for layer in folded.layers
+        ]
         wrong = {
             layer.name
             for layer, label in zip(folded.layers, labels, strict=True)
@@ -397,26 +401,17 @@ def fold(
         }
         if not wrong:
             break
-        if wrong <= keep:
+        if wrong <= expanded:
             raise GraphError(f"cannot fold {sorted(wrong)[:3]}")
-        keep |= wrong
+        expanded |= wrong
     on_path = [label for label in labels if label is not None]
     return folded, tuple(on_path.index(s) for s in range(1, len(positions) + 1))
 
 
-def _stages(graph: LayerGraph, positions: Sequence[int]) -> dict[int, int]:
-    bounds = [0, *positions, len(graph.path)]
-    return {layer: s for s, (a, b) in enumerate(pairwise(bounds)) for layer in graph.path[a:b]}
-
-
-def _must_stay(graph: LayerGraph, stage_of: dict[int, int]) -> set[str]:
-    keep = set(graph.leaky)
+def _stay_expanded(graph: LayerGraph, stage_of: dict[int, int]) -> set[str]:
+    expanded = set(graph.leaky)
     for call in graph.calls:
         owners = {stage_of[i] for i in range(call.first, call.stop) if i in stage_of}
         if len(owners) > 1 or call.draws_random or is_mixed(graph, call):
-            keep.add(call.name)
-    return keep
-
-
-def _label(stage_of: dict[int, int], first: int, stop: int) -> int | None:
-    return next((stage_of[i] for i in range(first, stop) if i in stage_of), None)
+            expanded.add(call.name)
+    return expanded

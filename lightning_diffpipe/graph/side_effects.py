@@ -330,12 +330,9 @@ class AttributeWrites(TorchFunctionMode):
 def _same(value: Any, other: Any) -> bool:
     if value is other:
         return True
-    return type(value) is type(other) and _is_plain(value) and bool(value == other)
-
-
-def _is_plain(value: Any) -> bool:
     parts = value if isinstance(value, list | tuple) else [value]
-    return all(isinstance(part, CONSTANT_TYPES) for part in parts)
+    is_plain = all(isinstance(part, CONSTANT_TYPES) for part in parts)
+    return is_plain and type(value) is type(other) and bool(value == other)
 
 
 class Attributes:

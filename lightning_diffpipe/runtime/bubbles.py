@@ -419,7 +419,7 @@ class _Limit:
         self._spent_s = 0.0
         self._start = times.clock.stamp()
         self._asks = times.mode == "opportunistic"
-        self._is_ready = is_ready if self._asks else _never
+        self._is_ready = is_ready if self._asks else lambda: False
         self._refused_s = 0.0
 
     def allows(self, layer: str) -> bool:
@@ -493,7 +493,3 @@ class _Lap:
 
 _BEGINNING = "beginning"
 """Stands for what a step does before its first frozen layer."""
-
-
-def _never() -> bool:
-    return False

@@ -115,7 +115,9 @@ class FrozenWork:
         for part in self._parts:
             for stage, reader in self._readers(part):
                 if part.rank == self._local_rank != reader:
-                    sends.append(Parcel(_key(part, stage), self._pack(part, stage), reader))
+                    rows = list(self._rows(part, stage).values())
+                    message = self._layout(part, stage).pack(rows, self._device)
+                    sends.append(Parcel(_key(part, stage), message, reader))
                 elif reader == self._local_rank != part.rank:
                     layout = self._layout(part, stage)
                     buffer = layout.empty(self._device)
@@ -136,7 +138,9 @@ class FrozenWork:
                     joined.setdefault((part.microbatch, stage), []).append((part, own))
         for (microbatch, stage), pieces in joined.items():
             work = self._works[microbatch]
-            work.frozen[stage] = self._join(work, pieces)
+            pieces.sort(key=lambda piece: piece[0].start)
+            own = [tensors for _, tensors in pieces]
+            work.frozen[stage] = join_samples(work.partitioned.graph, own)
         self._arriving.clear()
         self._results.clear()
         self._exchange = None
@@ -174,16 +178,6 @@ class FrozenWork:
                 tensor = tensor[rows * part.start : rows * part.stop]
             own[key] = tensor
         return own
-
-    def _pack(self, part: EncodePart, stage: int) -> Tensor:
-        rows = self._rows(part, stage)
-        return self._layout(part, stage).pack(list(rows.values()), self._device)
-
-    def _join(
-        self, work: MicrobatchWork, pieces: list[tuple[EncodePart, dict[TensorKey, Tensor]]]
-    ) -> dict[TensorKey, Tensor]:
-        ordered = sorted(pieces, key=lambda piece: piece[0].start)
-        return join_samples(work.partitioned.graph, [tensors for _, tensors in ordered])
 
 
 def _key(part: EncodePart, stage: int) -> MessageKey:

@@ -253,7 +253,9 @@ class RelayChannel:
                 mesh.barrier()
             with mesh.naming(mesh.pipeline_ranks, patient=False):
                 mesh.broadcast(buffer, owner, on_device=True)
-        return output if runs else _put_together(form, layout.unpack(buffer), mesh.device)
+        if runs:
+            return output
+        return _Unpickler(io.BytesIO(form), layout.unpack(buffer), mesh.device).load()
 
 
 def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[Tensor]]:
@@ -268,11 +270,6 @@ def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[T
             f"({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
         ), []
     return file.getvalue(), pickler.tensors
-
-
-def _put_together(form: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """Returns the object again, made of a rank's own tensors."""
-    return _Unpickler(io.BytesIO(form), tensors, device).load()
 
 
 class _Pickler(pickle.Pickler):
