@@ -39,8 +39,8 @@ from lightning_diffpipe.graph.layer import (
 )
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
 from lightning_diffpipe.graph.samples import (
-    Form,
-    OwnForm,
+    BatchForm,
+    ModuleSplit,
     add_sample,
     argument_rows,
     count_samples,
@@ -108,7 +108,7 @@ class StepProbe:
         fake_mode: TrackedFakeMode | None,
         mode: str,
         original: nn.Module | None = None,
-        form: Form | OwnForm | None = None,
+        form: BatchForm | ModuleSplit | None = None,
     ) -> None:
         self._module, self._step, self._batch = module, step, batch
         self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
@@ -291,7 +291,7 @@ class StepProbe:
         """
         num_samples = count_samples(self._batch, self._form)
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
-        if isinstance(self._form, OwnForm):  # a sample may have rows anywhere
+        if isinstance(self._form, ModuleSplit):  # a sample may have rows anywhere
             return None, unknown
         try:
             with self._fake_mode or contextlib.nullcontext():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
 
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
@@ -276,7 +276,7 @@ class LayerGraph:
     hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
     changes_gradients: bool = field(default=False, compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    form: Form | OwnForm | None = field(default=None, compare=False, repr=False)
+    form: BatchForm | ModuleSplit | None = field(default=None, compare=False, repr=False)
     weighted: bool = False
 
     @cached_property

@@ -43,7 +43,7 @@ from lightning_diffpipe.graph.fake import (
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
 from lightning_diffpipe.graph.side_effects import is_users
 from lightning_diffpipe.graph.step import Step
 
@@ -61,7 +61,7 @@ def probe(
     max_share: float = 1 / 32,
     mode: Mode = "auto",
     layer_names: Sequence[str] | None = None,
-    form: Form | OwnForm | None = None,
+    form: BatchForm | ModuleSplit | None = None,
 ) -> LayerGraph:
     """Finds the layers of a step, what they read, which are frozen.
 
@@ -255,7 +255,7 @@ def _in_some_mode(
     batch: Any,
     seed: int,
     mode: Mode,
-    form: Form | OwnForm | None,
+    form: BatchForm | ModuleSplit | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     reason = "asked for"
@@ -276,7 +276,7 @@ def _without_values(
     root: nn.Module,
     step: Step,
     batch: Any,
-    form: Form | OwnForm | None,
+    form: BatchForm | ModuleSplit | None,
     work: Callable[[StepProbe], LayerGraph],
     allow_failure: bool,
 ) -> LayerGraph | str:
@@ -314,7 +314,7 @@ def _on_fakes(
     step: Step,
     batch: Any,
     mode: TrackedFakeMode,
-    form: Form | OwnForm | None,
+    form: BatchForm | ModuleSplit | None,
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""

@@ -10,7 +10,7 @@ Of what layers take and give it is learnt by running the step with one sample mo
 shared by all samples. Comparing sizes with the number of samples alone would be fooled by tables of the same
 length, and miss heads or frames folded into the batch.
 
-A module that knows better says it: see `OwnForm`.
+A module that knows better says it: see `ModuleSplit`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Form:
+class BatchForm:
     """Which parts of a batch have one entry per sample, whatever their number.
 
     Attributes:
@@ -59,7 +59,7 @@ class Form:
     per_sample: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batch: Any, num_samples: int) -> Form:
+    def of(cls, batch: Any, num_samples: int) -> BatchForm:
         """Decides by a batch. Of `k` entries that hold `k` things each it takes them for parts of `k` samples."""
         return _decided(batch, num_samples)[1]
 
@@ -77,7 +77,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class OwnForm:
+class ModuleSplit:
     """A module's own way to cut its batches, whose samples are more than rows: pairs, bags, graphs.
 
     Attributes:
@@ -91,7 +91,7 @@ class OwnForm:
     count_samples: Callable[[Any], int] | None
 
     @classmethod
-    def of(cls, module: Any) -> OwnForm | None:
+    def of(cls, module: Any) -> ModuleSplit | None:
         """Returns the form of a module's batches; None if it has no `split_batch`."""
         split_batch = getattr(module, "split_batch", None)
         if not callable(split_batch):
@@ -120,7 +120,7 @@ def change_samples(
     batch: Any,
     num_samples: int,
     changes: Sequence[Callable[[Any], Any]],
-    form: Form | None = None,
+    form: BatchForm | None = None,
 ) -> list[Any]:
     """Applies each change to all parts of the batch with one entry per sample; all else stays.
 
@@ -140,14 +140,14 @@ def change_samples(
     ]
 
 
-def _decided(batch: Any, num_samples: int) -> tuple[list[Any], Form]:
+def _decided(batch: Any, num_samples: int) -> tuple[list[Any], BatchForm]:
     """Returns the leaves of a batch, and its form."""
 
     def is_leaf(node: Any) -> bool:
         return is_per_sample(node, num_samples)
 
     leaves, spec = pytree.tree_flatten(batch, is_leaf=is_leaf)
-    return leaves, Form(spec, tuple(map(is_leaf, leaves)))
+    return leaves, BatchForm(spec, tuple(map(is_leaf, leaves)))
 
 
 def sample_counts(batch: Any) -> dict[str, int]:
@@ -172,21 +172,21 @@ def sample_counts(batch: Any) -> dict[str, int]:
     }
 
 
-def count_samples(batch: Any, form: Form | OwnForm | None = None) -> int | None:
+def count_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int | None:
     """Returns the number of samples: dimension 0 of the first tensor or array, else the length of the first list.
 
-    A module that counts them itself (`OwnForm`) is asked.
+    A module that counts them itself (`ModuleSplit`) is asked.
 
     Example:
         >>> count_samples({"image": torch.zeros(4, 3, 8, 8), "caption": ["a", "b", "c", "d"]})
         4
     """
-    if isinstance(form, OwnForm) and form.count_samples is not None:
+    if isinstance(form, ModuleSplit) and form.count_samples is not None:
         return int(form.count_samples(batch))
     return next(_first_counts(batch), None)
 
 
-def add_sample(batch: Any, num_samples: int, form: Form | None = None) -> Any:
+def add_sample(batch: Any, num_samples: int, form: BatchForm | None = None) -> Any:
     """Returns the batch with its first sample repeated at the end; for its form see `change_samples`."""
 
     def repeat(part: Any) -> Any:

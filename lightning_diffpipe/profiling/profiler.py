@@ -14,7 +14,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.samples import Form, OwnForm, count_samples
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit, count_samples
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.chains import separated
@@ -90,10 +90,10 @@ def _probed(
     module: nn.Module, step: Step, batch: Any, max_share: float
 ) -> tuple[LayerGraph, tuple[int, ...]]:
     """Probes a step on a few samples of a batch: its layers, and where its chains start."""
-    form: Form | OwnForm | None = OwnForm.of(module)
+    form: BatchForm | ModuleSplit | None = ModuleSplit.of(module)
     total = count_samples(batch, form)
     if total is not None:
-        form = form or Form.of(batch, total)
+        form = form or BatchForm.of(batch, total)
         if total > _NUM_PROBED_SAMPLES:
             batch = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
     graph = probe(module, step, batch, max_share=max_share, form=form)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.samples import Form, OwnForm, change_samples
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit, change_samples
 
 
 @contextlib.contextmanager
@@ -98,7 +98,9 @@ def tree_to(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
-def take_samples(batch: Any, total: int, count: int, form: Form | OwnForm | None = None) -> Any:
+def take_samples(
+    batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
+) -> Any:
     """Returns the first samples of a batch, see `graph.samples.is_per_sample`.
 
     Args:
@@ -107,7 +109,7 @@ def take_samples(batch: Any, total: int, count: int, form: Form | OwnForm | None
         count: Samples wanted.
         form: That of a larger batch, or how the module cuts it.
     """
-    if isinstance(form, OwnForm):
+    if isinstance(form, ModuleSplit):
         return batch if count == total else form.split(batch, [count, total - count])[0]
     return change_samples(batch, total, [lambda part: part[:count]])[0]
 

@@ -24,22 +24,22 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.samples import (
-    Form,
-    OwnForm,
+    BatchForm,
+    ModuleSplit,
     change_samples,
     count_samples,
     sample_counts,
 )
 
 
-def num_samples(batch: Any, form: Form | OwnForm | None = None) -> int:
+def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
     """Counts the samples of a batch, the common length of its tensors and lists; or asks the module.
 
     Raises:
         ConfigurationError: No tensor or list tells the number of samples, or they disagree; or there are
             tensors in a container that is not known to pytree.
     """
-    if isinstance(form, OwnForm):
+    if isinstance(form, ModuleSplit):
         return count_samples(batch, form) or 0
     _refuse_unknown_containers(batch)
     sizes = sample_counts(batch)
@@ -73,7 +73,9 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
     return (small + 1,) * larger + (small,) * (count - larger)
 
 
-def split(batch: Any, sizes: Sequence[int], form: Form | OwnForm | None = None) -> list[Any]:
+def split(
+    batch: Any, sizes: Sequence[int], form: BatchForm | ModuleSplit | None = None
+) -> list[Any]:
     """Cuts a batch into microbatches of the given sizes, in order.
 
     Args:
@@ -90,7 +92,7 @@ def split(batch: Any, sizes: Sequence[int], form: Form | OwnForm | None = None) 
         >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
         {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
     """
-    if isinstance(form, OwnForm):
+    if isinstance(form, ModuleSplit):
         return form.split(batch, sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
 from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
-from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
 from lightning_diffpipe.graph.step import StepCall, batch_signature
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -114,7 +114,7 @@ class PartitionedStepCache:
         return self._graph.needs_values
 
     @property
-    def form(self) -> Form | OwnForm | None:
+    def form(self) -> BatchForm | ModuleSplit | None:
         """That of the batch that was planned with."""
         return self._graph.form
 

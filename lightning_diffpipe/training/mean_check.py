@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.samples import OwnForm
+from lightning_diffpipe.graph.samples import ModuleSplit
 from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.profiling.state import undisturbed
@@ -59,7 +59,7 @@ class MeanCheck:
         total = num_samples(self.batch, self.graph.form)
         if num_microbatches == 1 or total < 2:
             return ""
-        if isinstance(self.graph.form, OwnForm):
+        if isinstance(self.graph.form, ModuleSplit):
             _log.info("the module cuts its batches itself, so that losses are not compared")
             return ""
         first = -(-total // num_microbatches)

@@ -39,7 +39,7 @@ from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.forms import Forms, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
-from lightning_diffpipe.graph.samples import Form, OwnForm
+from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.profiling.bench import Progress
 from lightning_diffpipe.profiling.measure import Subject
@@ -90,9 +90,9 @@ def prepare(
         seed = agree(_own_seed(options), world)
         align_parameters(module, world)
     with raised_by_all():
-        own = OwnForm.of(module)
+        own = ModuleSplit.of(module)
         size = num_samples(batch, own)
-        form = own or Form.of(batch, size)
+        form = own or BatchForm.of(batch, size)
         small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
     with liveness.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
@@ -142,7 +142,7 @@ def _surveyed(
     module: nn.Module,
     step: Step,
     batch: Any,
-    form: Form | OwnForm,
+    form: BatchForm | ModuleSplit,
     seed: int,
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
@@ -178,7 +178,7 @@ def _probed(
     module: nn.Module,
     step: Step,
     batch: Any,
-    form: Form | OwnForm,
+    form: BatchForm | ModuleSplit,
     seed: int,
     planned: tuple[str, ...],
 ) -> LayerGraph:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.samples import OwnForm
+from lightning_diffpipe.graph.samples import ModuleSplit
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.seeding import derived_seed
 from tests.distributed.tiny import Data, TinyDiffusion
@@ -137,7 +137,7 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
         """Runs a global batch as the pipelines would: share by share, microbatch by microbatch."""
 
         def training_step(self, batch, batch_idx):
-            form = OwnForm.of(self)
+            form = ModuleSplit.of(self)
             total = num_samples(batch, form)
             number, loss = self.trainer.fit_loop.epoch_loop.total_batch_idx, 0.0
             for pipeline, share in enumerate(shares(batch, num_pipelines)):

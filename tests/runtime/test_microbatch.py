@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import Form, add_sample, count_samples
+from lightning_diffpipe.graph.samples import BatchForm, add_sample, count_samples
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 
@@ -123,7 +123,7 @@ PAIRS = {
 def test_two_pairs_are_told_from_two_parts_by_a_larger_batch(entry):
     """History: of a probe on two samples, and of a last batch of two, every microbatch got halves of both."""
     large, small = ({"x": torch.zeros(n), "part": [entry] * n} for n in (8, 2))
-    form = Form.of(large, 8)
+    form = BatchForm.of(large, 8)
     first, second = split(small, [1, 1], form)
     assert len(first["part"]) == len(second["part"]) == 1
     assert second["part"][0] is entry
@@ -133,11 +133,11 @@ def test_two_pairs_are_told_from_two_parts_by_a_larger_batch(entry):
 
 def test_two_parts_are_told_from_two_pairs_by_a_larger_batch():
     large, small = ([torch.zeros(n), [("a",) * n, ("b",) * n]] for n in (8, 2))
-    assert split(small, [1, 1], Form.of(large, 8))[1][1] == [("a",), ("b",)]
+    assert split(small, [1, 1], BatchForm.of(large, 8))[1][1] == [("a",), ("b",)]
 
 
 def test_a_batch_of_another_form_is_looked_at_anew():
-    form = Form.of({"x": torch.zeros(8, 2), "caption": None, "scale": 2.0}, 8)
+    form = BatchForm.of({"x": torch.zeros(8, 2), "caption": None, "scale": 2.0}, 8)
     for other in (
         {"x": torch.zeros(2, 2), "caption": ["a", "b"], "scale": 2.0},
         {"x": torch.zeros(2, 2), "caption": None, "scale": torch.ones(2)},
