@@ -19,14 +19,6 @@ from lightning_diffpipe.planning.frozen_parts import (
 )
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import prefix_frozen
-from lightning_diffpipe.planning.makespan import (
-    Outline,
-    exchanged_s,
-    makespan,
-    outline_of,
-    period_s,
-    timeline_of,
-)
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
     Waiting,
@@ -44,6 +36,14 @@ from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec, Ticks
+from lightning_diffpipe.planning.simulator import (
+    Outline,
+    exchanged_s,
+    makespan,
+    outline_of,
+    period_s,
+    simulate,
+)
 from lightning_diffpipe.planning.timeline import Timeline
 
 NUM_MIXTURES = 8
@@ -365,7 +365,7 @@ class Evaluator:
         """Frozen work in front of the pipeline."""
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
-        timeline = timeline_of(schedule, costs)
+        timeline = simulate(schedule, costs, costs.sizes)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         limit_s = _no_bubble_limit_s(timeline)
         if frame.pipeline.runs_free:
@@ -425,12 +425,12 @@ class Evaluator:
     def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""
         schedule, costs = self.frame(proposal).pipeline.schedule(), self.costs(proposal)
-        timeline = timeline_of(schedule, costs)
+        timeline = simulate(schedule, costs, costs.sizes)
         layers = frozen_layers(self.model.profile.encoders, self.group_size(proposal.shape))
         placed = fill_by_shares(timeline, layers, self.share_steps(proposal.shape))
         filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)
-        timeline = timeline_of(filled.schedule, costs)
+        timeline = simulate(filled.schedule, costs, costs.sizes)
         planned = replace(
             unfilled.planned,
             iteration_s=timeline.iteration_s,

@@ -40,7 +40,6 @@ from lightning_diffpipe.planning.instruction import (
     parse_program,
 )
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.makespan import period_s
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, costs_from_node, costs_to_json
@@ -54,7 +53,7 @@ from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
-from lightning_diffpipe.planning.simulator import Costs, simulate
+from lightning_diffpipe.planning.simulator import Costs, period_s, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 FORMAT = "diffpipe-plan/1"

@@ -78,19 +78,17 @@ _BACK = (Backward, BackwardInput)
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What travels from one stage to another, for every microbatch alike.
+    """What travels from one stage to another, for every microbatch.
 
     Attributes:
         kind: What it carries.
         maker: The stage that makes it.
         reader: The stage that reads it.
-        lag: Microbatch `m` of the reader needs what the maker made of microbatch `m - lag`.
     """
 
     kind: Kind
     maker: int
     reader: int
-    lag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +197,8 @@ class Schedule:
         placement: Which ranks hold which stage.
         num_microbatches: Microbatches of each backbone.
         programs: One program for each rank.
-        feedback_lag: None when nothing flows from a last stage back to the first, as in training. In
-            sampling what the last stage makes of patch `m` is read by the first at `m + feedback_lag`.
+        fed_by: By microbatch the earlier one whose result flows from the last stage back to the first, which
+            needs it; -1 for none. Empty where nothing flows back, as in training; see `PipeFusionPlan.schedule`.
         starts: By microbatch the first stage it runs, where steps have several forms, and some
             microbatches leave passes out; empty: stage 0.
     """
@@ -208,7 +206,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     programs: tuple[Program, ...]
-    feedback_lag: int | None = None
+    fed_by: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
 
     def starting_at(self, starts: Sequence[int]) -> Schedule:
@@ -281,26 +279,36 @@ class Schedule:
 
     def _feedback(self, first_stage: int) -> Flow | None:
         """What flows from the last stage of a backbone back to its first, if anything does."""
-        if self.feedback_lag is None:
+        if not self.fed_by:
             return None
-        last = self.placement.backbone_of(first_stage)[-1]
-        return Flow("feedback", last, first_stage, self.feedback_lag)
+        return Flow("feedback", self.placement.backbone_of(first_stage)[-1], first_stage)
+
+    def made_for(self, flow: Flow) -> Sequence[int]:
+        """By microbatch of the reader the one of which the maker made what it needs; -1 where nothing is."""
+        return self.fed_by if flow.kind == "feedback" else range(self.num_microbatches)
 
     def inputs_of(self, program: Program) -> Iterator[Message | None]:
         """What each instruction reads from another stage, if anything."""
-        return self._messages(program, self.read_by, lagged=False)
+        return self._messages(program, self.read_by, range(self.num_microbatches))
 
     def outputs_of(self, program: Program) -> Iterator[Message | None]:
         """What each instruction makes for another stage, if anything."""
-        return self._messages(program, self.made_by, lagged=True)
+        readers = [self.num_microbatches] * self.num_microbatches
+        for reader, maker in enumerate(self.fed_by):
+            if maker >= 0:
+                readers[maker] = reader
+        return self._messages(program, self.made_by, readers)
 
     def _messages(
         self,
         program: Program,
         flow_of: Callable[[type[Instruction], int], Flow | None],
-        lagged: bool,
+        fed: Sequence[int],
     ) -> Iterator[Message | None]:
-        """Messages by instruction; flows are looked up once for all microbatches of a stage."""
+        """Messages by instruction; flows are looked up once for all microbatches of a stage.
+
+        `fed` names the reader of what flows back, by the microbatch of the instruction.
+        """
         flows: dict[tuple[type[Instruction], int], Flow | None] = {}
         for instruction in program:
             if not isinstance(instruction, Staged):
@@ -313,7 +321,8 @@ class Schedule:
             if flow is None:
                 yield None
             else:
-                yield self.message(flow, instruction.microbatch + flow.lag * lagged)
+                microbatch = instruction.microbatch
+                yield self.message(flow, fed[microbatch] if flow.kind == "feedback" else microbatch)
 
     def input_of(self, instruction: Instruction) -> Message | None:
         """What an instruction reads from another stage, if anything."""
@@ -321,8 +330,11 @@ class Schedule:
 
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""
-        made_for, rank_of = microbatch - flow.lag, self.placement.rank_of
-        if made_for < 0 or microbatch >= self.num_microbatches:
+        rank_of = self.placement.rank_of
+        if microbatch >= self.num_microbatches:
+            return None
+        made_for = self.made_for(flow)[microbatch]
+        if made_for < 0:
             return None
         if not (self.runs(flow.maker, made_for) and self.runs(flow.reader, microbatch)):
             return None

@@ -5,36 +5,46 @@ both directions at once. An instruction starts when its rank is free and what it
 A message travels by itself, unless the processor that computes also has to move it (gloo).
 That is all: the same rules hold for training schedules, frozen work and forward-only patch schedules.
 If no rank can go on before all are done, the schedule is refused with a picture of where it stands.
+
+Where a schedule is cut decides what its instructions cost, not which of them waits for which. So an `Outline` is
+made once for all cuts: one row for each instruction, in an order in which all can run, with the message it reads
+and the one it makes. `makespan` goes once over these rows, which is all that the search asks of thousands of
+proposals; `simulate` draws the timeline from the same pass. Programs with communication and without give the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from math import lcm
+from typing import Protocol, TypeVar
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.execution import COMPUTE, MEET, SEND, WAIT, Execution, execution_of
+from lightning_diffpipe.planning.frozen_parts import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Compute,
     Encode,
+    ExchangeFrozen,
     Forward,
     ForwardNoGrad,
     Instruction,
+    Receive,
     ReduceGradients,
     Send,
+    ShareResults,
+    Staged,
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.schedule import Message, Schedule
+from lightning_diffpipe.planning.lowering import lower, with_collectives
+from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
+from lightning_diffpipe.planning.schedule import Flow, Message, Schedule
+from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
-
-__all__ = ["Costs", "TickCosts", "replay", "simulate"]
-
 
 PerStage = float | Sequence[float]
 
@@ -130,12 +140,13 @@ class Costs(Protocol):
         """Time to exchange all frozen results, from when all ranks are ready."""
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int] = ()) -> Timeline:
     """Runs a schedule on paper.
 
     Args:
-        schedule: A schedule, lowered or not; communication is added if there is none.
+        schedule: A schedule, lowered or not.
         costs: How long things take; forward 1, backward 2 and free links if None.
+        sizes: Samples of each microbatch, where equal ones cost the same; saves time.
 
     Raises:
         ScheduleError: Deadlock. Names the instruction that waits, and shows all ranks.
@@ -146,49 +157,66 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         rank 0 | F0 F1  .  .  . B0 -- B1 --
         rank 1 |  . F0 F1 B0 -- B1 --  .  .
     """
-    lowered = schedule if schedule.is_lowered else lower(schedule)
-    execution = execution_of(lowered)
-    timeline = replay(execution, costs or TickCosts())
-    if execution.stuck:
-        raise ScheduleError(_deadlock(lowered, execution.stuck, timeline))
-    return timeline
+    costs = costs or TickCosts()
+    outline = outline_of(schedule, sizes or range(schedule.num_microbatches))
+    if outline.stuck:  # written down, a message that is waited for has a name
+        schedule = schedule if schedule.is_lowered else lower(schedule)
+        outline = outline_of(schedule, range(schedule.num_microbatches))
+        timeline = _timeline(schedule, outline, costs)
+        raise ScheduleError(_deadlock(schedule, outline.stuck, timeline))
+    return _timeline(schedule, outline, costs)
 
 
-def replay(execution: Execution, costs: Costs) -> Timeline:
-    """The timeline of an order that has been found, for given costs."""
-    clock = [0.0] * execution.num_ranks
-    link_free = [0.0] * (1 + max(execution.edge_of, default=0))
-    arrival = [0.0] * len(execution.messages)
-    spans: list[Span] = []
-    transfers: list[Transfer] = []
-    for what, rank, index in execution.steps:
-        start = clock[rank]
-        if what == COMPUTE:
-            instruction = execution.works[index]
-            clock[rank] = start + costs.compute_s(instruction)
-            spans.append(Span(rank, instruction, start, clock[rank]))
-        elif what == WAIT:
-            clock[rank] = max(start, arrival[index])
-        elif what == SEND:
-            message, edge = execution.messages[index], execution.edge_of[index]
-            start = max(start, link_free[edge])
-            link_free[edge] = arrival[index] = start + costs.message_s(message)
-            if costs.holds_sender:
-                clock[rank] = arrival[index]
-            transfers.append(Transfer(message, start, arrival[index]))
-        elif what == MEET:
-            meeting, group = execution.meetings[index]
-            start = max(clock[peer] for peer in group)
+def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
+    """What happens in the order of the rows; each rank does what stands in its program."""
+    starts_s: list[float] = []
+    _run(outline, costs, 0.0, starts_s)
+    todo = [
+        zip(program, schedule.outputs_of(program), strict=True) for program in schedule.programs
+    ]
+    link_free_s = [0.0] * outline.num_edges
+    spans, transfers = list[Span](), list[Transfer]()
+    for (rank, work, meeting, makes, like, edge), now_s in zip(
+        outline.rows, starts_s, strict=False
+    ):
+        if work == _MEETS:
+            met, group = outline.meetings[meeting]
             for peer in group:
-                clock[peer] = start + meeting_s(meeting, peer, costs)
-                if clock[peer] > start:
-                    spans.append(Span(peer, meeting, start, clock[peer]))
-    return Timeline(tuple(spans), execution.num_ranks, tuple(transfers))
+                stop_s = now_s + meeting_s(met, peer, costs)
+                if stop_s > now_s:
+                    spans.append(Span(peer, met, now_s, stop_s))
+            continue
+        instruction, made = next(
+            pair
+            for pair in todo[rank]
+            if not isinstance(pair[0], (ExchangeFrozen, ReduceGradients))
+        )
+        stop_s = now_s
+        if isinstance(instruction, (Staged, Encode)):
+            stop_s += costs.compute_s(outline.works[work])
+            spans.append(Span(rank, instruction, now_s, stop_s))
+        if makes >= 0:
+            if isinstance(instruction, Send):
+                i = instruction
+                made = Message(i.kind, i.stage, i.microbatch, rank, i.to_rank)
+            assert made is not None
+            start_s = max(stop_s, link_free_s[edge])
+            link_free_s[edge] = start_s + costs.message_s(outline.messages[like])
+            transfers.append(Transfer(made, start_s, link_free_s[edge]))
+    return Timeline(tuple(spans), outline.num_ranks, tuple(transfers))
 
 
 def meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
     """What a collective takes on one of its ranks, from when all of them are there."""
     return costs.reduce_s(rank) if isinstance(meeting, ReduceGradients) else costs.exchange_s()
+
+
+def group_of(schedule: Schedule, rank: int, instruction: Instruction) -> tuple[int, ...]:
+    """Who meets at a collective: all ranks, or those that hold a copy of one of this rank's stages."""
+    if isinstance(instruction, ExchangeFrozen):
+        return tuple(range(schedule.num_ranks))
+    place = schedule.placement
+    return tuple(sorted({r for s in place.stages_of(rank) for r in place.stage_ranks[s]}))
 
 
 def _deadlock(lowered: Schedule, stuck: dict[int, Instruction], timeline: Timeline) -> str:
@@ -216,3 +244,301 @@ def _deadlock(lowered: Schedule, stuck: dict[int, Instruction], timeline: Timeli
     notes[rank] += "          <-- waits here"
     picture = draw(timeline.spans, lowered.num_ranks, notes=notes)
     return f"{reasons[rank][1]}\n\n" + "\n".join(f"    {line}" for line in picture.splitlines())
+
+
+Row = tuple[int, int, int, int, int, int]
+"""(rank, work, reads, makes, message, edge), each an index, or -1 where there is none.
+
+`reads` and `makes` number the messages, `message` tells which of `Outline.messages` costs the same. Rows
+of collectives have no work; their second entry is `_MEETS`, their third one of `Outline.meetings`. Where messages
+are written down, those who send and wait have rows of their own, without work.
+"""
+
+Meeting = tuple[Instruction, tuple[int, ...]]
+"""A collective and the ranks that take part."""
+
+_NO_WORK, _MEETS = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A schedule as far as its duration depends on it.
+
+    Attributes:
+        num_ranks: Ranks of the pipeline.
+        rows: What happens, in order.
+        works: The different compute instructions; of those that cost the same, one.
+        messages: The different messages; of those that cost the same, one.
+        meetings: The different collectives.
+        num_sent: Messages are numbered below this.
+        num_edges: Directed edges are numbered below this.
+        stuck: Ranks that never end, with the instruction at which each stands.
+    """
+
+    num_ranks: int
+    rows: tuple[Row, ...]
+    works: tuple[Compute, ...]
+    messages: tuple[Message, ...]
+    meetings: tuple[Meeting, ...]
+    num_sent: int
+    num_edges: int
+    stuck: dict[int, Instruction]
+
+
+def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
+    """When all ranks have the encodings of a batch that is encoded in front of the pipeline.
+
+    Args:
+        parts: Who encodes what, in the order of the programs.
+        costs: How long that takes, and the exchange.
+    """
+    clock = dict.fromkeys((part.rank for part in parts), 0.0)
+    for part in parts:
+        clock[part.rank] += costs.compute_s(Encode(part.index))
+    return max(clock.values()) + costs.exchange_s()
+
+
+def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
+    """When the last rank is done.
+
+    Args:
+        outline: What happens in which order.
+        costs: How long things take; equally long for microbatches of equal size.
+        start_s: When all ranks begin.
+    """
+    assert not outline.stuck, "a schedule of the search never ends"
+    return _run(outline, costs, start_s)
+
+
+def _run(
+    outline: Outline, costs: Costs, start_s: float, starts_s: list[float] | None = None
+) -> float:
+    """When the last rank is done: the inner loop of the search. Appends to `starts_s` when each row begins."""
+    clock = [start_s] * outline.num_ranks
+    link_free = [0.0] * outline.num_edges
+    arrival = [0.0] * outline.num_sent
+    work_s = [*map(costs.compute_s, outline.works), 0.0]  # the last for rows without work
+    travel_s = [costs.message_s(message) for message in outline.messages]
+    holds_sender = costs.holds_sender
+    for rank, work, reads, makes, message, edge in outline.rows:
+        if work == _MEETS:
+            met_s = _meet(*outline.meetings[reads], clock, costs)
+            if starts_s is not None:
+                starts_s.append(met_s)
+            continue
+        now = clock[rank]
+        if reads >= 0 and arrival[reads] > now:
+            now = arrival[reads]
+        if starts_s is not None:
+            starts_s.append(now)
+        now += work_s[work]
+        if makes >= 0:
+            start = link_free[edge] if link_free[edge] > now else now
+            link_free[edge] = arrival[makes] = start + travel_s[message]
+            if holds_sender:
+                now = arrival[makes]
+        clock[rank] = now
+    return max(clock)
+
+
+def _meet(meeting: Instruction, group: Sequence[int], clock: list[float], costs: Costs) -> float:
+    """Moves the clocks of the ranks that meet to the end of the collective; when does it begin?"""
+    start = max(clock[peer] for peer in group)
+    for peer in group:
+        clock[peer] = start + meeting_s(meeting, peer, costs)
+    return start
+
+
+def period_s(batch: Schedule, costs: PipelineCosts) -> float:
+    """Seconds from one batch to the next where none is waited for: what twice as many batches take longer.
+
+    Args:
+        batch: One batch by itself.
+        costs: Of one batch.
+    """
+    few = 4 * batch.num_ranks
+    ends_s = [
+        makespan(outline_of(unrolled(batch, n), costs.sizes * n), costs.repeated(n))
+        for n in (few, 2 * few)
+    ]
+    return (ends_s[1] - ends_s[0]) / few
+
+
+def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
+    """The outline of a schedule, with communication or without.
+
+    Args:
+        schedule: The programs.
+        sizes: Samples of each microbatch; equal sizes cost the same.
+    """
+    schedule = schedule if schedule.is_lowered else with_collectives(schedule)
+    numbers = _Numbers(schedule, sizes)
+    programs, meetings = numbers.rows(), tuple(numbers.meetings)
+    order, position = _in_order(programs, meetings, numbers.num_sent)
+    stuck = {
+        rank: program[at]
+        for rank, (program, at) in enumerate(zip(schedule.programs, position, strict=True))
+        if at < len(program)
+    }
+    return Outline(
+        schedule.num_ranks,
+        tuple(order),
+        tuple(numbers.works),
+        tuple(message for _, message in numbers.messages.values()),
+        meetings,
+        numbers.num_sent,
+        len(numbers.edges),
+        stuck,
+    )
+
+
+_Sent = tuple[int, int, int]
+"""The last three entries of the row that makes a message."""
+
+_NOTHING_SENT: _Sent = (-1, -1, -1)
+
+
+class _Numbers:
+    """Programs as rows of numbers. What holds for all microbatches of a stage is looked up once."""
+
+    def __init__(self, schedule: Schedule, sizes: Sequence[int]) -> None:
+        self.schedule, self.is_lowered = schedule, schedule.is_lowered
+        first_like: dict[int, int] = {}
+        self.first_like = [first_like.setdefault(size, m) for m, size in enumerate(sizes)]
+        self.works: dict[Compute, int] = {}
+        self.messages: dict[tuple[str, int, int], tuple[int, Message]] = {}
+        self.edges: dict[tuple[int, int], int] = {}
+        self.meetings: dict[Meeting, int] = {}
+        self.flows: dict[Flow, list[_Sent]] = {}
+        self.stages: dict[tuple[type[Staged], int], list[Row]] = {}
+        self.written: dict[tuple[str, int, int, int], int] = {}
+
+    @property
+    def num_sent(self) -> int:
+        return len(self.flows) * self.schedule.num_microbatches + len(self.written)
+
+    def rows(self) -> list[list[Row]]:
+        return [
+            [self.row(rank, instruction) for instruction in program]
+            for rank, program in enumerate(self.schedule.programs)
+        ]
+
+    def row(self, rank: int, instruction: Instruction) -> Row:
+        match instruction:
+            case Encode():
+                return rank, _number(self.works, instruction), -1, *_NOTHING_SENT
+            case ExchangeFrozen() | ReduceGradients():
+                meeting = instruction, group_of(self.schedule, rank, instruction)
+                return rank, _MEETS, _number(self.meetings, meeting), *_NOTHING_SENT
+            case Wait(kind, stage, microbatch):
+                sent = _number(self.written, (kind, stage, microbatch, rank))
+                return rank, _NO_WORK, sent, *_NOTHING_SENT
+            case Send(kind, stage, microbatch, to_rank):
+                message = Message(kind, stage, microbatch, rank, to_rank)
+                sent = _number(self.written, (kind, stage, microbatch, to_rank))
+                like, _ = self.messages.setdefault(
+                    (kind, stage, microbatch), (len(self.messages), message)
+                )
+                return rank, _NO_WORK, -1, sent, like, _number(self.edges, (rank, to_rank))
+            case Receive() | ShareResults():
+                return rank, _NO_WORK, -1, *_NOTHING_SENT
+            case _ if self.is_lowered:
+                return rank, _number(self.works, instruction), -1, *_NOTHING_SENT
+        key = type(instruction), instruction.stage
+        if key not in self.stages:
+            self.stages[key] = self.rows_of_stage(*key)
+        return self.stages[key][instruction.microbatch]
+
+    def rows_of_stage(self, work: type[Staged], stage: int) -> list[Row]:
+        """By microbatch: this work of a stage."""
+        schedule, count = self.schedule, self.schedule.num_microbatches
+        read_flow, made_flow = schedule.read_by(work, stage), schedule.made_by(work, stage)
+        read, made = [_NOTHING_SENT] * count, [_NOTHING_SENT] * count
+        if read_flow:
+            read = self.sent(read_flow)
+        if made_flow:
+            for sent, maker in zip(self.sent(made_flow), schedule.made_for(made_flow), strict=True):
+                if maker >= 0:
+                    made[maker] = sent
+        rank_of = schedule.placement.rank_of
+        number = {
+            like: _number(self.works, work(stage, like)) for like in dict.fromkeys(self.first_like)
+        }
+        works = [number[like] for like in self.first_like]
+        return [(rank_of(stage, m), works[m], read[m][0], *made[m]) for m in range(count)]
+
+    def sent(self, flow: Flow) -> list[_Sent]:
+        """By microbatch of its reader: what travels, where anything has to."""
+        if flow not in self.flows:
+            first, ranks = self.num_sent, self.schedule.placement.stage_ranks
+            period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
+            starts = self.schedule.starts or (0,) * self.schedule.num_microbatches
+            known: dict[tuple[int, int, int, bool], tuple[int, int] | None] = {}
+            self.flows[flow] = []
+            for microbatch, maker in enumerate(self.schedule.made_for(flow)):
+                like = (
+                    microbatch % period,
+                    self.first_like[microbatch],
+                    starts[microbatch],
+                    maker < 0,
+                )
+                if like not in known:
+                    known[like] = self.message_and_edge(flow, microbatch)
+                sent = known[like]
+                self.flows[flow].append((first + microbatch, *sent) if sent else _NOTHING_SENT)
+        return self.flows[flow]
+
+    def message_and_edge(self, flow: Flow, microbatch: int) -> tuple[int, int] | None:
+        """Which message costs the same, and its edge; None if nothing has to travel."""
+        message = self.schedule.message(flow, microbatch)
+        if message is None or message.is_local:
+            return None
+        edge = _number(self.edges, (message.from_rank, message.to_rank))
+        like = flow.kind, flow.reader, self.first_like[microbatch]
+        index, _ = self.messages.setdefault(like, (len(self.messages), message))
+        return index, edge
+
+
+_Key = TypeVar("_Key")
+
+
+def _number(numbers: dict[_Key, int], key: _Key) -> int:
+    """The number of a key; the next one if it is new."""
+    return numbers.setdefault(key, len(numbers))
+
+
+def _in_order(
+    programs: Sequence[Sequence[Row]], meetings: Sequence[Meeting], num_sent: int
+) -> tuple[list[Row], list[int]]:
+    """Runs every rank as far as it gets; whoever sends what a rank waits for puts it back to work.
+
+    Returns:
+        The rows that run, in order, and how many of its rows each rank has run.
+    """
+    order: list[Row] = []
+    position, ready = [0] * len(programs), list(range(len(programs)))
+    is_sent, waiting, present = bytearray(num_sent), dict[int, int](), [0] * len(meetings)
+    while ready:
+        rank = ready.pop()
+        for row in islice(programs[rank], position[rank], None):
+            _, work, reads, makes, _, _ = row
+            if work == _MEETS:
+                present[reads] += 1
+                group = meetings[reads][1]
+                if present[reads] == len(group):
+                    order.append(row)
+                    present[reads] = 0
+                    for peer in group:
+                        position[peer] += 1
+                    ready += group
+                break
+            if reads >= 0 and not is_sent[reads]:
+                waiting[reads] = rank
+                break
+            position[rank] += 1
+            order.append(row)
+            if makes >= 0:
+                is_sent[makes] = True
+                if makes in waiting:
+                    ready.append(waiting.pop(makes))
+    return order, position

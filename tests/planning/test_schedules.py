@@ -9,9 +9,9 @@ import pytest
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.makespan import makespan, outline_of
 from lightning_diffpipe.planning.memory import peak_alive
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import v as v_placed
 from lightning_diffpipe.planning.schedules import zero_bubble_v
@@ -19,7 +19,6 @@ from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
-from lightning_diffpipe.planning.schedules.patches import patches
 from lightning_diffpipe.planning.schedules.pipedream import (
     admitted_batches,
     pipedream,
@@ -28,7 +27,7 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     unrolled,
 )
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
 
 from .pictures import check_golden
 
@@ -70,8 +69,8 @@ EXAMPLES = {
     "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), THIRDS),
     "bidirectional": (opposite(4, 2), None),
     "bidirectional_unequal": (opposite(3, 4, ticks=((1, 2),) * 3 + ((2, 4),) * 3), UNEQUAL),
-    "patches": (patches(4, 4, 3), None),
-    "patches_fewer_than_stages": (patches(3, 2, 3), TickCosts(feedback=1)),
+    "patches": (PipeFusionPlan(3, 0, 4, 4).schedule, None),
+    "patches_fewer_than_stages": (PipeFusionPlan(3, 0, 2, 3).schedule, TickCosts(feedback=1)),
 }
 
 
@@ -224,7 +223,7 @@ def test_pipedream_has_no_bubble_between_batches(S):
 
 def test_patches_keep_all_ranks_busy():
     for S, P, steps in product(range(1, 6), range(1, 8), (1, 2, 5)):
-        schedule = patches(S, P, steps)
+        schedule = PipeFusionPlan(steps, 0, P, S).schedule
         assert simulate(schedule).iteration_s == (steps - 1) * max(P, S) + P + S - 1
         lower(schedule).validate()
         assert all(isinstance(i, ForwardNoGrad) for program in schedule.programs for i in program)

@@ -11,7 +11,6 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.makespan import exchanged_s, makespan, outline_of, timeline_of
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
@@ -23,7 +22,13 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import (
+    TickCosts,
+    exchanged_s,
+    makespan,
+    outline_of,
+    simulate,
+)
 
 from .profiles import random_case
 
@@ -73,7 +78,7 @@ def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     schedule = prefix_frozen(SCHEDULES[name](placement, M), parts)
     exact = simulate(lower(schedule), costs)
     assert makespan(outline_of(schedule, sizes), costs) == exact.iteration_s
-    assert timeline_of(schedule, costs).spans == exact.spans
+    assert simulate(schedule, costs, sizes) == exact
     alone, start_s = SCHEDULES[name](placement, M), exchanged_s(parts, costs) if parts else 0.0
     assert makespan(outline_of(alone, sizes), costs, start_s) == exact.iteration_s
 

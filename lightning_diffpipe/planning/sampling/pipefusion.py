@@ -16,12 +16,14 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.timeline import Span, Timeline
+from lightning_diffpipe.planning.instruction import Compute, ForwardNoGrad
+from lightning_diffpipe.planning.schedule import Message, Schedule, as_placement
+from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.timeline import Timeline
 
 CHANGE_BYTES = 16
 """Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
@@ -235,59 +237,80 @@ class PipeFusionPlan:
             cut_bytes: As for `bytes_sent`.
             latent_bytes: Of the full latents.
         """
-        run = _Simulation(
-            self, link or Link(), cut_bytes or (0,) * (self.num_ranks - 1), latent_bytes
+        turns = [turn for turn in self.turns for _ in range(self.num_visits)]
+        schedule, cuts = self.schedule, cut_bytes or (0,) * (self.num_ranks - 1)
+        costs = _TurnCosts(
+            self, turns, schedule.fed_by, synchronous_s, patch_s, link or Link(), cuts, latent_bytes
         )
-        return run.timeline(synchronous_s, patch_s)
-
-
-class _Simulation:
-    """Follows every turn through the ranks."""
-
-    def __init__(
-        self, plan: PipeFusionPlan, link: Link, cut_bytes: Sequence[int], latent_bytes: int
-    ) -> None:
-        self._plan, self._link = plan, link
-        self._cut_bytes, self._latent_bytes = cut_bytes, latent_bytes
-        self._link_free_s = [0.0] * plan.num_ranks
-        self._returned_s: dict[int | None, float] = {}  # rows of which patch are back on rank 0
-
-    def timeline(self, synchronous_s: Sequence[float], patch_s: Sequence[float]) -> Timeline:
-        plan = self._plan
-        clock = [0.0] * plan.num_ranks
-        spans: list[Span] = []
-        for turn in plan.turns:
-            costs = synchronous_s if turn.patch is None else patch_s
-            parts = plan.num_visits * turn.microbatch[1]
-            for visit in range(plan.num_visits):
-                arrival = self._back_on_first(turn) if visit == 0 else 0.0
-                for rank in range(plan.num_ranks):
-                    start = max(clock[rank], arrival)
-                    clock[rank] = start + costs[rank] / parts
-                    spans.append(Span(rank, ForwardNoGrad(rank, turn.index), start, clock[rank]))
-                    if rank < plan.num_ranks - 1:
-                        share = self._share(turn) / plan.num_visits
-                        arrival = self._sent(rank, clock[rank], self._cut_bytes[rank] * share)
-            self._return(turn, clock[-1])
-        return Timeline(tuple(spans), plan.num_ranks)
-
-    def _share(self, turn: Turn) -> float:
-        return 1 / (turn.microbatch[1] if turn.patch is None else self._plan.num_patches)
-
-    def _sent(self, rank: int, at_s: float, num_bytes: float) -> float:
-        start = max(at_s, self._link_free_s[rank])
-        self._link_free_s[rank] = start + self._link.seconds(num_bytes)
-        return self._link_free_s[rank]
-
-    def _back_on_first(self, turn: Turn) -> float:
-        return max(self._returned_s.get(patch, 0.0) for patch in (turn.patch, None))
-
-    def _return(self, turn: Turn, at_s: float) -> None:
-        """Rows go from the last rank back to the first."""
-        if turn.patch is None and not turn.is_last:
-            return
-        alone = self._plan.num_ranks == 1
-        share = 1.0 if turn.patch is None else self._share(turn)
-        self._returned_s[turn.patch] = (
-            at_s if alone else self._sent(-1, at_s, self._latent_bytes * share)
+        # Visits cost the same that are of as many tokens, and read as many.
+        kinds = [
+            (turn.patch is None) + 2 * (turns[fed].patch is None)
+            for turn, fed in zip(turns, schedule.fed_by, strict=True)
+        ]
+        timeline = simulate(schedule, costs, kinds)
+        spans = (
+            replace(s, instruction=ForwardNoGrad(s.rank, turns[s.instruction.microbatch].index))
+            for s in timeline.spans
+            if isinstance(s.instruction, ForwardNoGrad)
         )
+        return Timeline(tuple(spans), self.num_ranks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """All turns on every rank, each visit a "microbatch" of its own.
+
+        The first stage needs the rows of its patch of the step before, or all rows of the last synchronous step,
+        which the last stage sends back.
+        """
+        fed_by: list[int] = []
+        sent_back: dict[int | None, int] = {}
+        for turn in self.turns:
+            whole = sent_back.pop(None, -1)
+            fed_by += [sent_back.pop(turn.patch, whole), *[-1] * (self.num_visits - 1)]
+            if turn.patch is not None or turn.is_last:
+                sent_back[turn.patch] = len(fed_by) - 1
+        programs = tuple(
+            tuple(ForwardNoGrad(rank, m) for m in range(len(fed_by)))
+            for rank in range(self.num_ranks)
+        )
+        return Schedule(as_placement(self.num_ranks), len(fed_by), programs, tuple(fed_by))
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnCosts:
+    """What visits and messages take; arguments as for `PipeFusionPlan.timeline`."""
+
+    plan: PipeFusionPlan
+    turns: Sequence[Turn]
+    fed_by: Sequence[int]
+    synchronous_s: Sequence[float]
+    patch_s: Sequence[float]
+    link: Link
+    cut_bytes: Sequence[int]
+    latent_bytes: int
+    holds_sender: bool = False
+
+    def compute_s(self, instruction: Compute) -> float:
+        """See `Costs`."""
+        assert isinstance(instruction, ForwardNoGrad)
+        turn = self.turns[instruction.microbatch]
+        costs = self.synchronous_s if turn.patch is None else self.patch_s
+        return costs[instruction.stage] / (self.plan.num_visits * turn.microbatch[1])
+
+    def message_s(self, message: Message) -> float:
+        """See `Costs`."""
+        turn = self.turns[message.microbatch]
+        if message.kind == "feedback":
+            turn = self.turns[self.fed_by[message.microbatch]]
+            share = 1.0 if turn.patch is None else 1 / self.plan.num_patches
+            return self.link.seconds(self.latent_bytes * share)
+        share = 1 / (turn.microbatch[1] if turn.patch is None else self.plan.num_patches)
+        return self.link.seconds(self.cut_bytes[message.stage - 1] * (share / self.plan.num_visits))
+
+    def reduce_s(self, rank: int) -> float:
+        """Nothing is summed."""
+        return 0.0
+
+    def exchange_s(self) -> float:
+        """Nothing frozen is exchanged."""
+        return 0.0

@@ -1,6 +1,6 @@
-"""One file per schedule, each with one `ScheduleSpec`; this collects those that options and plans can name.
+"""One file per schedule, each with one `ScheduleSpec`; this collects them by the names of options and plans.
 
-Not among them is `patches`, the schedule of sampling.
+That of sampling is `PipeFusionPlan.schedule`.
 """
 
 from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
