@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness import on_ranks, table
 from benchmarks.sleeping import Sleeper
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline

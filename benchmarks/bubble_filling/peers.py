@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD
 from lightning_diffpipe.runtime.bubbles import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions

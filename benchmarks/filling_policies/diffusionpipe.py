@@ -18,8 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_diffpipe.planning.filling import MARGIN, FrozenLayer, FrozenPiece, Placed
-from lightning_diffpipe.planning.frozen_parts import grouped_s, split_evenly
+from lightning_diffpipe.planning.filling import (
+    MARGIN,
+    FrozenLayer,
+    FrozenPiece,
+    Placed,
+    grouped_s,
+    split_evenly,
+)
 from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProfile
 from lightning_diffpipe.planning.timeline import Timeline
 

@@ -18,9 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.filling_policies.diffusionpipe import fill_like_diffusionpipe
-from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
-from lightning_diffpipe.planning.filling_shares import fill_by_shares
-from lightning_diffpipe.planning.frozen_parts import SHARES_PERIOD, group_samples
+from lightning_diffpipe.planning.filling import (
+    SHARES_PERIOD,
+    Filled,
+    fill_by_shares,
+    frozen_layers,
+    group_samples,
+    weave,
+)
 from lightning_diffpipe.planning.instruction import Encode, Staged
 from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProfile, Seconds
 from lightning_diffpipe.planning.schedule import Schedule

@@ -27,7 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD
 from lightning_diffpipe.runtime.bubbles import Filling, FillingMode
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline

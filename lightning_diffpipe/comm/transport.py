@@ -8,7 +8,7 @@ nothing else does on gloo, and on NCCL the host is ahead of the device.
 * `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
   posting cannot deadlock, and a posted receive begins at once. On NCCL each directed edge has a communicator of its
   own, and a receive occupies the device: it begins where no host that waits for its device can wait for it in vain
-  (`planning/receiving.py`), in a stream of its own, since what was computed after it was posted has no say in it.
+  (`planning/lowering.py`), in a stream of its own, since what was computed after it was posted has no say in it.
 * `LoopbackTransport`: all ranks in one process; a dict is the network.
 """
 

@@ -114,7 +114,7 @@ def cut(
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
         homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
-        first_stages: Where chains begin that know nothing of each other; see `chains.py`.
+        first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
         may_be_empty: Stages may have no layers: those of passes that this form of the step leaves out.
 
     Returns:

@@ -2,9 +2,8 @@
 
 Read the files in the order in which a plan comes about:
 
-    profile -> cluster -> cost -> partition -> instruction -> schedule (laws) -> schedules/
-    -> lowering -> receiving -> timeline (grid) -> simulator -> pipeline_costs, memory -> proposals -> search
-    -> plan
+    profile -> cluster -> cost, memory -> partition -> instruction -> schedule (laws) -> schedules/ -> lowering
+    -> timeline (grid) -> simulator -> filling -> proposals, bounds -> evaluation -> search -> plan
 """
 
 from lightning_diffpipe.planning.cluster import Cluster, Link

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.frozen_parts import (
+from lightning_diffpipe.planning.filling import (
     EncodePart,
     cheapest_group_size,
     encode_parts,

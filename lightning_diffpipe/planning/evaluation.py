@@ -10,12 +10,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.filling import Filled, frozen_layers, weave
-from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares, fill_by_shares
-from lightning_diffpipe.planning.frozen_parts import (
+from lightning_diffpipe.planning.filling import (
     SHARES_PERIOD,
     EncodePart,
+    Filled,
+    all_done_s,
+    even_shares,
+    fill_by_shares,
+    frozen_layers,
     group_samples,
+    weave,
 )
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.lowering import prefix_frozen

@@ -1,4 +1,12 @@
-"""Filling: frozen work of the next batch, placed into the bubbles of this one.
+"""The frozen work of a batch: how ranks share it, and where it goes into bubbles.
+
+Frozen encoders depend on nothing that is trained, so that any rank may encode any sample. Each rank
+takes a share of the batch, and all exchange the results: each sample is encoded once, never once per
+stage. Without bubbles to fill the shares are equal.
+
+    batch of 8, 2 microbatches, 4 ranks       microbatch 0      microbatch 1
+                                              | E0  |  E1  |    | E2  |  E3  |
+                                               rank 0 rank 1     rank 2 rank 3
 
 Frozen weights never change, so that the conditioning of batch t + 1 can be computed while batch t is
 trained: bit for bit the same inputs, at no cost where a rank would have waited. What fits no bubble is
@@ -7,9 +15,15 @@ left over and runs behind the pipeline, on all ranks; then all ranks exchange th
     rank 0 | F0 F1  . E0 B0 -- E2 B1 -- E3        E0: the first layers of the text encoder, say,
     rank 1 | E1 F0 B0 -- F1 B1 --  .  .           for some samples of the next batch
 
-`filling_shares.py` decides what goes where: it gives `FrozenPiece`s with times at which they start, and this file
-weaves them into the programs. A piece never delays the pipeline: the pieces of a gap take no longer than the gap.
+`fill_by_shares` decides what goes where: `FrozenPiece`s with times at which they start, which `weave` puts into the
+programs. A piece never delays the pipeline: the pieces of a gap take no longer than the gap.
 DiffusionPipe's own policy is in `benchmarks/filling_policies/`.
+
+Rank `r` takes `n_r` samples through all frozen layers, so many that all ranks are done at the same time, as
+far as steps of a share allow. They are averages: layers run on groups of samples, and of one batch a rank may
+take a group more than of the next. A layer that does not fit into what is left of a bubble runs for
+as many samples as do fit, and for the others later. Nothing has to move between ranks before the exchange
+at the end, which needs each sample once.
 """
 
 from __future__ import annotations
@@ -18,8 +32,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
-from lightning_diffpipe.planning.frozen_parts import grouped_s
+from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
     Encode,
     ExchangeFrozen,
@@ -30,6 +45,185 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.timeline import Timeline
+
+BATCHES_AHEAD = 2
+"""Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
+their share of it wait for each other in every step."""
+
+SHARES_PERIOD = 16
+"""Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
+ahead: of one batch a rank takes two groups, of the next three. With 4 batches of 4 groups, ranks were apart by up
+to 1/32 of the frozen work in every step, about as long as they waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodePart:
+    """The frozen work for some samples of one microbatch.
+
+    Attributes:
+        index: Number of this part; what `Encode` names.
+        rank: Rank of the pipeline that does it.
+        microbatch: The microbatch whose samples these are.
+        start: First sample, counted within the microbatch.
+        stop: One past the last sample, counted within the microbatch.
+    """
+
+    index: int
+    rank: int
+    microbatch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this part."""
+        return self.stop - self.start
+
+
+def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
+    """Sizes of `num_parts` parts: as even as possible, larger ones first.
+
+    Example:
+        >>> split_evenly(10, 4)
+        (3, 3, 2, 2)
+    """
+    small, num_larger = divmod(num_samples, num_parts)
+    return (small + 1,) * num_larger + (small,) * (num_parts - num_larger)
+
+
+def cheapest_group_size(
+    seconds: Callable[[int], float], microbatch_sizes: Sequence[int], num_ranks: int
+) -> int:
+    """Samples on which frozen layers run at a time, where it is known what that costs.
+
+    Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size,
+    a power of two of which each rank gets at least two, for which a rank's groups and that loss take least
+    time.
+
+    Args:
+        seconds: Time of so many samples through all frozen layers at once.
+        microbatch_sizes: Samples of every microbatch.
+        num_ranks: Ranks that share the work.
+
+    Example:
+        >>> cheapest_group_size(lambda samples: samples, [16, 16], num_ranks=2)
+        1
+        >>> cheapest_group_size(lambda samples: 1 + samples, [16, 16], num_ranks=2)
+        8
+    """
+    share = sum(microbatch_sizes) / num_ranks
+    most = max(1, min(int(share) // 2, *microbatch_sizes))
+    sizes = [1 << shift for shift in range(most.bit_length())]
+    lost = 0.5 / SHARES_PERIOD if num_ranks > 1 else 0.0
+    return min(sizes, key=lambda size: (share / size + lost) * seconds(size))
+
+
+def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
+    """Samples on which frozen layers run at a time, where nothing is known of what that costs.
+
+    A share is a number of groups, so small groups balance better, and large ones run faster: groups have
+    four samples where each rank then gets two of them, and more where it gets four. Within half of that,
+    the size that leaves the fewest groups half empty.
+
+    Example:
+        >>> group_size_of([16, 16], num_ranks=2), group_size_of([4, 4], 4), group_size_of([128] * 4, 8)
+        (4, 1, 16)
+        >>> group_size_of([16, 16, 16], num_ranks=2)
+        4
+    """
+    samples = sum(microbatch_sizes)
+    most = max(samples // (4 * num_ranks), min(4, samples // (2 * num_ranks)))
+    most = max(1, min(most, min(microbatch_sizes)))
+
+    def unused(group_size: int) -> int:
+        return sum(-size % group_size for size in microbatch_sizes)
+
+    return min(range(most // 2 + 1, most + 1), key=lambda size: (unused(size), -size))
+
+
+def num_groups_of(microbatch_sizes: Sequence[int], group_size: int) -> int:
+    """Groups of a batch; a group never spans two microbatches."""
+    return len(group_samples(microbatch_sizes, group_size))
+
+
+def group_samples(microbatch_sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Samples of every group of a batch, in order.
+
+    Example:
+        >>> group_samples([6, 3], group_size=4)
+        (4, 2, 3)
+    """
+    return tuple(
+        min(group_size, size - start)
+        for size in microbatch_sizes
+        for start in range(0, size, group_size)
+    )
+
+
+def grouped_s(seconds: Callable[[float], float], samples: float, group_size: int | None) -> float:
+    """Seconds for samples that run group by group; in one go if `group_size` is None.
+
+    Example:
+        >>> grouped_s(lambda samples: 1 + samples, 5, group_size=2)
+        8
+    """
+    if group_size is None or samples <= group_size:
+        return seconds(samples)
+    groups, rest = divmod(samples, group_size)
+    return groups * seconds(group_size) + (seconds(rest) if rest else 0)
+
+
+def encode_parts(
+    microbatch_sizes: Sequence[int],
+    num_ranks: int,
+    splittable: bool = True,
+    group_size: int = 1,
+    groups: Sequence[int] | None = None,
+) -> tuple[EncodePart, ...]:
+    """Shares the frozen work of a batch.
+
+    Args:
+        microbatch_sizes: Samples of every microbatch, in order.
+        num_ranks: Ranks that share the work.
+        splittable: Whether frozen layers may run for some samples of a microbatch only. If they mix
+            samples, every microbatch is one group.
+        group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
+            fewer.
+        groups: How many groups each rank takes; as even as possible if not given.
+
+    Returns:
+        The parts in the order of the samples, one for each microbatch a rank's run of groups touches.
+
+    Raises:
+        ScheduleError: There is no rank, a microbatch without samples, or `groups` do not add up.
+
+    Example:
+        >>> [(p.rank, p.microbatch, p.start, p.stop) for p in encode_parts([4, 2], num_ranks=2)]
+        [(0, 0, 0, 3), (1, 0, 3, 4), (1, 1, 0, 2)]
+    """
+    if num_ranks < 1 or group_size < 1 or any(size < 1 for size in microbatch_sizes):
+        raise ScheduleError(
+            f"cannot share microbatches of {tuple(microbatch_sizes)} samples in groups of "
+            f"{group_size} over {num_ranks} ranks"
+        )
+    if not splittable:
+        group_size = max(microbatch_sizes)
+    total = num_groups_of(microbatch_sizes, group_size)
+    if groups is None:
+        bounds = [rank * total // num_ranks for rank in range(num_ranks + 1)]
+        groups = [stop - start for start, stop in pairwise(bounds)]
+    if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
+        raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
+    owners = (rank for rank, count in enumerate(groups) for _ in range(count))
+    pieces: list[tuple[int, int, int, int]] = []
+    for microbatch, size in enumerate(microbatch_sizes):
+        for start in range(0, size, group_size):
+            rank, stop = next(owners), min(start + group_size, size)
+            if pieces and pieces[-1][:2] == (rank, microbatch):
+                start = pieces.pop()[2]
+            pieces.append((rank, microbatch, start, stop))
+    return tuple(EncodePart(index, *piece) for index, piece in enumerate(pieces))
+
 
 MARGIN = 1e-9
 """Relative slack that keeps rounding from turning a full bubble into a delay."""
@@ -170,3 +364,119 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
         tuple(p.duration_s for p in placed),
         max(behind),
     )
+
+
+def fill_by_shares(
+    timeline: Timeline, layers: Sequence[FrozenLayer], steps: Sequence[int]
+) -> tuple[Placed, ...]:
+    """Places the frozen work of a batch.
+
+    Args:
+        timeline: The pipeline alone.
+        layers: The frozen layers, in an order in which they can run.
+        steps: Samples of each piece of the pipeline's next batch that a rank may take or leave.
+    """
+    placed: list[Placed] = []
+    idle, gaps = timeline.idle_by_rank_s(), gaps_by_rank(timeline)
+    step_s = sum(layer.seconds(sum(steps)) for layer in layers) / len(steps)
+    bounds = (0, *accumulate(steps))
+    first = 0
+    for rank, count in enumerate(shares(idle, step_s, len(steps))):
+        start, stop = bounds[first], bounds[first + count]
+        placed += _fill_rank(gaps[rank], rank, layers, start, stop - start, len(placed))
+        first += count
+    return tuple(placed)
+
+
+def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
+    """How many groups of samples each rank encodes, so that all are done at the same time.
+
+    Args:
+        idle_s: Idle time of each rank.
+        group_s: Time of a group through all frozen layers.
+        num_groups: Groups to share.
+
+    Example:
+        >>> shares([4.0, 2.0, 0.0], group_s=1.0, num_groups=6), shares([0, 0], 1.0, 3)
+        ((4, 2, 0), (2, 1))
+    """
+    # Every rank works until the same moment: `idle + level`, which may be before its bubbles end.
+    ranked = sorted(idle_s, reverse=True)
+    level = 0.0
+    for count in range(1, len(ranked) + 1):
+        level = (num_groups * group_s - sum(ranked[:count])) / count
+        if count == len(ranked) or level + ranked[count] <= 0:
+            break
+    exact = [max(idle + level, 0.0) / group_s if group_s else 0.0 for idle in idle_s]
+    whole = [int(n + 1e-9) for n in exact]
+    by_rest = sorted(range(len(exact)), key=lambda r: (whole[r] - exact[r], r))
+    for position in range(num_groups - sum(whole)):
+        whole[by_rest[position % len(whole)]] += 1
+    return tuple(whole)
+
+
+def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
+    """The shares with which all ranks are done at the same time, if none of them ever waits.
+
+    Args:
+        busy_s: What each rank has to do beside.
+        group_s: Time of a group through all frozen layers.
+        num_groups: Groups to share.
+
+    Example:
+        >>> even_shares([1.0, 3.0], group_s=1.0, num_groups=4)
+        (3, 1)
+    """
+    return shares([max(busy_s) - busy for busy in busy_s], group_s, num_groups)
+
+
+def all_done_s(busy_s: Sequence[float], counts: Sequence[int], group_s: float) -> float:
+    """When all ranks are done if none of them ever waits, each with so many groups.
+
+    Example:
+        >>> all_done_s([1.0, 3.0], (3, 1), group_s=1.0)
+        4.0
+    """
+    return max(busy + count * group_s for busy, count in zip(busy_s, counts, strict=True))
+
+
+def _fill_rank(
+    gaps: Sequence[tuple[float, float]],
+    rank: int,
+    layers: Sequence[FrozenLayer],
+    first_sample: int,
+    samples: int,
+    index: int,
+) -> list[Placed]:
+    """One rank's samples through all layers, gap after gap; what is left comes behind the pipeline."""
+    todo = [(layer, first_sample, first_sample + samples) for layer in layers] if samples else []
+    placed: list[Placed] = []
+    for gap_start, gap_stop in gaps:
+        left = (gap_stop - gap_start) * (1 - MARGIN)
+        while todo:
+            layer, start, stop = todo[0]
+            fitting = _most_samples(layer, stop - start, left)
+            if not fitting:
+                break
+            duration = layer.seconds(fitting)
+            piece = FrozenPiece(
+                index + len(placed), rank, layer.encoder, layer.layer, start, start + fitting
+            )
+            placed.append(Placed(piece, duration, gap_start))
+            left -= duration
+            todo[:1] = [] if start + fitting == stop else [(layer, start + fitting, stop)]
+    for layer, start, stop in todo:
+        piece = FrozenPiece(index + len(placed), rank, layer.encoder, layer.layer, start, stop)
+        placed.append(Placed(piece, layer.seconds(stop - start), None))
+    return placed
+
+
+def _most_samples(layer: FrozenLayer, samples: int, time_s: float) -> int:
+    """The most samples, up to `samples`, for which the layer takes no longer than `time_s`."""
+    if layer.seconds(samples) <= time_s:
+        return samples
+    low, high = 0, samples - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layer.seconds(middle) <= time_s else (low, middle - 1)
+    return low

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, EncodePart
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 

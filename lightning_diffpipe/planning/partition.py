@@ -6,9 +6,16 @@ maxima over stages do not compose into one number, so that the dynamic program k
 state the Pareto front of (slowest stage, longest synchronisation) instead of the best sum: with
 the sum alone it would miss the optimum.
 
+Several backbones that are trained by one step are chains, each cut into a stage for every rank, in opposite
+directions. What one chain leaves idle the other uses, so that the stages of both on a rank count together:
+
+    rank              0        1        2             the joint partition makes the largest sum
+    backbone A      a0 a1    a2 a3      a4            of what a rank has of A and of B as small
+    backbone B      b4 b5      b3     b0 b1 b2        as can be
+
 Source:
-    DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248: the recurrences; the front
-    is ours.
+    DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248: the recurrences, and the idea of opposite
+    directions; the front, and the joint partition, are ours.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.planning.schedule import Placement
@@ -321,23 +328,14 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
         (0, 3, 4)
     """
     check_partition(len(times), num_stages, num_stages)
-    sums = [0.0]
-    for time in times:
-        sums.append(sums[-1] + time)
-    best = [[math.inf] * (len(times) + 1) for _ in range(num_stages + 1)]
-    cut = [[0] * (len(times) + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, num_stages + 1):
-        for stop in range(s, len(times) + 1):
-            for first in range(s - 1, stop):
-                slowest = max(best[s - 1][first], sums[stop] - sums[first])
-                if slowest < best[s][stop]:
-                    best[s][stop], cut[s][stop] = slowest, first
-    firsts, stop = [], len(times)
-    for s in range(num_stages, 0, -1):
-        stop = cut[s][stop]
-        firsts.append(stop)
-    return tuple(reversed(firsts))
+    sums = [0.0, *accumulate(times)]
+    edges = best_chain(
+        len(times),
+        num_stages,
+        lambda stage, first, stops: ((s, sums[s] - sums[first]) for s in stops),
+    )
+    assert edges is not None
+    return edges[:-1]
 
 
 def best_chain(
@@ -378,3 +376,119 @@ def best_chain(
     for origin in reversed(came_from):
         edges.append(origin[edges[-1]])
     return tuple(reversed(edges))
+
+
+_FIRST_SLACK = 0.02
+"""What the fullest rank may have above an even share, in the first attempt at chains in opposite directions."""
+
+
+def chain_cuts(
+    weights: Sequence[float], starts: Sequence[int], num_ranks: int, slack: float = 0.0
+) -> tuple[int, ...]:
+    """Cuts all chains, neighbours in pairs, so that the fullest rank has as little as can be.
+
+    Args:
+        weights: Time, or bytes, of every layer.
+        starts: Where the chains begin.
+        num_ranks: Stages of every chain.
+        slack: See `opposite_cuts`.
+
+    Returns:
+        The first layer of every stage.
+
+    Raises:
+        PartitionError: A chain has fewer layers than there are ranks.
+    """
+    firsts: list[int] = []
+    chains = list(pairwise((*starts, len(weights))))
+    for (first, stop), other in zip(chains[::2], [*chains[1::2], None], strict=False):
+        if other is None:
+            firsts += [first + cut for cut in even_cuts(weights[first:stop], num_ranks)]
+            continue
+        down, up = opposite_cuts(weights[first:stop], weights[slice(*other)], num_ranks, slack)
+        firsts += [first + cut for cut in down] + [other[0] + cut for cut in up]
+    return tuple(firsts)
+
+
+def opposite_cuts(
+    down: Sequence[float], up: Sequence[float], num_ranks: int, slack: float = 0.0
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cuts two chains that run in opposite directions so that the fullest rank has as little as can be. Exact.
+
+    The state after some ranks is how many layers of either chain they hold. Only states are visited in which no
+    rank needs more than a limit, a little above an even share; where there is no way, the limit is raised. Of all
+    ways that are as good, the one is taken whose stages are most even within each chain: then they fill and drain
+    fastest.
+
+    Args:
+        down: Weight of every layer of the chain from the first rank to the last.
+        up: Weight of every layer of the chain from the last rank to the first.
+        num_ranks: Ranks; each gets a layer or more of either.
+        slack: Share by which the fullest rank may have more than necessary, so that stages are more even.
+
+    Returns:
+        The first layer of every stage of both chains.
+
+    Raises:
+        PartitionError: A chain has fewer layers than there are ranks.
+
+    Example:
+        >>> opposite_cuts([1, 1, 1, 1], [4, 1, 1, 1, 1], num_ranks=2)
+        ((0, 2), (0, 1))
+    """
+    if min(len(down), len(up)) < num_ranks:
+        raise PartitionError(
+            f"cannot cut backbones of {len(down)} and {len(up)} layers into {num_ranks} stages each; use fewer "
+            "ranks for each pipeline, or a finer probe (a smaller max_share)"
+        )
+    a, b = [0.0, *accumulate(down)], [0.0, *accumulate(reversed(up))]
+    fullest = lambda so_far, one, other: max(so_far, one + other)
+    even_share, above, found = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
+    while found is None:
+        found = _ways(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
+        above *= 2
+    most = found[0] * (1 + max(slack, 1e-9))
+    uneven = lambda so_far, one, other: so_far + one * one + other * other
+    _, edges = _ways(a, b, num_ranks, most, uneven) or found
+    last = len(up)
+    return tuple(i for i, _ in edges[:-1]), tuple(last - j for _, j in reversed(edges[1:]))
+
+
+_Way = tuple[float, tuple[tuple[int, int], ...]]
+
+
+def _ways(
+    a: Sequence[float],
+    b: Sequence[float],
+    num_ranks: int,
+    limit: float,
+    cost: Callable[[float, float, float], float],
+) -> _Way | None:
+    """The cheapest way to cut two chains if no rank needs more than a limit.
+
+    Args:
+        a: Running sums over one chain.
+        b: Running sums over the other, from its end.
+        num_ranks: Ranks.
+        limit: The most that a rank may have of both together.
+        cost: Of a way, from that of a shorter one and what the next rank has of either chain.
+
+    Returns:
+        Its cost, and how many layers of either chain lie in front of each rank, and in all; None if there is none.
+    """
+    level: dict[tuple[int, int], _Way] = {(0, 0): (0.0, ((0, 0),))}
+    for later in range(num_ranks - 1, -1, -1):
+        reached: dict[tuple[int, int], _Way] = {}
+        least = a[-1] + b[-1] - (later + 1e-9) * limit  # what ranks up to this one must have
+        for (i, j), (so_far, edges) in level.items():
+            for k in range(i + 1 if later else len(a) - 1, len(a) - later):
+                left = limit - (a[k] - a[i])
+                if left < 0:
+                    break
+                lowest = max(j + 1 if later else len(b) - 1, bisect_left(b, least - a[k]))
+                for m in range(lowest, min(len(b) - later, bisect_right(b, b[j] + left))):
+                    value = cost(so_far, a[k] - a[i], b[m] - b[j])
+                    if (k, m) not in reached or value < reached[k, m][0]:
+                        reached[k, m] = value, (*edges, (k, m))
+        level = reached
+    return level.get((len(a) - 1, len(b) - 1))

@@ -231,9 +231,9 @@ def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
     weight = [layer.weight_gradient_s for layer in every if layer.weight_gradient_s is not None]
     return replace(
         calls[0][-1],
-        forward_s=_sum([layer.forward_s for layer in first]),
-        backward_s=_sum([*(x.backward_s for x in every), *(x.forward_s for x in later)]),
-        weight_gradient_s=_sum(weight) if weight else None,
+        forward_s=Seconds.sum([layer.forward_s for layer in first]),
+        backward_s=Seconds.sum([*(x.backward_s for x in every), *(x.forward_s for x in later)]),
+        weight_gradient_s=Seconds.sum(weight) if weight else None,
         parameter_bytes=total("parameter_bytes"),
         gradient_bytes=total("gradient_bytes"),
         boundary_bytes_per_sample=min(layers[-1].boundary_bytes_per_sample for layers in calls),
@@ -242,11 +242,6 @@ def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
         flops_per_sample=total("flops_per_sample"),
         gradient=True,
     )
-
-
-def _sum(times: Sequence[Seconds]) -> Seconds:
-    counts = {samples for seconds in times for samples, _ in seconds.points}
-    return Seconds.of({int(n): sum(seconds.at(n) for seconds in times) for n in counts})
 
 
 def _read_by_units(encoder: EncoderProfile, unit_of: dict[int, int]) -> EncoderProfile:

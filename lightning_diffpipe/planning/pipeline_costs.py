@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,

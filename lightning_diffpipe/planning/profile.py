@@ -28,8 +28,9 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise, takewhile
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.reading import Node
@@ -67,6 +68,12 @@ class Seconds:
     def per_sample(cls, seconds: float) -> Seconds:
         """Proportional to the number of samples."""
         return cls(((1, seconds),))
+
+    @classmethod
+    def sum(cls, times: Sequence[Seconds]) -> Seconds:
+        """All of them one after the other."""
+        counts = {samples for seconds in times for samples, _ in seconds.points}
+        return cls.of({n: sum(seconds.at(n) for seconds in times) for n in counts})
 
     def at(self, samples: float) -> float:
         """Seconds for that many samples.
@@ -188,7 +195,7 @@ class BackboneProfile:
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. None if every layer is called once.
-        chains: Names and first layers of backbones that are joined into this one, and run apart; see `chains.py`.
+        chains: Names and first layers of backbones that are joined into this one, and run apart; see `joined`.
         seen: The forms of the step, of which this is the one with most calls.
     """
 
@@ -554,3 +561,98 @@ def _read_result(node: Node) -> FrozenResult:
 
 def _count(node: Node, key: str) -> int:
     return node[key].integer() if key in node else 0
+
+
+def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
+    """A profile of one backbone that has the layers of all, one behind the other; as it is if there is one.
+
+    Args:
+        profile: A profile.
+        apart: Backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
+            the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier
+            ones passes all later ones.
+    """
+    if len(profile.backbones) == 1:
+        return profile
+    starts = tuple(accumulate((len(b.layers) for b in profile.backbones[:-1]), initial=0))
+    layers, skips, passing = [], list[Skip](), 0
+    total = sum(len(b.layers) for b in profile.backbones)
+    split_s = [b.split_s for b in profile.backbones if b.split_s]
+    for start, backbone in zip(starts, profile.backbones, strict=True):
+        ends, num_layers = backbone.layers[-1].boundary_bytes_per_sample, len(backbone.layers)
+        for layer in backbone.layers:
+            across = layer.boundary_bytes_per_sample + passing
+            if apart and layer is backbone.layers[-1]:
+                across = 0
+            layers.append(replace(layer, boundary_bytes_per_sample=across))
+        skips += [
+            Skip(
+                skip.bytes_per_sample,
+                start + skip.made,
+                tuple([
+                    start + reader if reader < num_layers or apart else total
+                    for reader in skip.readers
+                ]),
+            )
+            for skip in backbone.skips
+        ]  # fmt: skip
+        passing += 0 if apart else ends
+    whole = BackboneProfile(
+        "+".join(b.name for b in profile.backbones),
+        tuple(layers),
+        next((b.repeated_s for b in profile.backbones if b.repeated_s), None),
+        Seconds.sum(split_s) if split_s else None,
+        tuple(sorted(skips, key=lambda skip: (skip.bytes_per_sample, skip.made))),
+        chains=tuple(zip([b.name for b in profile.backbones], starts, strict=True))
+        if apart
+        else (),
+    )
+    return replace(profile, backbones=(whole,))
+
+
+def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
+    """A profile of one backbone per chain from that of all their layers in call order; as it is if there is one.
+
+    Args:
+        profile: A profile of one backbone.
+        starts: Where its chains begin.
+    """
+    (whole,) = profile.backbones
+    if len(starts) == 1 or whole.passes:
+        return profile
+    times_s = [layer.backward_s.at(1) for layer in whole.layers]
+    backbones: list[BackboneProfile] = []
+    for first, stop in pairwise((*starts, len(whole.layers))):
+        passing = whole.layers[first - 1].boundary_bytes_per_sample if first else 0
+        layers = [
+            replace(
+                layer, boundary_bytes_per_sample=max(layer.boundary_bytes_per_sample - passing, 0)
+            )
+            for layer in whole.layers[first:stop]
+        ]
+        share = sum(times_s[first:stop]) / (sum(times_s) or 1.0)
+        skips = [
+            Skip(
+                skip.bytes_per_sample,
+                skip.made - first,
+                tuple([min(reader, stop) - first for reader in skip.readers]),
+            )
+            for skip in whole.skips
+            if first
+            <= skip.made
+            < stop - 1  # what the loss reads of the last layer skips nothing here
+        ]
+        name = _common_name([layer.name for layer in layers])
+        if not name or name in {b.name for b in backbones} | {e.name for e in profile.encoders}:
+            name = f"{name or 'backbone'}_{len(backbones)}"
+        split_s = whole.split_s and whole.split_s.scaled(share)
+        backbones.append(
+            BackboneProfile(name, tuple(layers), whole.repeated_s, split_s, tuple(skips))
+        )
+    return replace(profile, backbones=tuple(backbones))
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """The modules that all names begin with."""
+    parts = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(part for part, *_ in takewhile(lambda same: len(set(same)) == 1, parts))

@@ -16,9 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
-from lightning_diffpipe.planning.baselines import baseline_cuts
-from lightning_diffpipe.planning.bounds import Bounds
-from lightning_diffpipe.planning.chains import chain_cuts, joined
+from lightning_diffpipe.planning.bounds import Bounds, StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import (
@@ -28,15 +26,15 @@ from lightning_diffpipe.planning.evaluation import (
     preference,
     preference_s,
 )
-from lightning_diffpipe.planning.fitting import StageNeeds
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
-from lightning_diffpipe.planning.partition import Cut, even_cuts, nested_cuts
+from lightning_diffpipe.planning.partition import Cut, chain_cuts, even_cuts, nested_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.profile import ModelProfile, joined
 from lightning_diffpipe.planning.proposals import (
     MOST_UNEQUAL_RANKS,
     Shape,
     all_cuts,
+    baseline_cuts,
     count_of_cuts,
     is_long,
     replicas_of,

@@ -21,7 +21,7 @@ from math import lcm
 from typing import Protocol, TypeVar
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,

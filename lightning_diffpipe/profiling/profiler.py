@@ -17,8 +17,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit, count_samples
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.planning.chains import separated
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.profile import ModelProfile, separated
 from lightning_diffpipe.profiling.cache import cached_profile
 from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
 from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to

@@ -20,16 +20,15 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.graph.step import StepCall
-from lightning_diffpipe.planning.frozen_parts import (
+from lightning_diffpipe.planning.filling import (
     EncodePart,
     encode_parts,
     group_size_of,
     num_groups_of,
 )
 from lightning_diffpipe.planning.instruction import Program, ShareResults
-from lightning_diffpipe.planning.lowering import lower, prefix_frozen
+from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, prefix_frozen
 from lightning_diffpipe.planning.passes import widened
-from lightning_diffpipe.planning.receiving import num_posted_ahead
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split

@@ -46,7 +46,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.frozen import PausedRun
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD, SHARES_PERIOD
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD, SHARES_PERIOD
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.frozen_work import FrozenWork

@@ -24,8 +24,7 @@ from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, P2PTransport, Transport
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.lowering import delivered, lower
-from lightning_diffpipe.planning.receiving import receives_due
+from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.bubbles import Filling, PreparedBatches, Upcoming

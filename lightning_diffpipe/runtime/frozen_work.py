@@ -25,7 +25,7 @@ from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
 from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
-from lightning_diffpipe.planning.frozen_parts import EncodePart
+from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 

@@ -29,7 +29,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
-from lightning_diffpipe.planning.filling_shares import all_done_s, even_shares
+from lightning_diffpipe.planning.filling import all_done_s, even_shares
 
 _WORTHWHILE = 0.5  # of a group's time must be won
 _SLOWER = 1.01  # than the best that was tried

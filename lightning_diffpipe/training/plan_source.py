@@ -31,11 +31,9 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.forms import Forms
-from lightning_diffpipe.planning.chains import joined, separated
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.plan_checks import check_wishes
-from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile
+from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
+from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined, separated
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.cache import cached_profile

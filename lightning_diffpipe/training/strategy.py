@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
-from lightning_diffpipe.planning.frozen_parts import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult

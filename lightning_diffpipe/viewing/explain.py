@@ -20,16 +20,14 @@ from lightning_diffpipe.planning.caching import (
     reading_s,
     with_stored,
 )
-from lightning_diffpipe.planning.chains import joined
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import Auto, PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
-from lightning_diffpipe.planning.plan import PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.plan_checks import SAME_STEP
-from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile
+from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, joined
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan

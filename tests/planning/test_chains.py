@@ -7,10 +7,10 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.planning.chains import chain_cuts, joined, opposite_cuts, separated
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.profile import Skip
+from lightning_diffpipe.planning.partition import chain_cuts, opposite_cuts
+from lightning_diffpipe.planning.profile import Skip, joined, separated
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile, random_cluster, random_profile, several_backbones

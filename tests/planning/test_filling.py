@@ -8,9 +8,13 @@ import pytest
 
 from benchmarks.filling_policies.diffusionpipe import fill_like_diffusionpipe
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.filling import frozen_layers, weave
-from lightning_diffpipe.planning.filling_shares import fill_by_shares, shares
-from lightning_diffpipe.planning.frozen_parts import SHARES_PERIOD
+from lightning_diffpipe.planning.filling import (
+    SHARES_PERIOD,
+    fill_by_shares,
+    frozen_layers,
+    shares,
+    weave,
+)
 from lightning_diffpipe.planning.instruction import Encode, Staged
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions

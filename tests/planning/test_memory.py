@@ -10,7 +10,7 @@ from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import split_evenly
+from lightning_diffpipe.planning.filling import split_evenly
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardWeight,

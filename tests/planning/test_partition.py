@@ -6,16 +6,16 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.planning.baselines import (
-    diffusionpipe_cuts,
-    pipedream_code,
-    pipedream_published,
-)
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS, PlanOptions
 from lightning_diffpipe.planning.partition import Stage, minimax_cuts, partition_fronts
-from lightning_diffpipe.planning.proposals import Shape
+from lightning_diffpipe.planning.proposals import (
+    Shape,
+    diffusionpipe_cuts,
+    pipedream_code,
+    pipedream_published,
+)
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile, random_case, random_cluster, random_profile

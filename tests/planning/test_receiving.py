@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_diffpipe.planning.instruction import Receive, Send, Wait
-from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.receiving import num_posted_ahead, receives_due
+from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, receives_due
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.interleaved import interleaved

@@ -13,17 +13,15 @@ from benchmarks.schedules import main as schedules_benchmark
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
-from lightning_diffpipe.planning.chains import joined, separated
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
-from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.plan_checks import check_wishes
+from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -33,6 +31,8 @@ from lightning_diffpipe.planning.profile import (
     LayerProfile,
     ModelProfile,
     Seconds,
+    joined,
+    separated,
 )
 from lightning_diffpipe.planning.proposals import (
     all_cuts,

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, split_evenly
+from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs

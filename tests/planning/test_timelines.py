@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.frozen_parts import encode_parts
+from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe

@@ -8,7 +8,7 @@ import torch
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.frozen_parts import encode_parts, group_size_of
+from lightning_diffpipe.planning.filling import encode_parts, group_size_of
 from lightning_diffpipe.planning.memory import frozen_loads
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import ModelProfile

@@ -12,7 +12,7 @@ from lightning_diffpipe.clock import CudaClock, HostClock
 from lightning_diffpipe.comm.mesh import RankLayout
 from lightning_diffpipe.comm.waiter import Waiter
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.frozen_parts import encode_parts, num_groups_of
+from lightning_diffpipe.planning.filling import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
     Backward,
     Encode,
