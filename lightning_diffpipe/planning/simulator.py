@@ -371,8 +371,9 @@ def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
         schedule: The programs.
         sizes: Samples of each microbatch; equal sizes cost the same.
     """
-    schedule = schedule if schedule.is_lowered else with_collectives(schedule)
-    numbers = _Numbers(schedule, sizes)
+    is_lowered = schedule.is_lowered
+    schedule = schedule if is_lowered else with_collectives(schedule)
+    numbers = _Numbers(schedule, sizes, is_lowered)
     programs, meetings = numbers.rows(), tuple(numbers.meetings)
     order, position = _in_order(programs, meetings, numbers.num_sent)
     stuck = {
@@ -401,8 +402,8 @@ _NOTHING_SENT: _Sent = (-1, -1, -1)
 class _Numbers:
     """Programs as rows of numbers. What holds for all microbatches of a stage is looked up once."""
 
-    def __init__(self, schedule: Schedule, sizes: Sequence[int]) -> None:
-        self.schedule, self.is_lowered = schedule, schedule.is_lowered
+    def __init__(self, schedule: Schedule, sizes: Sequence[int], is_lowered: bool) -> None:
+        self.schedule, self.is_lowered = schedule, is_lowered
         first_like: dict[int, int] = {}
         self.first_like = [first_like.setdefault(size, m) for m, size in enumerate(sizes)]
         self.works: dict[Compute, int] = {}
@@ -424,9 +425,12 @@ class _Numbers:
         ]
 
     def row(self, rank: int, instruction: Instruction) -> Row:
+        if isinstance(instruction, Staged) and not self.is_lowered:
+            key = type(instruction), instruction.stage
+            if key not in self.stages:
+                self.stages[key] = self.rows_of_stage(*key)
+            return self.stages[key][instruction.microbatch]
         match instruction:
-            case Encode():
-                return rank, _number(self.works, instruction), -1, *_NOTHING_SENT
             case ExchangeFrozen() | ReduceGradients():
                 meeting = instruction, group_of(self.schedule, rank, instruction)
                 return rank, _MEETS, _number(self.meetings, meeting), *_NOTHING_SENT
@@ -442,12 +446,8 @@ class _Numbers:
                 return rank, _NO_WORK, -1, sent, like, _number(self.edges, (rank, to_rank))
             case Receive() | ShareResults():
                 return rank, _NO_WORK, -1, *_NOTHING_SENT
-            case _ if self.is_lowered:
+            case _:
                 return rank, _number(self.works, instruction), -1, *_NOTHING_SENT
-        key = type(instruction), instruction.stage
-        if key not in self.stages:
-            self.stages[key] = self.rows_of_stage(*key)
-        return self.stages[key][instruction.microbatch]
 
     def rows_of_stage(self, work: type[Staged], stage: int) -> list[Row]:
         """By microbatch: this work of a stage."""
