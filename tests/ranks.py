@@ -165,6 +165,7 @@ def _main(
                     world_size=world_size,
                     timeout=datetime.timedelta(seconds=group_timeout_s),
                 )
+                dist.barrier()  # nobody fails, and leaves, while another still connects
             result = function(rank, *arguments)
             (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
             if dist.is_initialized():
