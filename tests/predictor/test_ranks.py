@@ -538,7 +538,7 @@ OPEN = "lightning_diffpipe.predictor.open_source"
 LOAD = "lightning_diffpipe.sampling.methods.load_weights"
 GATHER = "lightning_diffpipe.predictor.Worker.gather"
 CONNECT = "lightning_diffpipe.predictor.Worker"
-slow = pytest.mark.slow
+row = pytest.mark.table
 
 
 @pytest.mark.parametrize(
@@ -547,14 +547,14 @@ slow = pytest.mark.slow
         (0, DRAW, SIGSTOP, "encoding prompts"),
         (0, "", SIGSTOP, "drawing"),
         (0, DRAW, SIGKILL, "encoding prompts"),
-        pytest.param(1, OPEN, SIGKILL, "opening the model", marks=slow),
-        pytest.param(0, OPEN, SIGSTOP, "opening the model", marks=slow),
-        pytest.param(1, CONNECT, SIGSTOP, "choosing a method", marks=slow),
-        pytest.param(0, CONNECT, SIGSTOP, "choosing a method", marks=slow),
-        pytest.param(1, LOAD, SIGSTOP, "reading weights and probing", marks=slow),
-        pytest.param(0, LOAD, SIGKILL, "reading weights and probing", marks=slow),
-        pytest.param(1, GATHER, SIGSTOP, "drawing", marks=slow),
-        pytest.param(0, "", SIGKILL, "drawing", marks=slow),
+        pytest.param(1, OPEN, SIGKILL, "opening the model", marks=row),
+        pytest.param(0, OPEN, SIGSTOP, "opening the model", marks=row),
+        pytest.param(1, CONNECT, SIGSTOP, "choosing a method", marks=row),
+        pytest.param(0, CONNECT, SIGSTOP, "choosing a method", marks=row),
+        pytest.param(1, LOAD, SIGSTOP, "reading weights and probing", marks=row),
+        pytest.param(0, LOAD, SIGKILL, "reading weights and probing", marks=row),
+        pytest.param(1, GATHER, SIGSTOP, "drawing", marks=row),
+        pytest.param(0, "", SIGKILL, "drawing", marks=row),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
