@@ -54,6 +54,7 @@ _LEAST_SILENCE_S = (
 _GRACE_S = 5.0  # for a rank that has lost another to end by its own error
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
 _JOIN_S = 60.0
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")  # alike in one run only
 _BROKEN = re.compile(
     r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
     r"|Operation timed out|[Ww]ait timeout|connectFullMesh"
@@ -575,16 +576,24 @@ def _place() -> tuple[int, str]:
 
 
 def _siblings() -> dict[int, int]:
-    """Processes that torchrun or srun has started beside this one, by rank; only Linux tells."""
+    """Processes that torchrun or srun has started for this run on this host, by rank; only Linux tells."""
     found: dict[int, int] = {}
     for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
+            own = _started_with("self")
             for pid in set(listed.read_text().split()) - {str(os.getpid())}:
-                pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-                variables = dict(pair.partition("=")[::2] for pair in pairs)
-                rank = variables.get("RANK", variables.get("SLURM_PROCID"))
-                found |= {int(rank): int(pid)} if rank is not None else {}
+                other = _started_with(pid)
+                rank = other.get("RANK", other.get("SLURM_PROCID"))
+                # A shell may have started several runs, one of which it has stopped.
+                if rank is not None and all(own.get(name) == other.get(name) for name in _RUN):
+                    found[int(rank)] = int(pid)
     return found
+
+
+def _started_with(pid: str) -> dict[str, str]:
+    """The environment that a process was given."""
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.partition("=")[::2] for pair in pairs)
 
 
 def _is_stopped(pid: int) -> bool:

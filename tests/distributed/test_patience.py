@@ -15,7 +15,7 @@ from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_t
 from tests.distributed.tiny import Data, Samples
 from tests.ranks import RankError, run_ranks
 
-TIMEOUT_S, BUSY_S = 2.0, 3.0
+TIMEOUT_S, BUSY_S = 4.0, 5.0
 
 
 class Busy(L.Callback):
@@ -83,7 +83,7 @@ def test_a_pipeline_that_loads_for_too_long_is_named():
     """History: where it was waited for first, in front of a step, the others ended in gloo's own error."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_while_a_pipeline_loads, 2)
-    told = "rank 0 waited for rank 1: it has not come so far for 2 s (timeout_s), and is stuck in"
+    told = "rank 0 waited for rank 1: it has not come so far for 4 s (timeout_s), and is stuck in"
     assert f"PipelineTimeoutError: {told}" in str(caught.value)
 
 
