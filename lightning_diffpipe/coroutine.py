@@ -57,7 +57,7 @@ class Coroutine:
     `resume` and `cancel` belong to the owner's thread, `pause` to the function.
 
     Args:
-        body: The function. Its context variables and autocast are those of whoever makes this.
+        body: The function. Its context variables, function modes and autocast are those of whoever makes this.
         infers: It runs in inference mode.
 
     Attributes:
@@ -137,7 +137,7 @@ class Coroutine:
 
 
 class _ThreadSettings:
-    """What a thread does not inherit: autocast, CUDA device and stream, number of threads."""
+    """What a thread does not inherit: autocast, function modes, CUDA device and stream, number of threads."""
 
     def __init__(self, infers: bool) -> None:
         self._infers = infers
@@ -146,6 +146,7 @@ class _ThreadSettings:
             for kind in ("cpu", "cuda")
         ]
         self._cache = torch.is_autocast_cache_enabled()
+        self._modes = list(torch.overrides._get_current_function_mode_stack())
         self._threads = torch.get_num_threads()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.stream: Any = None
@@ -158,6 +159,8 @@ class _ThreadSettings:
         self.follow_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode() if self._infers else torch.no_grad())
+            for mode in self._modes:
+                stack.enter_context(mode)
             for kind, dtype, enabled in self._autocast:
                 if enabled:
                     stack.enter_context(

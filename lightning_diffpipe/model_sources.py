@@ -31,7 +31,6 @@ from lightning_diffpipe.modules.parts import (
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
-from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
@@ -310,10 +309,8 @@ class LatentDiffusionSource:
         module = self._module
         assert module is not None, "only the rank that leads has text encoders"
         self.check(settings)
-        arguments = _DEFAULTS | settings.given()
-        arguments |= {"prompts": list(settings.prompts or ()), "generator": settings.generator()}
-        parts = {**module.parts, "scheduler": module.scheduler}
-        call = PipelineCall(module, "sample", arguments, parts, tuple(parts), module.device)
+        arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
+        call = module.drawing(settings.prompts or (), **arguments)
         with module.evaluating():
             return pictures(drawn_by(call, sample, type(module).__name__))
 

@@ -1,9 +1,10 @@
 """Pictures drawn while training, so that a person sees what the loss does not say.
 
-All ranks draw, in lock step: under a pipeline the denoiser is divided, and every rank is needed for
-one call of it: sampling runs on the partition of the training, layer by layer, with the averaged weights that
-each rank holds for its own layers. `strategy.whole_model()`, where the strategy has it, makes the divided model
-callable as a whole. The start noise has its own generator, so training goes on exactly as without pictures.
+Under a pipeline the denoiser is divided, so that all ranks draw together, on the partition of the training and with
+the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
+(`training/drawing.py`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
+where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
+training goes on exactly as without pictures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.run_folder import run_folder
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.training.drawing import draw_on_stages
 
 _NUM_CAPTIONS = 8
 
@@ -56,6 +59,9 @@ class SampleImages(L.Callback):
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
         seed: Of the start noise; the same at every drawing, so that pictures can be compared.
+        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the pictures follow each
+            other through the stages, and are those of one process but for rounding. More keep ranks busy that draw
+            fewer pictures than there are stages, and are not exact.
 
     Raises:
         ConfigurationError: There is nothing to draw, or never a time for it.
@@ -68,6 +74,7 @@ class SampleImages(L.Callback):
         num_inference_steps: int = 20,
         guidance_scale: float = 3.0,
         seed: int = 0,
+        num_patches: int = 1,
     ) -> None:
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
@@ -75,6 +82,7 @@ class SampleImages(L.Callback):
             raise ConfigurationError(
                 f"every_n_steps must be at least 1, or None; got {every_n_steps}"
             )
+        refuse_unless_whole("num_patches", num_patches, 1)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
         self.conditions: Tensor | None = None
@@ -82,6 +90,8 @@ class SampleImages(L.Callback):
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
         self.seed = seed
+        self.num_patches = num_patches
+        self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
         self._last_step = 0
         self._restored: dict[str, Any] = {}
 
@@ -117,6 +127,7 @@ class SampleImages(L.Callback):
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
         self.prompts, self.conditions = self._wish, None
+        self.draws_by_layers = False
         restored, self._restored = self._restored, {}
         if self.prompts is None and restored:
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
@@ -208,14 +219,33 @@ class SampleImages(L.Callback):
             for average in averages[:1]:
                 stack.enter_context(average.averaged(module))
             stack.enter_context(whole_model())
+            settings: dict[str, Any] = {
+                "num_inference_steps": self.num_inference_steps,
+                "guidance_scale": self.guidance_scale,
+                "generator": torch.Generator().manual_seed(self.seed),
+            }
+            drawn = self._drawn_on_stages(trainer, module, settings)
+            if drawn is not None:
+                return drawn
             told = {} if self.conditions is None else {"condition": self.conditions / 255}
-            return module.sample(
-                self.prompts,
-                num_inference_steps=self.num_inference_steps,
-                guidance_scale=self.guidance_scale,
-                generator=torch.Generator().manual_seed(self.seed),
-                **told,
-            )
+            return module.sample(self.prompts, **settings, **told)
+
+    def _drawn_on_stages(
+        self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]
+    ) -> Tensor | None:
+        """What PipeFusion draws on the stages of the training; None if there are none, or it refuses them."""
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        if pipeline is None or pipeline.plan.ranks_per_pipeline == 1 or self.draws_by_layers:
+            return None
+        # Estimates of a model's own are on the last rank, and its first layers read them.
+        reads_estimates = getattr(module, "self_conditioning", None) is not None
+        if self.conditions is not None or reads_estimates or not hasattr(module, "drawing"):
+            return None
+        with module.evaluating():
+            call = module.drawing(self.prompts, **settings)
+            drawn = draw_on_stages(pipeline, call, self.num_patches)
+        self.draws_by_layers = drawn is None
+        return torch.stack(drawn) if isinstance(drawn, list) else drawn
 
     def _publish(self, trainer: L.Trainer, images: Tensor, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -156,6 +156,25 @@ def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
         delattr(parameter, _STRIDE)
 
 
+@contextlib.contextmanager
+def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """A context in which placeholders have values; after it they are the placeholders that they were.
+
+    Args:
+        values: By placeholder, of its shape and dtype, on its device.
+    """
+    before = {parameter: (parameter.data, true_stride(parameter)) for parameter in values}
+    for parameter, value in values.items():
+        parameter.data = value
+        delattr(parameter, _STRIDE)
+    try:
+        yield
+    finally:
+        for parameter, (data, stride) in before.items():
+            parameter.data = data
+            setattr(parameter, _STRIDE, stride)
+
+
 def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
     """Returns a placeholder with the shape, strides and dtype of a parameter, which may be on the meta device."""
     empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)

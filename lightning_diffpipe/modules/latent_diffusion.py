@@ -48,6 +48,7 @@ from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 from lightning_diffpipe.modules.text import Tokens, drop_captions, text_states, tokenize, uses_mask
+from lightning_diffpipe.sampling.loop import PipelineCall
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
 # Old PixArt folders name the class that all transformers once had; reading one gives the right one.
@@ -381,6 +382,17 @@ class LatentDiffusion(PartsModule):
             ConfigurationError: The model has no latents for pictures of this size.
         """
         return self._drawn(prompts, num_inference_steps, guidance_scale, generator, (height, width))
+
+    def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
+        """The call of `sample`, for samplers that run its loop step by step.
+
+        Args:
+            prompts: What to draw.
+            settings: Further arguments of `sample`.
+        """
+        parts = {**self.parts, "scheduler": self.scheduler}
+        arguments = {"prompts": list(prompts), **settings}
+        return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
 
     def _drawn(
         self,

@@ -28,6 +28,8 @@ from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule, load_part, read_index
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.source import call_of
 
 _LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 
@@ -262,24 +264,35 @@ class PipelineDiffusion(PartsModule):
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
-        guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
-        own = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
-        taken = inspect.signature(self.pipeline.__call__).parameters
-        arguments = {
-            **{name: value for name, value in own.items() if name in taken},
-            **options,
-            "num_inference_steps": num_inference_steps,
-        }
-        if self.step.condition is not None:
-            arguments[self.step.condition] = list(prompts)
+        settings = {"guidance_scale": guidance_scale, "generator": generator, **options}
+        call = self.drawing(prompts, num_inference_steps=num_inference_steps, **settings)
         progress = getattr(self.pipeline, "_progress_bar_config", {})
         self.pipeline.set_progress_bar_config(disable=True)
         try:
             with self.evaluating():
-                drawn = self.pipeline(**arguments, generator=generator, output_type="pt")[0]
+                drawn = self.pipeline(**call.arguments)[0]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
         return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
+
+    def drawing(
+        self, prompts: Sequence[Any], guidance_scale: float | None = None, **settings: Any
+    ) -> PipelineCall:
+        """The pipeline's call that `sample` makes, for samplers that run its loop step by step.
+
+        Args:
+            prompts: As for `sample`.
+            guidance_scale: As for `sample`.
+            settings: Further arguments of `sample`.
+        """
+        guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
+        own = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
+        taken = inspect.signature(self.pipeline.__call__).parameters
+        arguments = {name: value for name, value in own.items() if name in taken}
+        arguments |= {**settings, "output_type": "pt"}
+        if self.step.condition is not None:
+            arguments[self.step.condition] = list(prompts)
+        return call_of(self.pipeline, arguments, self.device)
 
 
 def _pixels_of(batch: Mapping[str, Any]) -> Tensor:

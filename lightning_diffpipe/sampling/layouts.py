@@ -83,7 +83,7 @@ def fits(layout: Layout, request: Request) -> bool:
 
     kept = layout.constants.keys() | layout.step_constants.keys()
     try:
-        with torch.inference_mode():
+        with request.inferring():
             glue = find_glue(
                 run, request.model, layout.blocks, kept, request.latents.device, layout.glue.local
             )

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
@@ -106,7 +105,8 @@ class PipeFusion:
         warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
             the model is given in the next step differs by less than `settled`.
         split: Blocks in front of which to cut, one fewer than ranks. None cuts by the cost measured in the first
-            request, and keeps that for all further ones with the same blocks: ranks have weights for no other.
+            request, and keeps that for all further ones with the same blocks: ranks have weights for no other. A
+            function is asked on rank 0, for each layout.
         text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
@@ -135,7 +135,7 @@ class PipeFusion:
         *,
         num_patches: int = 1,
         warmup_steps: int | Literal["auto"] = 1,
-        split: Sequence[int] | None = None,
+        split: Sequence[int] | Callable[[Layout], Sequence[int]] | None = None,
         text_with: int = 0,
         hide_unseen: bool = True,
         settled: float = 0.1,
@@ -250,7 +250,7 @@ class PipeFusion:
         Raises:
             PipelineTimeoutError: Another rank stopped, or is too slow.
         """
-        with torch.inference_mode():
+        with request.inferring():
             setting = setting or self.prepare(request)
             self._rehearse_once(request, setting)
             before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
@@ -297,12 +297,13 @@ class PipeFusion:
         if self.num_patches > 1:
             refuse_unless_elementwise(request, layout.axis)
         if self.split is not None:
-            if len(self.split) != self.links.num_ranks - 1:
+            split = self.split(layout) if callable(self.split) else self.split
+            if len(split) != self.links.num_ranks - 1:
                 raise ConfigurationError(
-                    f"split={list(self.split)} makes {len(self.split) + 1} stages for "
+                    f"split={list(split)} makes {len(split) + 1} stages for "
                     f"{self.links.num_ranks} ranks; give {self.links.num_ranks - 1} positions"
                 )
-            return layout, tuple(self.split)
+            return layout, tuple(split)
         if self.links.num_ranks == 1:
             return layout, ()
         names = tuple(layout.block_names)

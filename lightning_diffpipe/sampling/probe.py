@@ -72,7 +72,7 @@ def probe(request: Request, axis: int | None = None) -> Layout:
     Raises:
         LayoutError: The model mixes tokens outside attention, or hides its attention.
     """
-    with torch.inference_mode(), finite_placeholders(request.model):
+    with request.inferring(), finite_placeholders(request.model):
         return _Probe(request, axis).run()
 
 

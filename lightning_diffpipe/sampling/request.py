@@ -18,11 +18,13 @@ A request and what it caches end with `sample`: two in a row give the same as tw
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
@@ -103,6 +105,8 @@ class Request:
             none before or after it.
         begin: Begins a loop of another kind, such as a pipeline's own. Then `denoise` need only call the model as
             that does, for looking at it.
+        infers: Run in inference mode. Not where the model is being trained: a table that it computes once could not
+            be saved for a backward.
     """
 
     model: nn.Module
@@ -115,10 +119,15 @@ class Request:
     branches_in_batch: int = 1
     begin: Callable[[], Loop] | None = None
     stepped: list[PatchSchedulers] | None = None
+    infers: bool = True
 
     def loop(self) -> Loop:
         """Begins to denoise."""
         return PlainLoop(self) if self.begin is None else self.begin()
+
+    def inferring(self) -> contextlib.AbstractContextManager[Any]:
+        """A context without gradients."""
+        return torch.inference_mode() if self.infers else torch.no_grad()
 
     @property
     def num_steps(self) -> int:

@@ -385,11 +385,15 @@ def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: S
     Raises:
         ConfigurationError: An option is unknown, or cannot be used here.
     """
-    arguments = call_arguments(pipeline, settings)
+    call = call_of(pipeline, call_arguments(pipeline, settings), device)
+    return drawn_by(call, sample, type(pipeline).__name__)
+
+
+def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -> PipelineCall:
+    """The call of a diffusers pipeline with its own parts, all of them here."""
     parts = dict(pipeline.components)
     absent = frozenset(name for name, part in parts.items() if part is None)
-    call = PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
-    return drawn_by(call, sample, type(pipeline).__name__)
+    return PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
-from lightning_diffpipe.runtime.relay import RelayView
+from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.step_watch import StepWatch
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -192,6 +192,17 @@ class Pipeline:
         """Inside, layers of other ranks answer with their results; all ranks in lock step."""
         with self._relay.active():
             yield
+
+    @contextlib.contextmanager
+    def apart(self) -> Generator[None, None, None]:
+        """Inside, within `relayed`, this rank calls layers by itself, with the parameters that it has."""
+        run = self._interception.current()
+        assert isinstance(run, RelayRun), "ranks are not in lock step"
+        run.inside = True
+        try:
+            yield
+        finally:
+            run.inside = False
 
     def trained_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """Parameters of an optimizer among `trained`, by name."""

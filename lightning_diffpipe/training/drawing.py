@@ -1,0 +1,167 @@
+"""Samples drawn in training by PipeFusion, on the stages that are there.
+
+    all ranks     prompts -> text encoders -> start noise     in lock step, layers answered by who has them
+    each rank     denoising steps through its own blocks      sampling/pipefusion.py
+    all ranks     latents -> autoencoder -> samples           in lock step
+
+Blocks run where their weights lie in training. What lies between blocks, such as embeddings and the last
+projection, runs on every rank under PipeFusion: ranks that lack it are sent it for the time of a drawing.
+
+With one patch the samples follow each other through the stages in shares, and nothing is approximated; with more,
+patches of all samples do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diffpipe.comm.links import ProcessLinks
+from lightning_diffpipe.errors import ConfigurationError, GraphError, PartitionError
+from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders
+from lightning_diffpipe.runtime.checkpoint import spread
+from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.layout import Layout
+from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
+from lightning_diffpipe.sampling.source import drawn_by
+from lightning_diffpipe.sampling.stages import resident_parameters
+from lightning_diffpipe.training.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """PipeFusion cannot run on these stages; on all ranks."""
+
+
+def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
+    """Draws with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
+
+    Args:
+        pipeline: In training.
+        call: What is drawn.
+        num_patches: Of PipeFusion, which begins with one synchronous step. With 1 all steps are synchronous.
+
+    Returns:
+        What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
+    """
+    drawer = StageDrawer(pipeline, call.parts[call.denoisers[0]], num_patches)
+    try:
+        with isolated_random_numbers(derived_seed(pipeline.seed, "drawing")):
+            return drawn_by(call, drawer.sample, type(call.pipeline).__name__)
+    except _RefusedError as error:
+        if pipeline.mesh.rank == 0:
+            _log.info("samples are drawn layer by layer, not by PipeFusion: %s", error)
+        return None
+
+
+class StageDrawer:
+    """Runs the denoising loop of one drawing.
+
+    Args:
+        pipeline: In training.
+        denoiser: A part of its module.
+        num_patches: See `draw_on_stages`.
+    """
+
+    def __init__(self, pipeline: Pipeline, denoiser: nn.Module, num_patches: int) -> None:
+        self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches
+        self._denoiser = denoiser
+        modules = pipeline.module.named_modules()
+        self._prefix = next(name for name, module in modules if module is denoiser)
+
+    def sample(self, call: Call) -> Tensor:
+        """Final latents, on all ranks.
+
+        Raises:
+            _RefusedError: PipeFusion cannot run this call on these stages.
+        """
+        layout, mesh = self._mesh.layout, self._mesh
+        pipelines = [layout.pipeline_ranks(p) for p in range(layout.num_pipelines)]
+        links = ProcessLinks.connect(pipelines, mesh.device, mesh.backend, mesh.timeout_s)
+        try:
+            with self._pipeline.apart():
+                latents = self._sampled(call, links)
+        except _RefusedError:
+            links.disconnect()
+            raise
+        except BaseException:
+            links.abandon()
+            raise
+        links.disconnect()
+        return latents
+
+    def _sampled(self, call: Call, links: ProcessLinks) -> Tensor:
+        # Training would save for its backward what modules compute once for all calls, such as tables.
+        request = replace(call.request(self._denoiser), infers=False)
+        rows = len(request.latents) * request.branches_in_batch
+        by_samples = {
+            "warmup_steps": request.num_steps,
+            "warmup_microbatches": min(links.num_ranks, rows),
+        }
+        sampler = PipeFusion(
+            self._denoiser,
+            links,
+            num_patches=self._num_patches,
+            split=self._positions,
+            **(by_samples if self._num_patches == 1 else {}),
+        )
+        try:
+            if len(call.phases) > 1:
+                raise ConfigurationError("its denoisers take turns")
+            call.refuse_steps("pipefusion")
+            call.refuse_rows(1)
+            setting = sampler.prepare(request)
+        except (ConfigurationError, GraphError, PartitionError) as error:
+            raise _RefusedError(str(error)) from error
+        with self._everything_needed(setting):
+            return sampler.sample(request, None, setting)
+
+    def _positions(self, layout: Layout) -> tuple[int, ...]:
+        """Where the stages of the training cut the blocks.
+
+        Raises:
+            PartitionError: They are no ranges of blocks, one for each rank, in order.
+        """
+        ranks = [self._holder(name) for name in layout.block_names]
+        num_ranks = self._mesh.layout.ranks_per_pipeline
+        if ranks != sorted(ranks) or set(ranks) != set(range(num_ranks)):
+            raise PartitionError(
+                f"its blocks lie on ranks {ranks}, and PipeFusion needs a range of them on each of the {num_ranks} "
+                "ranks, in order"
+            )
+        return tuple(ranks.index(rank) for rank in range(1, num_ranks))
+
+    def _holder(self, block: str) -> int:
+        """The rank that has most of the weights of a block; the first one if all have all of them."""
+        held = Counter[int]()
+        for name, parameter in self._denoiser.get_submodule(block).named_parameters():
+            full = f"{self._prefix}.{block}.{name}"
+            held[self._pipeline.owners.get(full, 0)] += parameter.numel()
+        return held.most_common(1)[0][0]
+
+    @contextlib.contextmanager
+    def _everything_needed(self, setting: PipeFusionSetting) -> Iterator[None]:
+        """A context in which this rank has all that it runs, its own blocks and what lies between blocks."""
+        owners, missing = self._pipeline.owners, set[str]()
+        for rank in range(self._mesh.layout.ranks_per_pipeline):
+            needed = resident_parameters(self._denoiser, setting.layout, setting.stages, rank)
+            missing |= {n for n in needed if owners.get(f"{self._prefix}.{n}", rank) != rank}
+        own = dict(self._denoiser.named_parameters())
+        tensors = {f"{self._prefix}.{name}": own[name].detach() for name in sorted(missing)}
+        whole = spread(tensors, {name: owners[name] for name in tensors}, self._mesh)
+        here = resident_parameters(
+            self._denoiser, setting.layout, setting.stages, self._mesh.local_rank
+        )
+        absent = {own[n]: whole[f"{self._prefix}.{n}"] for n in here if is_placeholder(own[n])}
+        with lent_to_placeholders({p: v.to(p.device) for p, v in absent.items()}), torch.no_grad():
+            yield
