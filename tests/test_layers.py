@@ -25,7 +25,7 @@ ALLOWED = {
     "graph": {"coroutine", "planning", "errors"},
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
     "comm": {"graph", "planning", "errors"},
-    "runtime": {"clock", "files", "comm", "graph", "planning", "errors"},
+    "runtime": {"clock", "comm", "graph", "planning", "errors"},
     "sampling": {"clock", "comm", "coroutine", "graph", "planning", "errors"},
     "pipelines": {"errors"},
 }

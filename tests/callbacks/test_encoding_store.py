@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
+from lightning_diffpipe.callbacks.encoding_cache import EncodingStore
 from lightning_diffpipe.graph.memo import Entry
-from lightning_diffpipe.runtime.encoding_store import EncodingStore
 
 KEY = "ab" * 32
 
