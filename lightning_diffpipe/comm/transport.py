@@ -79,10 +79,12 @@ class Transport(Protocol):
     def wait(self, key: MessageKey) -> Tensor:
         """Blocks until the posted receive has its message, and hands out the buffer."""
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Starts sending and receiving many messages at once."""
 
-    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+    def awaited(
+        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
+    ) -> PendingWork:
         """Operations that were started elsewhere, to be waited for in the same way.
 
         Args:
@@ -103,11 +105,11 @@ class Transport(Protocol):
         """Waits until every send has left."""
 
     def close(self) -> None:
-        """Gives back what it holds; nothing is in flight any more."""
+        """Ends threads and frees buffers, when nothing is in flight any more."""
 
 
-class Exchange(Protocol):
-    """Many operations under way."""
+class PendingWork(Protocol):
+    """Messages or sums that are under way."""
 
     def is_ready(self) -> bool:
         """Returns whether `wait` would return at once."""
@@ -235,9 +237,11 @@ class P2PTransport:
         work = posted.work or self._begin(key)
         self.await_work(work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
 
-    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+    def awaited(
+        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
+    ) -> PendingWork:
         """Operations that were started elsewhere; see `Transport`."""
-        return _P2PExchange(self, list(works), what, then)
+        return _P2PWork(self, list(works), what, then)
 
     def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
         """Waits for operations in a thread, on behalf of the stream that computes here."""
@@ -254,7 +258,7 @@ class P2PTransport:
         """Whether waiting for a message stops the host, so that it could do something else."""
         return self._blocks_host
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Starts many messages at once, as one group of point-to-point operations."""
         staging = [
             torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
@@ -336,7 +340,7 @@ class P2PTransport:
 
 
 @dataclass
-class _P2PExchange:
+class _P2PWork:
     transport: P2PTransport
     works: list[dist.Work]
     what: str
@@ -395,15 +399,17 @@ class LoopbackTransport:
         buffer.copy_(self._network.pop((self._rank, key)))
         return buffer
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Exchange:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Puts all sends into their mailboxes."""
         for parcel in sends:
             self.send(parcel.key, parcel.buffer, parcel.peer)
         for parcel in receives:
             self.receive(parcel.key, parcel.buffer, parcel.peer)
-        return _LoopbackExchange(self, [parcel.key for parcel in receives])
+        return _LoopbackWork(self, [parcel.key for parcel in receives])
 
-    def awaited(self, works: Sequence[dist.Work], what: str, then: Callable[[], None]) -> Exchange:
+    def awaited(
+        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
+    ) -> PendingWork:
         """Raises, as nothing is started elsewhere in one process."""
         raise NotImplementedError(f"no {what} between processes in one process")
 
@@ -418,7 +424,7 @@ class LoopbackTransport:
 
 
 @dataclass
-class _LoopbackExchange:
+class _LoopbackWork:
     transport: LoopbackTransport
     keys: list[MessageKey]
 

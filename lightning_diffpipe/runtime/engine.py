@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.comm.transport import Exchange, MessageKey, P2PTransport, Transport
+from lightning_diffpipe.comm.transport import MessageKey, P2PTransport, PendingWork, Transport
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
@@ -220,14 +220,14 @@ class Engine:
         self.drop_prepared()
         self._transport.close()
 
-    def _share_results(self, works: Sequence[MicrobatchWork]) -> Exchange | None:
+    def _share_results(self, works: Sequence[MicrobatchWork]) -> PendingWork | None:
         self._ends.report(works)
         under_way = self._results.start(works, self._alarm)
         if not under_way:
             return None
         return self._transport.awaited(under_way, "loss and metrics", lambda: None)
 
-    def _start_reduction(self) -> Exchange | None:
+    def _start_reduction(self) -> PendingWork | None:
         if not self._reduces:
             return None
         return self.reducer.start(self._transport.awaited)

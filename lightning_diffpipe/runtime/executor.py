@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from lightning_diffpipe.clock import Clock
-from lightning_diffpipe.comm.transport import Exchange, MessageKey, Transport
+from lightning_diffpipe.comm.transport import MessageKey, PendingWork, Transport
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -84,9 +84,9 @@ class Executor:
         runner: StageRunner,
         stash: Stash,
         transport: Transport,
-        start_reduction: Callable[[], Exchange | None],
-        gather_ends: Callable[[Sequence[MicrobatchWork]], Exchange | None],
-        share_results: Callable[[Sequence[MicrobatchWork]], Exchange | None],
+        start_reduction: Callable[[], PendingWork | None],
+        gather_ends: Callable[[Sequence[MicrobatchWork]], PendingWork | None],
+        share_results: Callable[[Sequence[MicrobatchWork]], PendingWork | None],
         clock: Clock,
     ) -> None:
         self.local_rank = local_rank
@@ -185,10 +185,10 @@ class Executor:
                 assert_never(instruction)
 
     @staticmethod
-    def _wait_for(exchange: Exchange | None, instruction: Instruction) -> Iterator[PendingWait]:
-        if exchange is not None:
-            yield PendingWait(instruction, exchange.is_ready)
-            exchange.wait()
+    def _wait_for(pending: PendingWork | None, instruction: Instruction) -> Iterator[PendingWait]:
+        if pending is not None:
+            yield PendingWait(instruction, pending.is_ready)
+            pending.wait()
 
 
 def run_alone(

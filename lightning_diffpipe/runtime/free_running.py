@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.comm.transport import Exchange, P2PTransport, Transport
+from lightning_diffpipe.comm.transport import P2PTransport, PendingWork, Transport
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
@@ -114,7 +114,7 @@ class _UnderWay:
 
     batch_index: int
     num_samples: int
-    sharing: Exchange
+    sharing: PendingWork
 
 
 class FreeRunningEngine(Engine):

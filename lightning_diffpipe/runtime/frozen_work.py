@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
+from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
 from lightning_diffpipe.planning.filling import EncodePart
@@ -63,7 +63,7 @@ class FrozenWork:
         self.ran: list[tuple[Any, Any]] = []
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
         self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
-        self._exchange: Exchange | None = None
+        self._exchange: PendingWork | None = None
 
     @property
     def own_parts(self) -> list[EncodePart]:
@@ -101,7 +101,7 @@ class FrozenWork:
         """Takes the results of a part that was started."""
         self._results[index] = results
 
-    def exchange(self, transport: Transport) -> Exchange:
+    def exchange(self, transport: Transport) -> PendingWork:
         """Starts to send this rank's results to whoever reads them, and to receive the others'.
 
         All of this rank's parts are encoded. A second call returns the exchange under way.
@@ -110,7 +110,7 @@ class FrozenWork:
             self._exchange = self._start_exchange(transport)
         return self._exchange
 
-    def _start_exchange(self, transport: Transport) -> Exchange:
+    def _start_exchange(self, transport: Transport) -> PendingWork:
         sends, receives = [], []
         for part in self._parts:
             for stage, reader in self._readers(part):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh, Work, start_sum
-from lightning_diffpipe.comm.transport import Exchange
+from lightning_diffpipe.comm.transport import PendingWork
 
-Awaited = Callable[[Sequence[Work], str, Callable[[], None]], Exchange]
+Awaited = Callable[[Sequence[Work], str, Callable[[], None]], PendingWork]
 
 _BUCKET_BYTES = 32 * 1024 * 1024
 _MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
@@ -54,7 +54,7 @@ class GradientReducer:
             name for name in parameters if min(pipeline.intersection(holders[name])) == mesh.rank
         )
 
-    def start(self, awaited: Awaited) -> Exchange | None:
+    def start(self, awaited: Awaited) -> PendingWork | None:
         """Begins to sum gradients; waiting for it puts the sums into `.grad`.
 
         A holder without a gradient contributes zeros; if none has one, as a step may leave layers out, there is
@@ -136,7 +136,7 @@ class GradientReducer:
 
 
 class Reduction:
-    """Gradients on their way to be summed; an `Exchange`.
+    """Gradients on their way to be summed; a `PendingWork`.
 
     A bucket is begun whenever one is over, so that all are waited for in turn, however many there are.
 
@@ -172,7 +172,7 @@ class Reduction:
         if self._later:
             self._under_way.append(self._begin(*self._later.popleft()))
 
-    def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> Exchange:
+    def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> PendingWork:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
         # Behind them, of each parameter, whether this rank has a gradient: summed, how many holders have one.
         has = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh, Work, gathered_objects, start_sum
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.comm.transport import Exchange, MessageKey, Parcel, Transport
+from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorKey
 from lightning_diffpipe.graph.step import LoggedMetric
@@ -295,7 +295,7 @@ class ChainEnds:
         self._reporter = placement.rank_of(self._last_stages[-1], 0)
         self._arriving: list[tuple[MicrobatchWork, int, MessageLayout, Tensor]] = []
 
-    def gather(self, works: Sequence[MicrobatchWork], transport: Transport) -> Exchange | None:
+    def gather(self, works: Sequence[MicrobatchWork], transport: Transport) -> PendingWork | None:
         """Begins to send this rank's ends, or to receive those of others; `None` if there is one chain."""
         sends, receives = [], []
         for stage in self._last_stages if len(self._last_stages) > 1 else ():
