@@ -2,7 +2,7 @@
 
 The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages
 passes through those between, unless an earlier stage of the same rank has it (`planning/routing.py`). Frozen layers
-are no part of any stage: whoever runs them, their results reach the stages that read them as `frozen_received`.
+are no part of any stage: wherever they run, their results reach the stages that read them as `frozen_received`.
 
     path:      l0   l1  |  l2   l3  |  l4   loss
     reads:               l1        l1 (skip), l3
@@ -46,7 +46,7 @@ class StageCut:
         written_buffers: Buffers that change here and nowhere else.
         is_last: Whether the loss is computed here.
         sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,
-            and what the others give is missing; `sent` is what whoever puts the parts together reads of it.
+            and what the others give is missing; `sent` is what the rank that joins the parts reads of it.
     """
 
     index: int

@@ -185,10 +185,10 @@ def _drop(holder: Any, tensors: set[int]) -> None:
 
 @contextlib.contextmanager
 def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """Puts back what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
+    """Restores what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
 
     Args:
-        root: The module whose step is run; its lists are put back in any case.
+        root: The module whose step is run; its lists are restored in any case.
         modules: What the run may change otherwise; all modules if not given.
     """
     modules = list(root.modules() if modules is None else modules)
@@ -198,7 +198,7 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
-    # A run changes copies: whoever moved the states here may put back the tensors it found.
+    # A run changes copies: code that moved the states here may restore the tensors it found.
     metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(modules)]
     for module, _, own in metrics:
         copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)

@@ -17,7 +17,7 @@ changes inside a step, and attributes of modules that the step sets.
 With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut
 before it, its outputs padded after it, and the glue sees full shapes. With `group_size` it runs on
 so many samples at a time. Kernels are chosen by size, so results are equal bit for bit only where the
-groups are: they begin at multiples of `group_size`, whoever runs them and whenever.
+groups are: they begin at multiples of `group_size`, on any rank and at any time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Standing between the step and its modules, once and for all.
 
-`forward` of some instances is replaced by a `Site`, which asks who is running: nobody (the call passes
+`forward` of some instances is replaced by a `Site`, which asks what is running: nothing (the call passes
 through, or is refused if its parameters live elsewhere), or a *run* of some view, which decides. The run
 is found in a context variable, so that a paused run in one thread and an active one in another coexist.
 Nothing else about the module changes: names, lengths, attributes, parameters, state-dict keys.

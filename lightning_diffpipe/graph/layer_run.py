@@ -1,6 +1,6 @@
 """Walking through a step layer by layer: what stage runs and frozen runs have in common.
 
-A run answers every layer call of a step: it executes its own layers, and hands out received tensors or
+A run answers every layer call of a step: it executes its own layers, and returns received tensors or
 dummies for the others. All that can be known in advance is worked out once per view (`RunPlan`), so that
 a stubbed call costs a few microseconds. The sequence of calls and the shapes, types and constants of all
 executed outputs are compared with the probe; a step that behaves differently stops with a clear error.
@@ -114,7 +114,7 @@ class DummyMemory:
         return memory.as_strided(spec.shape, spec.stride)
 
     def require_unwritten(self) -> None:
-        """Checks that nobody wrote into dummies.
+        """Checks that dummies were not written.
 
         Raises:
             GraphError: Somebody did.
@@ -276,7 +276,7 @@ class StubbedRun:
         return pytree.tree_unflatten(flat, layer.spec)
 
     def _checked(self, layer: Layer, out: Any) -> Any:
-        """Compares an output with the probe, keeps what will be sent, hands out the rest."""
+        """Compares an output with the probe, stores what will be sent, returns the rest."""
         if self._is_plain(layer, out):
             return out
         flat, spec = pytree.tree_flatten(out)
@@ -300,7 +300,7 @@ class StubbedRun:
         return self._handed_out(layer, flat, spec) if changed else out
 
     def _is_plain(self, layer: Layer, out: Any) -> bool:
-        """Handles the common case, one tensor that nobody else needs, without looking for leaves."""
+        """Handles the common case, one tensor that no other stage needs, without looking for leaves."""
         return (
             isinstance(out, Tensor)
             and len(layer.outputs) == 1

@@ -1,4 +1,4 @@
-"""Frozen layers remembered: what a layer gave for a sample is stored, and handed out the next time.
+"""Frozen layers remembered: what a layer gave for a sample is stored, and returned the next time.
 
 A frozen layer gives the same output for the same arguments, so its output for a sample is stored under a
 hash of what it depends on: the layer's weights and structure, the sample's rows of every argument, and

@@ -4,7 +4,7 @@ The step runs up to three times on one batch: to record the tree of module calls
 (`calltree`), to follow every value from layer to layer (`provenance`, `trace`), and with one sample
 more, to learn which dimensions count samples. Under fake tensors this takes seconds and no memory at
 any model size, and the module stays untouched. Steps whose code depends on values (`.item()`) are run
-on real tensors instead; buffers, random number generators and training flags are put back.
+on real tensors instead; buffers, random number generators and training flags are restored.
 
     graph = probe(module, lambda module, batch: module.training_step(batch, 0), microbatch)
     print(graph)

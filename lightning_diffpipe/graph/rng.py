@@ -26,7 +26,7 @@ _SEED_BOUND = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """States of the global generators; `host` (random, numpy) is None where nobody draws from them."""
+    """States of the global generators; `host` (random, numpy) is None where no code draws from them."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -86,7 +86,7 @@ def seed_host(seed: int) -> None:
 
 @contextlib.contextmanager
 def preserved(host: bool) -> Iterator[None]:
-    """Puts the global generators back on exit."""
+    """Restores the global generators on exit."""
     state = capture(host)
     try:
         yield

@@ -323,7 +323,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Frees what nobody holds any more, and lets the driver have it."""
+    """Releases memory that no tensor uses to the driver."""
     if device.type == "cuda":
         gc.collect()  # activations may hang in cycles
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Leaving a module as it was found, bit by bit, after running its step many times.
 
-Put back are gradients, buffers (values, and which tensor is bound to the name), training flags, counters
+Restored are gradients, buffers (values, and which tensor is bound to the name), training flags, counters
 and other plain attributes, and the random number generators of torch, `random` and numpy. Values of
 parameters are not saved: no optimizer runs here.
 """
@@ -48,7 +48,7 @@ def placeable(device: torch.device | str) -> torch.device:
 
 @contextlib.contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Makes a GPU the one whose random numbers are put back: of several that is the current one.
+    """Makes a GPU the one whose random numbers are restored: of several that is the current one.
 
     It is initialised before, or the state in which its generator was would be unknown.
     """

@@ -230,7 +230,7 @@ FillingMode = Literal["opportunistic", "planned"]
 _SMOOTHING = 0.3  # weight of the newest measurement
 _POLL_S = 3e-4
 _NO_WAIT_S = 2e-4  # a wait that took less did not wait
-_SHRINK = 0.9  # what is made of a wait that was filled for too long, nobody knows by how much
+_SHRINK = 0.9  # what is made of a wait that was filled for too long, by an unknown time
 
 
 @dataclass
@@ -390,7 +390,7 @@ class Filler:
         ended = work.run.advance_while(lap.goes_on)
         if ended:
             lap.end()
-            work.frozen.keep(part, work.run.results)
+            work.frozen.add_results(part, work.run.results)
             work.run = None
             work.todo.pop(0)
         if lap.num_layers:
@@ -428,7 +428,7 @@ class _Limit:
         expected_s = times.pace.expected_s(layer)
         if self._asks:
             self._spent_s = self._elapsed_s
-            expected_s = expected_s or 0.0  # whoever can look for the message may try
+            expected_s = expected_s or 0.0  # a rank that can look for the message may try
         elif expected_s is None:
             return False  # runs after the pipeline once, and is timed there
         self._refused_s = expected_s
@@ -440,7 +440,7 @@ class _Limit:
     def is_overdue(self) -> bool:
         """Waits; returns whether the message is not there when the refused layer would have been half done.
 
-        Then the wait is longer than those before it, nobody knows by how much, and all layers may run.
+        Then the wait is longer than those before it, by an unknown time, and all layers may run.
         """
         until_s = self._budget_s + self._refused_s / 2
         while self._asks and not self._is_ready():

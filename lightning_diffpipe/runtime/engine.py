@@ -216,7 +216,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Gives back threads and tensors that outlive a step."""
+        """Frees threads and tensors that outlive a step."""
         self.drop_prepared()
         self._transport.close()
 

@@ -81,7 +81,7 @@ class FrozenWork:
     def encode(self, index: int) -> None:
         """Runs the frozen layers for one of this rank's parts."""
         view, work, samples = self._work_of(index)
-        self.keep(index, view.whole(work.call, work.seed, samples, self._group_size))
+        self.add_results(index, view.whole(work.call, work.seed, samples, self._group_size))
 
     def start(self, index: int) -> PausedRun:
         """Prepares the frozen layers for one of this rank's parts; runs nothing."""
@@ -97,12 +97,12 @@ class FrozenWork:
             return view, work, None
         return view, work, (part.start, part.stop)
 
-    def keep(self, index: int, results: dict[TensorKey, Tensor]) -> None:
+    def add_results(self, index: int, results: dict[TensorKey, Tensor]) -> None:
         """Takes the results of a part that was started."""
         self._results[index] = results
 
     def exchange(self, transport: Transport) -> PendingWork:
-        """Starts to send this rank's results to whoever reads them, and to receive the others'.
+        """Starts to send this rank's results to the ranks that read them, and to receive the others'.
 
         All of this rank's parts are encoded. A second call returns the exchange under way.
         """

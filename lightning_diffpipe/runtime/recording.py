@@ -1,6 +1,6 @@
-"""When a rank did what in a step: stamps now, seconds when somebody asks.
+"""When a rank did what in a step: stamps now, seconds when they are read.
 
-On a GPU the seconds between two points are known only after the device has come by, so a step keeps
+On a GPU the seconds between two points are known only after the device has passed them, so a step stores
 stamps, and reading `spans` is what waits. Nobody reads them in most steps.
 
     |-- E0 --|-------- Wait --------|-- F0 --|  Wait  |-- B0 --|
@@ -119,7 +119,7 @@ class Recording:
 
     @property
     def up_front_s(self) -> float:
-        """Seconds of frozen work of a batch that nobody knew of before."""
+        """Seconds of frozen work of a batch that was not known before."""
         return sum(s.duration_s for s in self._outside_waits(early=False))
 
     @property

@@ -1,6 +1,6 @@
 """Running any code on all ranks in lock step, each layer where its parameters live.
 
-For validation and sampling on the training partition: nobody probed that code, and no gradient flows.
+For validation and sampling on the training partition: that code was not probed, and no gradient flows.
 All ranks run the same code on the same data. A call of a module whose parameters live on one rank, or whose
 running statistics one rank keeps, is executed there, and its output broadcast to the others; a module that is
 spread is entered; one without, or with parameters that every rank has, runs everywhere. Parameters read outside of

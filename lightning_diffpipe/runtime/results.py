@@ -4,11 +4,11 @@ Callbacks decide by metrics (checkpoints, early stopping, schedulers), and they 
 itself, so every rank needs the same numbers. Only the last stage ever computes them. One small sum over
 the pipeline carries all of them, in a table with a row for each microbatch: each replica of the last stage fills
 in its own, and everybody else adds zeros. Then every rank combines the rows as `reduce_fx` says. It is started
-where a rank has run its program, and nobody waits for it idly: frozen layers run until it is there.
+where a rank has run its program, and no rank waits for it idly: frozen layers run until it is there.
 
 Which numbers those are (names and options of `self.log`) is known on the last stage only, and a microbatch may
 log what others do not. The table has columns for all names that were ever agreed on. Whether there are others, and
-which of the known ones were logged, is summed beside it, between hosts, so that nobody has to ask a GPU. Where
+which of the known ones were logged, is summed beside it, between hosts, so that no GPU is asked. Where
 there are new ones, for most modules once, they are gathered and the table is summed again.
 
 Of a step that trains several chains, every chain ends with the code after the last layer, on its own rank, and
@@ -264,7 +264,7 @@ def _packed(name: str, options: dict[str, Any]) -> bytes:
 
 
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a number on the device; nobody waits for what the device does, as `torch.tensor` would."""
+    """Returns a number on the device; the host does not wait for the device, as `torch.tensor` would."""
     if isinstance(value, numbers.Real):  # numpy's, too
         return torch.full((), float(value), device=device, dtype=dtype)
     if isinstance(value, Tensor) and value.numel() == 1:

@@ -108,7 +108,7 @@ class FakeFrozen:
     def start(self, index):
         return FakeRun(self._clock)
 
-    def keep(self, index, results):
+    def add_results(self, index, results):
         self.kept[index] = results
 
 
