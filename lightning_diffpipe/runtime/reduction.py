@@ -22,11 +22,21 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh, Work, start_sum
 from lightning_diffpipe.comm.transport import PendingWork
+from lightning_diffpipe.graph.cut import Cut
 
 Awaited = Callable[[Sequence[Work], str, Callable[[], None]], PendingWork]
 
 _BUCKET_BYTES = 32 * 1024 * 1024
 _MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
+
+
+def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
+    """Returns world ranks that hold each trained parameter, over all pipelines."""
+    stages_of: dict[str, set[int]] = {}
+    for stage in pieces.stages:
+        for name in sorted(stage.parameters & trained):
+            stages_of.setdefault(name, set()).add(stage.index)
+    return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
 
 
 class GradientReducer:
@@ -35,7 +45,7 @@ class GradientReducer:
     Args:
         mesh: This rank's groups; groups for all sets of holders have been made.
         parameters: Trained parameters resident on this rank, by name.
-        holders: World ranks that hold each of them, over all pipelines.
+        holders: World ranks that hold each of them, see `holders_of`.
     """
 
     def __init__(

@@ -9,11 +9,10 @@ State that layers change (running statistics) stays on the stage that runs them,
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
@@ -62,15 +61,6 @@ def owners_of(
             sorted(stage.written_buffers), placement.stage_ranks[stage.index][0]
         )
     return owners
-
-
-def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
-    """Returns world ranks that hold each trained parameter, over all pipelines."""
-    stages_of: dict[str, set[int]] = {}
-    for stage in pieces.stages:
-        for name in sorted(stage.parameters & trained):
-            stages_of.setdefault(name, set()).add(stage.index)
-    return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
 
 
 def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:

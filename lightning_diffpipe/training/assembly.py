@@ -47,10 +47,9 @@ from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step, cut_for
-from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.reduction import GradientReducer, holders_of
 from lightning_diffpipe.runtime.relay import RelayChannel, RelayView
 from lightning_diffpipe.runtime.residents import (
-    holders_of,
     owners_of,
     require_one_home,
     residents_of,

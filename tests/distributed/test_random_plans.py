@@ -34,8 +34,7 @@ from lightning_diffpipe.runtime import partitioned
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
-from lightning_diffpipe.runtime.reduction import GradientReducer
-from lightning_diffpipe.runtime.residents import holders_of
+from lightning_diffpipe.runtime.reduction import GradientReducer, holders_of
 from tests.distributed.scenarios import assert_close
 from tests.ranks import run_ranks
 

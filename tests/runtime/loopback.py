@@ -38,7 +38,7 @@ from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
-from lightning_diffpipe.runtime.residents import holders_of
+from lightning_diffpipe.runtime.reduction import holders_of
 from lightning_diffpipe.runtime.stage import PartitionedStep
 
 CPU = torch.device("cpu")
