@@ -113,6 +113,10 @@ class StepProbe:
         self._module, self._step, self._batch = module, step, batch
         self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
         self._form = form
+        self._counted = [
+            (held, {name: value for name, value in held.items() if type(value) is int})
+            for held in map(vars, module.modules())
+        ]
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -211,6 +215,8 @@ class StepProbe:
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
         rng.seed_all(self._seed, host=True)  # also of fake runs: coins fall the same on all ranks
+        for held, numbers in self._counted:
+            held.update(numbers)
         with torch.enable_grad(), self._fake_mode or contextlib.nullcontext():
             return around(lambda: self._step(self._module, batch))
 
@@ -393,6 +399,7 @@ def _between_layers(tracer: Tracer, tail: Collection[Any]) -> dict[str, Any]:
         "generators": provenance.generators.found(),
         "toggled": tracer.attributes.toggled(),
         "left": tracer.attributes.left(),
+        "counters": tracer.attributes.counters() if tracer.fake else {},
         "changes_gradients": provenance.changes_gradients,
         "batch_writes": frozenset(provenance.batch_writes),
     }

@@ -82,7 +82,7 @@ class TrackedFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:  # asked by autograd for every tensor it sees: half of all calls
             return args[0].device
-        if is_single_draw(func, args) and (value := _drawn(func, args, kwargs or {})) is not None:
+        if _is_single_draw(func, args) and (value := _drawn(func, args, kwargs or {})) is not None:
             return value
         out = self.dispatch(func, types, args, kwargs or {})
         for leaf in out if isinstance(out, list | tuple) else (out,):
@@ -96,7 +96,7 @@ class TrackedFakeMode(FakeTensorMode):
         return bool(self._made)
 
 
-def is_single_draw(func: Any, args: Sequence[Any]) -> bool:
+def _is_single_draw(func: Any, args: Sequence[Any]) -> bool:
     """Returns whether an operator draws one random number, of which steps make coins: `torch.rand(()) < p`."""
     if torch.Tag.nondeterministic_seeded not in func.tags or any(
         isinstance(a, Tensor) for a in args

@@ -10,29 +10,31 @@ front of the code behind the last layer. Every rank does so from the same seed, 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import tail
-from lightning_diffpipe.graph.fake import is_single_draw, untouched
+from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
 from lightning_diffpipe.graph.layer_run import DummyMemory, RunPlan, Stop, StubbedRun
-from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients
+from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, is_users
 from lightning_diffpipe.graph.step import StepCall
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""
 _Pattern = Sequence[tuple[str, bool | None]]
+_Line = tuple[str, int]
+_Read = tuple[_Line, Any]
 
 
 def names_of(form: StepForm) -> tuple[str, ...]:
@@ -42,24 +44,27 @@ def names_of(form: StepForm) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Exemplar:
-    """How to make a step take a form again: what its coins showed, and what it was told.
+    """How to make a step take a form again: what its coins showed, what it had counted, and its arguments.
 
     Attributes:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
-        draws: The single numbers that it drew from torch between layers, in order.
+        reads: The numbers that it took out of tensors in front of its last layer call (`bool(coin)`, `.item()`), in
+            order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
+        counted: Attributes that count, as they were.
     """
 
     seed: int
     arguments: tuple[Any, ...] = ()
-    draws: tuple[Tensor, ...] = ()
+    reads: tuple[_Read, ...] = ()
     host: bool = False
+    counted: tuple[tuple[Attribute, Any], ...] = ()
 
     @property
     def has_coins(self) -> bool:
-        """Whether it drew something that may have been a coin."""
-        return self.host or bool(self.draws)
+        """Whether it read something that may have been a coin."""
+        return self.host or bool(self.reads)
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the same step, whose coins always fall as they did; what else it draws is drawn."""
@@ -67,7 +72,10 @@ class Exemplar:
         def repeated(module: nn.Module, batch: Any, *_arguments: Any) -> Any:
             if self.host:
                 rng.seed_host(self.seed)
-            with _Repeated(self.draws) if self.draws else contextlib.nullcontext():
+            counters = Attributes(module, [name for name, _ in self.counted])
+            repeats = _Repeated(self.reads) if self.reads else contextlib.nullcontext()
+            with counters.preserved(), repeats:
+                counters.restore(([value for _, value in self.counted], []))
                 return step(module, batch, *self.arguments)
 
         return repeated
@@ -82,6 +90,9 @@ class FormView:
         interception: Installed on the root.
         memory: What dummies are made of.
         lenient: Layers that were not called when the step was probed are run, instead of refused.
+
+    Attributes:
+        counted: What counters of the step (`LayerGraph.counters`) show behind the batch whose form was found last.
     """
 
     def __init__(
@@ -97,6 +108,8 @@ class FormView:
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, replace(tail(graph), needed=frozenset()), memory)
         self._attributes = Attributes(root, graph.toggled | graph.left)
+        self._counters = Attributes(root, graph.counters)
+        self.counted: list[Any] = []
         owners = sorted({name.rpartition(".")[0] for name in graph.glue_writes})
         self._owners = [root.get_submodule(name) for name in owners]
 
@@ -121,32 +134,63 @@ class FormView:
         if self._graph.needs_values and len(known) < 2:
             return next(iter(known), tuple((name, True) for name in self._graph.layer_names))
         patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
-        with untouched(self._root, self._owners), self._attributes.preserved():
-            form = self._walked(_FormRun(self._plan, patterns), call, seed)
+        with untouched(self._root, self._owners):
+            with self._attributes.preserved():
+                form = self._walked(self._run(patterns), call, seed)
             if form is None:
-                with untouched(self._root):
-                    form = self._walked(_FormRun(self._plan, None, self._lenient), call, seed)
+                with untouched(self._root), self._attributes.preserved():
+                    form = self._walked(self._run(None), call, seed)
         assert form is not None
         return form
+
+    def count(self) -> None:
+        """Goes on to the next batch: counters show what they do behind the batch whose form was found last."""
+        if self.counted:
+            self._counters.restore((self.counted, []))
+
+    def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
+        return _FormRun(self._plan, known, self._lenient, self._counters)
 
     def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
         with self._interception.running(run):
             rng.seed_all(seed, host=True)
-            return run.form_of(call)
+            form = run.form_of(call)
+        later = self._graph.counters.values()
+        self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
+        return form
 
     def exemplar(
         self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[StepForm, Exemplar]:
         """Finds the form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
-        run, drawn = _FormRun(self._plan, None, self._lenient), _Noted()
+        run, counted = self._run(None), self._counters.capture()[0]
         with rng.preserved(host=True), self._attributes.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
-            with drawn:
+            with _Noted(lambda: run.num_calls) as noted:
                 form = self._walked(run, call, seed)
             assert form is not None
             host = rng.host_state() != before
-        return form, Exemplar(seed, arguments, tuple(drawn.values), host)
+            if (
+                self._lenient
+            ):  # not a step that is made to take a form again, which puts its counters back
+                self._require_counted()
+        reads = tuple(read for position, read in noted.reads if position < len(form))
+        known = tuple(zip(self._graph.counters, counted, strict=True))
+        return form, Exemplar(seed, arguments, reads, host, known)
+
+    def _require_counted(self) -> None:
+        """Compares counters at the end of a step with what they were taken to show there."""
+        shown = self._counters.capture()[0]
+        for (owner, name), value, expected in zip(
+            self._graph.counters, shown, self.counted, strict=True
+        ):
+            if value != expected:
+                raise GraphError(
+                    f"the step sets {owner + '.' if owner else ''}{name} to {value} behind its last layer, where "
+                    f"stages that end earlier take it to be {expected}: it did not add the same number as when "
+                    "it was probed. Set it in front of the first layer, or in on_train_batch_end, on all ranks"
+                )
 
 
 @dataclass(frozen=True)
@@ -158,7 +202,7 @@ class Forms:
         shares: How often each was taken.
         names: The layers that each calls.
         is_shared: All microbatches of a batch took the same.
-        throws_coins: The step drew something that may have been a coin, for each microbatch by itself.
+        throws_coins: The step read something that may have been a coin, for each microbatch by itself.
     """
 
     exemplars: tuple[Exemplar, ...] = ()
@@ -210,7 +254,10 @@ def survey(
                 told = (arguments[0] + number, *arguments[1:]) if arguments else ()
                 call = StepCall(step, root, batch, told, graph.batch_writes)
                 found.append(view.exemplar(call, seed_of(number, microbatch), told))
+                if microbatch:
+                    view.count()
                 tossed = any(exemplar.has_coins for _, exemplar in found)
+                tossed |= bool(graph.counters or graph.generators)
                 if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
                     break
     finally:
@@ -231,22 +278,32 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
     batches = zip(found[::2], found[1::2], strict=False)
+    is_shared = all(first[0] == second[0] for first, second in batches)
     return forms[0], Forms(
         tuple(exemplars[form] for form in forms),
         tuple(counts[form] / len(found) for form in forms),
         tuple(map(names_of, forms)),
-        all(first[0] == second[0] for first, second in batches),
-        any(exemplar.has_coins for _, exemplar in found),
+        is_shared,
+        any(exemplar.has_coins for _, exemplar in found) or not is_shared,
     )
 
 
 class _FormRun(StubbedRun):
-    """One walk through a step with a stub for every layer."""
+    """One walk through a step with a stub for every layer.
+
+    Attributes:
+        counted: What its counters showed at the latest call of a layer.
+    """
 
     def __init__(
-        self, plan: RunPlan, known: Collection[_Pattern] | None, lenient: bool = False
+        self,
+        plan: RunPlan,
+        known: Collection[_Pattern] | None,
+        lenient: bool,
+        counters: Attributes,
     ) -> None:
         super().__init__(plan)
+        self._counters, self.counted = counters, counters.capture()[0]
         self._lenient, self._stops = lenient, known is not None
         self._calls: list[tuple[str, bool]] = []
         self._possible = list(known or ())
@@ -254,6 +311,11 @@ class _FormRun(StubbedRun):
         for layer in plan.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
+
+    @property
+    def num_calls(self) -> int:
+        """Layers that were called so far."""
+        return len(self._calls)
 
     def form_of(self, call: Callable[[], Any]) -> StepForm | None:
         """Returns the form; None if it is none of those that are known."""
@@ -268,6 +330,7 @@ class _FormRun(StubbedRun):
         name = site.name
         if name not in self._plan.sites:
             return site.diffpipe_original(*args, **kwargs)
+        self.counted = self._counters.capture()[0]
         if name not in self._layers and self._lenient:
             self._calls.append((name, torch.is_grad_enabled()))
             return site.diffpipe_original(*args, **kwargs)
@@ -293,31 +356,42 @@ class _FormRun(StubbedRun):
         return self._stub(layer)
 
 
-class _Noted(TorchDispatchMode):
-    """Notes single numbers that are drawn."""
+_TAKES_NUMBER = torch.ops.aten._local_scalar_dense.default
 
-    def __init__(self) -> None:
+
+def _line() -> _Line:
+    """Returns the user's line that runs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class _Noted(TorchDispatchMode):
+    """Notes numbers that are taken out of tensors, of which steps make coins, with what `position` says then."""
+
+    def __init__(self, position: Callable[[], int]) -> None:
         super().__init__()
-        self.values: list[Tensor] = []
+        self._position = position
+        self.reads: list[tuple[int, _Read]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_single_draw(func, args):
-            self.values.append(out.detach().cpu().clone())
+        if func is _TAKES_NUMBER:
+            self.reads.append((self._position(), (_line(), out)))
         return out
 
 
 class _Repeated(TorchDispatchMode):
-    """Gives single numbers that are drawn the values that were noted, also where tensors have none."""
+    """Gives lines that take numbers out of tensors those that were noted, also where tensors have none."""
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
+    def __init__(self, reads: Sequence[_Read]) -> None:
         super().__init__()
-        self._values: Iterator[Tensor] = iter(values)
+        self._values: dict[_Line, deque[Any]] = defaultdict(deque)
+        for line, value in reads:
+            self._values[line].append(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not is_single_draw(func, args) or (value := next(self._values, None)) is None:
-            return out
-        if isinstance(out, FakeTensor):  # a constant, which fake tensors know the value of
-            return torch.tensor(value.tolist(), dtype=out.dtype)
-        return out.copy_(value)
+        if func is _TAKES_NUMBER and (values := self._values.get(_line())):
+            return values.popleft()
+        return func(*args, **(kwargs or {}))

@@ -241,6 +241,8 @@ class LayerGraph:
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
+        counters: Those of them that are whole numbers and change, with what is added behind the last layer. None
+            if the step could only be probed on values: what it counts is not known without them.
         hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
             it before; one past the last layer is the loss. Empty for `retain_grad`.
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, which may change their gradients.
@@ -273,6 +275,7 @@ class LayerGraph:
     generators: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     toggled: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
     left: frozenset[Attribute] = field(default=frozenset(), compare=False, repr=False)
+    counters: Mapping[Attribute, int] = field(default_factory=dict, compare=False, repr=False)
     hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
     changes_gradients: bool = field(default=False, compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)

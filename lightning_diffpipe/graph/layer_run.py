@@ -23,7 +23,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
-from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients
+from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, caller
 
 
 class Memo(Protocol):
@@ -245,11 +245,15 @@ class StubbedRun:
 
     def _unexpected(self, name: str) -> GraphError:
         names, position = self._plan.names, self._position
-        expected = names[position] if position < len(names) else "the end of the step"
+        if position < len(names):
+            expected = f"{names[position]} was to come"
+        else:
+            expected = f"its form has {len(names)} layer calls, with which another one begins"
         return GraphError(
-            f"layer call {position} is {name}, but the probe saw {expected}: the step takes another way "
-            "than when it was probed. Branches on random numbers, counters or epochs must lie inside the "
-            "forward of one module, so that all batches call the same layers"
+            f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
+            "when it was probed. Let it take each way in one of its first batches, not from some step on only, "
+            "with coins of torch's, Python's or numpy's global generators; or move the branch inside the forward "
+            "of one module, so that all batches call the same layers"
         )
 
     def _stop_after(self, module: nn.Module) -> None:

@@ -75,7 +75,7 @@ def gradients_refused(allowed: Callable[[], bool]) -> Iterator[None]:
     def refuse(name: str) -> None:
         if not allowed():
             raise GraphError(
-                f"the step computes gradients itself ({_caller()} calls {name}), but in a pipeline they would have "
+                f"the step computes gradients itself ({caller()} calls {name}), but in a pipeline they would have "
                 "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
                 f"if the gradient is part of a model, compute it {_INSIDE}"
             )
@@ -93,7 +93,7 @@ def refuse_transformed(layer_name: str) -> None:
     transform = transform_around()
     if transform is not None:
         raise GraphError(
-            f"the step calls {layer_name} inside {transform} ({_caller(into='/torch/_functorch/')}), but in a "
+            f"the step calls {layer_name} inside {transform} ({caller(into='/torch/_functorch/')}), but in a "
             "pipeline layers of other stages give and take plain tensors, without tangents. Do it "
             f"{_INSIDE}; what calls all of a model in this way, as MeanFlow does, cannot be cut into stages"
         )
@@ -128,7 +128,7 @@ def is_users(path: str) -> bool:
     return not any(own in path for own in _OWN)
 
 
-def _caller(into: str = "") -> str:
+def caller(into: str = "") -> str:
     """Returns the user's line that runs; with `into`, the outermost one that calls a file with that in its path."""
     frames = [(f.filename.replace("\\", "/"), f.lineno) for f in traceback.extract_stack()]
     users = [i for i, (path, _) in enumerate(frames) if is_users(path)]
@@ -151,9 +151,7 @@ class GeneratorDraws:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._host = {
-            name: _state_of(it) for name, it in _generators_of(root).items() if _is_host(it)
-        }
+        self._host = {name: _state_of(it) for name, it in _reached(root).items() if _is_host(it)}
         self._drawn: list[weakref.ref[torch.Generator]] = []
 
     def note(self, arguments: Iterable[Any]) -> None:
@@ -164,7 +162,7 @@ class GeneratorDraws:
 
     def found(self) -> frozenset[str]:
         """Returns, when the step has ended, where the generators are that it drew from."""
-        held = _generators_of(self._root)
+        held = _reached(self._root)
         names = {
             name
             for name, before in self._host.items()
@@ -182,6 +180,40 @@ class GeneratorDraws:
 
     def _alive(self) -> list[torch.Generator]:
         return [generator for ref in self._drawn if (generator := ref()) is not None]
+
+
+def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
+    """Returns the user's line that draws from a generator at module level, found by running the step once more.
+
+    Args:
+        root: The module.
+        name: One of `GeneratorDraws.found`.
+        run: Runs the step.
+
+    Returns:
+        File and line; the step itself, if the generator is an attribute, of which a run may see a copy.
+    """
+    generator = _of_files(root).get(name)
+    if generator is None:
+        return "training_step"
+    before, latest, found = _state_of(generator), "", list[str]()
+
+    def follow(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal latest
+        if not found and _state_of(generator) != before:
+            found.append(latest)
+        if not is_users(frame.f_code.co_filename) or frame.f_code.co_filename == random.__file__:
+            return None
+        latest = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return follow
+
+    tracing = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        run()
+    finally:
+        sys.settrace(tracing)
+    return found[0] if found else "training_step"
 
 
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
@@ -204,6 +236,21 @@ def _generators_of(root: nn.Module) -> dict[str, Any]:
     return found
 
 
+def _of_files(root: nn.Module) -> dict[str, Any]:
+    """Generators of the host at the level of the files that define the modules, by name."""
+    files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
+    return {
+        f"{file}.{name}": value
+        for file in files & sys.modules.keys()
+        for name, value in vars(sys.modules[file]).items()
+        if _is_host(value)
+    }
+
+
+def _reached(root: nn.Module) -> dict[str, Any]:
+    return _generators_of(root) | _of_files(root)
+
+
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", it) for key, it in value.items())
@@ -219,7 +266,7 @@ def _is_generator(value: Any) -> bool:
 
 def _is_host(value: Any) -> bool:
     if isinstance(value, random.Random | SobolEngine):
-        return True
+        return not isinstance(value, random.SystemRandom)  # which has no state
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(
         value, numpy.random.Generator | numpy.random.RandomState
@@ -257,6 +304,8 @@ class AttributeWrites(TorchFunctionMode):
         self._before: dict[Attribute, tuple[Any, Any]] = {}
         self._unmoved: set[Attribute] = set()
         self._moved: set[Attribute] = set()
+        self._set: dict[Attribute, Any] = {}
+        self._at_layer: dict[Attribute, Any] = {}
         self._of_glue: set[Attribute] = set()
 
     @contextlib.contextmanager
@@ -270,8 +319,10 @@ class AttributeWrites(TorchFunctionMode):
             owner = self._modules.get(id(module))
             # What is set to what it was may be set to something else by another microbatch: a coin, say.
             again = before is value and name != "training"
-            if owner is not None and name in module.__dict__ and (again or before is not value):
-                self._note((owner, name), module, before)
+            if owner is not None and name in module.__dict__:
+                self._set[owner, name] = value
+                if again or before is not value:
+                    self._note((owner, name), module, before)
 
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
         try:
@@ -299,6 +350,7 @@ class AttributeWrites(TorchFunctionMode):
             moved = {attribute for attribute in self._unmoved if not self._is_as_before(attribute)}
             self._unmoved -= moved
             self._moved |= moved
+        self._at_layer = {attribute: self._now(attribute) for attribute in self._of_glue}
 
     def toggled(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what differed in between."""
@@ -314,6 +366,20 @@ class AttributeWrites(TorchFunctionMode):
         left = self._of_glue - self.toggled()
         return frozenset(itertools.filterfalse(self._is_done_once, left))
 
+    def counters(self) -> dict[Attribute, int]:
+        """When the step has ended: whole numbers that glue has changed, and by how much behind the last layer."""
+        found = {}
+        for attribute in self.left():
+            before, now = self._before[attribute][1], self._now(attribute)
+            if type(before) is type(now) is int and before != now:
+                found[attribute] = now - self._at_layer.get(attribute, before)
+        return found
+
+    def _now(self, attribute: Attribute) -> Any:
+        """What the step has set it to; a step that is made to take a form again may put it back in the end."""
+        held = self._before[attribute][0].__dict__
+        return self._set.get(attribute, _MISSING) if attribute[1] in held else _MISSING
+
     def _is_done_once(self, attribute: Attribute) -> bool:
         owner, before = self._before[attribute]
         is_private = attribute[1].startswith("_")
@@ -322,7 +388,7 @@ class AttributeWrites(TorchFunctionMode):
     def _is_as_before(self, attribute: Attribute) -> bool:
         owner, before = self._before[attribute]
         if isinstance(owner, nn.Module):
-            return _same(before, owner.__dict__.get(attribute[1], _MISSING))
+            return _same(before, self._now(attribute))
         with torch._C.DisableTorchFunction():
             return bool(owner.requires_grad == before)
 

@@ -107,7 +107,7 @@ class Tracer:
         self.drew_host_random = False
         self.autocast: set[str] = set()
         self._module, self._layers, self._containers = module, set(layers), set(containers)
-        self._fine, self._seeded, self._fake = set(fine), seeded, fake
+        self._fine, self._seeded, self.fake = set(fine), seeded, fake
         self._buffers = dict(module.named_buffers())
         self._functions = OwnFunctions()
         self._in_fine = False
@@ -223,7 +223,7 @@ class Tracer:
             record.written_buffers |= self._replaced(name)
         finally:
             mode.current = None
-        if not self._fake:
+        if not self.fake:
             record.drew = not _same(state, rng.capture(host=False))
         record.drew |= host_state != rng.host_state()
         return self._hand_out(record, out)

@@ -61,7 +61,7 @@ class StageView:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut, memory)
-        self._attributes = Attributes(root, graph.toggled)
+        self._attributes = Attributes(root, graph.toggled | graph.counters.keys())
         names = cut.parameters & graph.trained
         self._trained = [p for name, p in root.named_parameters() if name in names]
 

@@ -190,6 +190,7 @@ class Engine:
         except BaseException:
             self.drop_prepared()
             raise
+        self.layout.steps.count()
         loss, weight, logged = self._results.finish()
         if (
             weighted

@@ -195,6 +195,7 @@ class FreeRunningEngine(Engine):
         """
         works, program, frozen = self.begin(batch, batch_index, arguments)
         self._run(program, frozen, flushes=False)
+        self.layout.steps.count()
         started = self._results.start(works, alarm)
         sharing = self._transport.awaited(started, "loss and metrics", lambda: None)
         num_samples = sum(work.num_samples for work in works)

@@ -162,6 +162,11 @@ class PartitionedStepCache:
         calls = self._calls_of(widest.graph)
         return [self._within(step.graph, calls) for step in cuts]
 
+    def count(self) -> None:
+        """Behind a batch: counters of the step show one batch more, however often the step was run for it."""
+        if self._first is not None:
+            self._views[self._first[0]].count()
+
     def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
         """The graph of a form that one of the microbatches takes now."""
         if form not in self._forms:

@@ -58,6 +58,7 @@ from lightning_diffpipe.runtime.residents import (
 )
 from lightning_diffpipe.training.mean_check import MeanCheck
 from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.refusals import refuse_own_generators
 from lightning_diffpipe.training.step_watch import StepWatch
 from lightning_diffpipe.training.verification import compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
@@ -206,7 +207,8 @@ def _cut_as_planned(
     graph, positions = fold(module, step, small, graph, positions)
     _require_stateless_glue(graph, plan)
     _require_unwritten_weights(graph, plan)
-    _require_global_generators(graph, plan)
+    if plan.ranks_per_pipeline > 1 and graph.generators:
+        refuse_own_generators(module, step, small, graph)
     schedule = _without_frozen_parts(plan.schedule)
     pieces = cut_for(graph, positions, schedule.placement)
     _require_runnable(schedule, pieces)
@@ -374,22 +376,6 @@ def _require_unwritten_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
                 "each of them. Compute with a changed copy (weight = normalize(self.weight)), and change the "
                 "parameter itself in on_train_batch_start, where self.trainer.strategy.is_resident(name)"
             )
-
-
-def _require_global_generators(graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses random numbers that no seed of a microbatch governs.
-
-    Raises:
-        ConfigurationError: The step draws from a generator that outlives it.
-    """
-    if plan.ranks_per_pipeline > 1 and graph.generators:
-        raise ConfigurationError(
-            f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every "
-            "rank has its own copy, and draws from it at other times and more or less often than the next, so "
-            "stages and frozen layers would see different numbers. Draw from torch's global generator, which "
-            "is kept in step on all ranks (leave `generator=` out), or make one inside the step, seeded "
-            "with a number from the global one"
-        )
 
 
 def _require_runnable(schedule: Schedule, pieces: Cut) -> None:

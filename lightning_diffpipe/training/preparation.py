@@ -52,7 +52,7 @@ from lightning_diffpipe.training.assembly import assemble
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
 from lightning_diffpipe.training.plan_source import plan_of_rank_0, planned_layers
-from lightning_diffpipe.training.refusals import warn_of_whole_compiled
+from lightning_diffpipe.training.refusals import refuse_own_generators, warn_of_whole_compiled
 
 _log = logging.getLogger(__name__)
 _NUM_PROBED_SAMPLES = 2
@@ -159,7 +159,11 @@ def _surveyed(
         return graph, Forms()
     if forms.widest is None:
         return graph, forms
-    if names_of(widest) != graph.layer_names:
+    if graph.generators:
+        refuse_own_generators(module, step, batch, graph)
+    if (
+        names_of(widest) != graph.layer_names or graph.needs_values
+    ):  # of coins, say, which are known now
         graph = _probed(module, forms.widest.of_step(step), batch, form, seed, planned)
         widest, forms = survey(module, step, batch, graph, seed_of, arguments)
         if names_of(widest) != graph.layer_names:

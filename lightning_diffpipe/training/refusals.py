@@ -30,6 +30,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.side_effects import line_that_draws
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
@@ -312,6 +314,29 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         )
     raise ConfigurationError(
         f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
+    )
+
+
+def refuse_own_generators(module: nn.Module, step: Any, batch: Any, graph: LayerGraph) -> None:
+    """Refuses random numbers that no seed of a microbatch governs.
+
+    Args:
+        module: The root.
+        step: Its step.
+        batch: A microbatch.
+        graph: The step as it was probed; draws from such generators.
+
+    Raises:
+        ConfigurationError: Always; says where the step draws.
+    """
+    name = min(graph.generators)
+    line = line_that_draws(module, name, lambda: reprobe(module, step, batch, graph, any_form=True))
+    raise ConfigurationError(
+        f"{line} draws random numbers from {name}, which outlives the step. Every rank has its own copy, and draws "
+        "from it at other times and more or less often than the next, so stages and frozen layers would see "
+        "different numbers, and call other layers where they are coins. Draw from torch's, Python's or numpy's "
+        "global generator, which is kept in step on all ranks (leave `generator=` out), or make one inside the "
+        "step, seeded with a number from the global one"
     )
 
 

@@ -25,7 +25,7 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -65,22 +65,31 @@ class Coin(Twice):
     """Estimates first in some steps only: the step takes two forms.
 
     Args:
-        coin: What decides: `random`, `torch` (both thrown for every microbatch), `batch_idx` or `global_step`.
+        coin: What decides: `random`, `torch`, `bernoulli` or `first` (all thrown for every microbatch),
+            `batch_idx`, `global_step`, or `calls` and `calls_later`, which it counts in front of its layers and
+            behind them.
         p: How often a coin says so.
     """
 
     def __init__(self, coin="random", p=0.5, **options):
         super().__init__(**options)
-        self.coin, self.p = coin, p
+        self.coin, self.p, self.calls = coin, p, 0
 
     def training_step(self, batch, batch_idx):
         self.estimates = {
             "random": lambda: random.random() < self.p,
             "torch": lambda: bool(torch.rand(()) < self.p),
+            "bernoulli": lambda: bool(torch.bernoulli(torch.tensor(self.p))),
+            "first": lambda: bool(torch.rand(2)[0] < self.p),
             "batch_idx": lambda: batch_idx % 2 == 1,
             "global_step": lambda: self.trainer.global_step < 2,
+            "calls": lambda: self.calls % 2 == 1,
+            "calls_later": lambda: self.calls % 2 == 1,
         }[self.coin]()
-        return super().training_step(batch, batch_idx)
+        self.calls += self.coin == "calls"
+        loss = super().training_step(batch, batch_idx)
+        self.calls += self.coin == "calls_later"
+        return loss
 
     def denoise(self, noisy, t, text):
         if self.estimates:
@@ -174,6 +183,8 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
         (2, "random", {"filling": "none"}),
         (2, "random", {}),
         (2, "torch", {}),
+        (2, "bernoulli", {}),
+        (2, "first", {"filling": "none"}),
         (3, "batch_idx", {}),
         (4, "random", {"num_stages": 4}),
         (3, "random", {"schedule": "zero_bubble", "filling": "none"}),
@@ -189,6 +200,37 @@ def test_steps_that_throw_a_coin_for_their_estimate(num_ranks, coin, strategy):
         strategy=strategy,
         trainer={"max_steps": 4},
     )
+
+
+COINS = random.Random(4)
+
+
+class OwnCoin(Coin):
+    """Throws its coin with a generator of its own, at the level of this file."""
+
+    def training_step(self, batch, batch_idx):
+        self.p = COINS.randrange(2)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_coin_of_a_generator_at_module_level_is_refused_with_its_line(num_ranks):
+    """History: every run of the step's code moved it on, on each rank by itself."""
+    settings = Settings(module_class=OwnCoin, strategy={"num_microbatches": 2})
+    with pytest.raises(RankError, match=r"test_passes\.py:\d+ draws.*test_passes\.COINS, which"):
+        run_ranks(fit, num_ranks, settings, num_ranks)
+
+
+@pytest.mark.parametrize("coin", ["calls", "calls_later"])
+def test_a_counter_counts_batches(coin):
+    """History: it was run on by every microbatch, on every stage, and not at all before training."""
+    settings = Settings(module_class=Coin, module={"coin": "batch_idx"}, trainer={"max_steps": 4})
+    expected = reference(settings, 3)
+    settings.module = {"coin": coin}
+    settings.strategy = {"num_microbatches": 3}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 2
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -214,14 +256,15 @@ def test_a_coin_with_accumulation_clipping_and_two_pipelines():
 
 
 class SometimesMore(TinyDiffusion):
-    """Calls a trained layer in every other batch only."""
+    """Calls a trained layer in every other batch only, by their number or by counting them itself."""
 
-    def __init__(self, **options):
+    def __init__(self, counts=False, **options):
         super().__init__(**options)
-        self.more = nn.Linear(WIDTH, WIDTH)
+        self.more, self.counts, self.calls = nn.Linear(WIDTH, WIDTH), counts, 1
 
     def training_step(self, batch, batch_idx):
-        self.calls_more = batch_idx % 2 == 0
+        self.calls_more = (self.calls if self.counts else batch_idx) % 2 == 0
+        self.calls += 1
         return super().training_step(batch, batch_idx)
 
     def denoise(self, noisy, t, text):
@@ -234,6 +277,14 @@ def test_a_layer_that_both_pipelines_leave_out_stays_as_it_is():
     expected = reference(settings, 1, 2)
     assert {"more.weight" in gradients for gradients in expected.gradients} == {True, False}
     settings.strategy = {"num_stages": 1, "data_parallel": 2, "num_microbatches": 1}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
+
+
+def test_a_counter_that_calls_a_layer_in_some_batches_only():
+    """History: it was not called in the first batch, so that no rank was planned to run it."""
+    settings = Settings(module_class=SometimesMore, module={"counts": True})
+    expected = reference(settings, 1)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 1, "filling": "none"}
     assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
 
 
@@ -333,6 +384,17 @@ def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
     outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
     assert_equal_runs(outcomes, expected, 1e-9)
     assert outcomes[0].plan.num_passes == 1
+
+
+def test_a_late_form_that_begins_with_all_calls_of_a_known_one_is_named_with_its_line():
+    """Gradients are on in both passes; only the code behind the last layer tells that others follow."""
+    strategy = quick_strategy(num_stages=1, num_microbatches=1)
+    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1)
+    complaint = (
+        r"test_passes\.py:\d+ calls join as layer call 14, where its form has 14 .*first batches"
+    )
+    with pytest.raises(GraphError, match=complaint):
+        trainer.fit(Later(1.0, form="both").double(), datamodule=Data())
 
 
 class ManyForms(TinyDiffusion):
