@@ -4,8 +4,8 @@
     folder/cat.png
 
 Pictures are turned upright, scaled so that the shorter side fits, then cropped in the middle. Which pictures are
-held back follows from a hash of their file name. For a ControlNet a line may name a second picture of the same
-shape (`condition="conditioning_image"`):
+held back follows from a hash of their file name. For a ControlNet, or a pipeline that edits pictures, a line may
+name a second picture of the same shape (`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
@@ -403,8 +403,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         validation_share: Share of the pictures that is held back.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode pictures.
-        condition: What a ControlNet is shown: `"edges"` of the picture, or the key of `metadata.jsonl` that names a
-            second picture of the same shape; None for nothing.
+        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the picture, or the key of
+            `metadata.jsonl` that names a second picture of the same shape; None for nothing.
         on_error: What becomes of lines and pictures that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and tells their number. Broken pictures are found when
             they are loaded; the next one takes the place of each.

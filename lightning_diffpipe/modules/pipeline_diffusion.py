@@ -27,7 +27,8 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule, load_part, read_index
-from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+from lightning_diffpipe.pipelines.one_step import OneStep, condition_of
+from lightning_diffpipe.pipelines.trial import Tail
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.source import call_of
 
@@ -42,11 +43,12 @@ class PipelineDiffusion(PartsModule):
     A batch has `image`, `(B, 3, H, W)` in [-1, 1], or `video`, `(B, 3, F, H, W)`; and `caption`, B strings, or
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
     `original_size` and `crops_coords_top_left` of SDXL, are those of each picture where the batch has them,
-    `(B, 2)`; otherwise, the pipeline's default.
+    `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit pictures learn from `condition`, the picture
+    before, `(B, 3, H, W)` in [0, 1].
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
-            prompts or classes alone.
+            prompts or classes alone, or edits pictures.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
         train_text_encoder: Train the text encoders along.
@@ -237,9 +239,27 @@ class PipelineDiffusion(PartsModule):
             _size_of(_pixels_of(batch)),
             self.tail,
             self.parts,
-            sizes={name: batch[name] for name in self.step.sizes if name in batch},
+            self._further(batch),
         )
         return corrupted.loss(prediction)
+
+    def _further(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What each sample of a batch has of its own besides: sizes, and the picture that is edited."""
+        further = {name: batch[name] for name in self.step.sizes if name in batch}
+        if self.step.picture is not None and "condition" in batch:
+            further[self.step.picture] = batch["condition"]
+        elif self.step.needs_picture:
+            raise ConfigurationError(
+                f"{self.step.name} edits pictures, and learns from batches with 'condition', the pictures before; "
+                f"this one has {', '.join(map(str, batch))}. A folder names them in metadata.jsonl, by a key of "
+                "which data.condition is the name"
+            )
+        return further
+
+    @property
+    def draws_to_conditions(self) -> bool:
+        """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
+        return self.step.needs_picture
 
     @torch.no_grad()
     def sample(
@@ -248,6 +268,7 @@ class PipelineDiffusion(PartsModule):
         num_inference_steps: int = 25,
         guidance_scale: float | None = None,
         generator: torch.Generator | None = None,
+        condition: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """Draws one picture or video per prompt with the pipeline's own call, in this process.
@@ -258,6 +279,7 @@ class PipelineDiffusion(PartsModule):
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
             generator: Of the start noise.
+            condition: The pictures to edit, `(len(prompts), 3, H, W)` in [0, 1].
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
 
@@ -265,7 +287,8 @@ class PipelineDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
         settings = {"guidance_scale": guidance_scale, "generator": generator, **options}
-        call = self.drawing(prompts, num_inference_steps=num_inference_steps, **settings)
+        settings |= {"num_inference_steps": num_inference_steps, "condition": condition}
+        call = self.drawing(prompts, **settings)
         progress = getattr(self.pipeline, "_progress_bar_config", {})
         self.pipeline.set_progress_bar_config(disable=True)
         try:
@@ -276,13 +299,18 @@ class PipelineDiffusion(PartsModule):
         return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
 
     def drawing(
-        self, prompts: Sequence[Any], guidance_scale: float | None = None, **settings: Any
+        self,
+        prompts: Sequence[Any],
+        guidance_scale: float | None = None,
+        condition: Tensor | None = None,
+        **settings: Any,
     ) -> PipelineCall:
         """The pipeline's call that `sample` makes, for samplers that run its loop step by step.
 
         Args:
             prompts: As for `sample`.
             guidance_scale: As for `sample`.
+            condition: As for `sample`.
             settings: Further arguments of `sample`.
         """
         guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
@@ -292,6 +320,8 @@ class PipelineDiffusion(PartsModule):
         arguments |= {**settings, "output_type": "pt"}
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
+        if condition is not None:
+            arguments[self.step.picture] = condition
         return call_of(self.pipeline, arguments, self.device)
 
 

@@ -20,6 +20,9 @@ from transformers import BatchEncoding
 
 from lightning_diffpipe.errors import ConfigurationError
 
+Draw = Callable[[Sequence[int]], Tensor]
+"""Gives the noise of a shape."""
+
 
 class Captured(Exception):
     """Ends a call once it has given what was wanted."""
@@ -81,7 +84,7 @@ class TorchOfCall(StandIn):
         draw: Gives the noise of a shape.
     """
 
-    def __init__(self, draw: Callable[[Sequence[int]], Tensor]) -> None:
+    def __init__(self, draw: Draw) -> None:
         super().__init__(torch)
         self._draw = draw
 
@@ -293,6 +296,19 @@ class _Prediction(tuple):
         return self[0]
 
 
+class NotedEncoder(StandIn):
+    """An autoencoder that notes in `pixels` what it encodes."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__(real)
+        self.pixels: list[Tensor] = []
+
+    def encode(self, pixels: Tensor, *args: Any, **options: Any) -> Any:
+        """Encodes."""
+        self.pixels.append(pixels)
+        return self._real.encode(pixels, *args, **options)
+
+
 class NoDenoiser(StandIn):
     """A denoiser that predicts zeros, and keeps what it was called with in `calls`."""
 
@@ -314,20 +330,23 @@ class NoDenoiser(StandIn):
 class ReplayedEncoder(StandIn):
     """A text encoder that computes in the first run of a call, and answers further runs with that.
 
-    All prompts must be the same: a run with more samples gets as many copies.
+    All prompts must be the same: a run with more samples gets as many copies. `calls` are those of the last run.
     """
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__(real)
+        self.calls: list[Any] = []
         self._answers: list[Any] = []
         self._next = 0
 
     def rewind(self) -> None:
         """Begins another run."""
         self._next = 0
+        self.calls.clear()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Answers."""
+        self.calls.append((args, options))
         samples = _num_samples((args, options))
         if self._next == len(self._answers):
             self._answers.append((samples, self._real(*args, **options)))

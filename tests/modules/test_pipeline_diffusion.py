@@ -247,6 +247,34 @@ def by_hand_ltx(m, batch):
     return predicted.transpose(1, 2).reshape(noisy.shape), target
 
 
+def by_hand_instruct_pix2pix(m, batch):
+    noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+    before = m.vae.encode(2 * batch["condition"] - 1).latent_dist.mode()
+    states = m.text_encoder(ids_of(m.tokenizer).input_ids)[0]
+    return m.unet(torch.cat([noisy, before], 1), t, states).sample, target
+
+
+def by_hand_kontext(m, batch):
+    """The picture before is more tokens, at the same places of another layer."""
+    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    mode = m.vae.encode(2 * batch["condition"] - 1).latent_dist.mode()
+    before = (mode - m.vae.config.shift_factor) * m.vae.config.scaling_factor
+    pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
+    states = m.text_encoder_2(ids_of(m.tokenizer_2, 8).input_ids)[0]
+    (tokens, places), (given, _) = packed(noisy), packed(before)
+    both = torch.cat([places, places + torch.tensor([1.0, 0, 0])])
+    predicted = m.transformer(
+        torch.cat([tokens, given], 1),
+        states,
+        pooled,
+        sigmas,
+        both,
+        torch.zeros(8, 3),
+        guidance=torch.ones(3) if m.transformer.config.guidance_embeds else None,
+    ).sample
+    return unpacked(predicted[:, : tokens.shape[1]], noisy), target
+
+
 def check_by_hand(module, batch, by_hand):
     got = loss_of(module.eval(), batch)
     torch.manual_seed(0)
@@ -269,6 +297,8 @@ def test_the_loss_is_that_of_a_step_written_by_hand(name, tmp_path):
         ("Lumina2Pipeline", by_hand_lumina2),
         ("CogVideoXPipeline", by_hand_cogvideox),
         ("LTXPipeline", by_hand_ltx),
+        ("StableDiffusionInstructPix2PixPipeline", by_hand_instruct_pix2pix),
+        ("FluxKontextPipeline", by_hand_kontext),
     ],
 )
 def test_so_is_that_of_other_pipelines(name, by_hand, tmp_path):
@@ -276,6 +306,8 @@ def test_so_is_that_of_other_pipelines(name, by_hand, tmp_path):
     module = PipelineDiffusion(build(name, tmp_path), call=entry.call, caption_dropout=0.0)
     pixels = torch.randn(3, *entry.pixels, generator=torch.Generator().manual_seed(0))
     batch = {"video" if len(entry.pixels) == 4 else "image": pixels, "caption": CAPTIONS}
+    if entry.edits:
+        batch["condition"] = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(1))
     check_by_hand(module, batch, by_hand)
 
 
@@ -605,6 +637,35 @@ def test_a_pipeline_that_mixes_samples_is_refused():
         ConfigurationError, match="MixingPipeline gives its denoiser something else"
     ):
         module.setup("fit")
+
+
+class ReadingPipeline(CountingPipeline):
+    """Edits a picture, which another part reads, too."""
+
+    @torch.no_grad()
+    def __call__(self, image, prompt, height=8, width=8, num_inference_steps=10):
+        states = self.counted((image.mean((1, 2, 3)) * 8).long())
+        before = self.vae.encode(2 * image - 1).latent_dist.mode()
+        latents = torch.randn(before.shape)
+        self.scheduler.set_timesteps(num_inference_steps)
+        for t in self.scheduler.timesteps:
+            noise = self.unet(latents + before, self.times(t, latents), states).sample
+            latents = self.scheduler.step(noise, t, latents).prev_sample
+        return (self.vae.decode(latents).sample,)
+
+
+def test_pictures_that_are_edited_are_named_where_they_are_missing_or_cannot_be_followed(tmp_path):
+    name = "StableDiffusionInstructPix2PixPipeline"
+    module = PipelineDiffusion(build(name, tmp_path))
+    with pytest.raises(
+        ConfigurationError, match="learns from batches with 'condition', the pictures"
+    ):
+        loss_of(module, {"image": torch.zeros(3, 3, 32, 32), "caption": CAPTIONS})
+    reading = ReadingPipeline(tiny_unet(), tiny.vae(), diffusers.DDPMScheduler(), Counted())
+    with pytest.raises(
+        ConfigurationError, match="shows the picture that it edits to its counted, too"
+    ):
+        PipelineDiffusion(reading).setup("fit")
 
 
 def test_a_pipeline_that_draws_from_pictures_is_refused_before_weights_are_read(tmp_path):

@@ -49,6 +49,7 @@ class TinyPipeline:
         drawn: Arguments of `__call__` with which one is drawn.
         settings: Attributes of the pipeline that a folder does not say, such as the sizes it draws.
         num_samples: Samples of the batch.
+        edits: Whether a picture is given.
     """
 
     parts: Parts
@@ -57,6 +58,7 @@ class TinyPipeline:
     drawn: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_samples: int = 3
+    edits: bool = False
 
 
 # ------------------------------------------------------------------ parts
@@ -260,15 +262,14 @@ UNIPC = {
 }
 
 SD = VAE | CLIP | DDIM | {"unet": of(tiny.unet), "requires_safety_checker": of(bool)}
-SDXL_UNET = of(
-    tiny.unet,
+SDXL_UNET = dict(
     cross_attention_dim=32,
     addition_embed_type="text_time",
     addition_time_embed_dim=8,
     projection_class_embeddings_input_dim=16 + 6 * 8,
     transformer_layers_per_block=(1, 2),
 )
-SDXL = VAE | TWO_CLIPS | DDIM | {"unet": SDXL_UNET, "add_watermarker": of(bool)}
+SDXL = VAE | TWO_CLIPS | DDIM | {"unet": of(tiny.unet, **SDXL_UNET), "add_watermarker": of(bool)}
 SD3 = {
     **SHIFTED,
     **FLOW,
@@ -346,6 +347,9 @@ PIPELINES: dict[str, TinyPipeline] = {
     "StableDiffusionPipelineSafe": TinyPipeline(SD),
     "StableDiffusionModelEditingPipeline": TinyPipeline(SD),
     "AltDiffusionPipeline": TinyPipeline(SD),
+    "StableDiffusionInstructPix2PixPipeline": TinyPipeline(
+        SD | {"unet": of(tiny.unet, in_channels=8)}, edits=True
+    ),
     "LatentConsistencyModelPipeline": TinyPipeline(
         SD | {"unet": of(tiny.unet, time_cond_proj_dim=8), "scheduler": of(diffusers.LCMScheduler)}
     ),
@@ -354,6 +358,9 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "StableDiffusionXLPipeline": TinyPipeline(SDXL),
     "StableDiffusionXLPAGPipeline": TinyPipeline(SDXL),
+    "StableDiffusionXLInstructPix2PixPipeline": TinyPipeline(
+        SDXL | {"unet": of(tiny.unet, **SDXL_UNET, in_channels=8)}, edits=True
+    ),
     "IFPipeline": TinyPipeline(
         T5
         | DDPM
@@ -448,6 +455,19 @@ PIPELINES: dict[str, TinyPipeline] = {
             "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
         },
         SHORT,
+    ),
+    "FluxKontextPipeline": TinyPipeline(
+        SHIFTED
+        | CLIP
+        | SHIFTING
+        | {
+            "text_encoder_2": of(tiny_text_encoder),
+            "tokenizer_2": byte_tokenizer,
+            "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
+        },
+        SHORT,
+        drawn={"max_area": 32 * 32, "_auto_resize": False},
+        edits=True,
     ),
     "Flux2Pipeline": TinyPipeline(
         PATCHED

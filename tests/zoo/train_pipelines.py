@@ -21,7 +21,7 @@ from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import PipelineDiffusion
 from lightning_diffpipe.modules.noise import FlowMatching
-from lightning_diffpipe.pipelines.one_step import condition_of
+from lightning_diffpipe.pipelines.one_step import condition_of, picture_of, required_by
 from tests.graph.emulate import emulate, relative_error, take_gradients
 from tests.graph.steps import step
 
@@ -60,14 +60,32 @@ class Trained:
 def refused_by_class() -> dict[str, str]:
     """Pipelines of diffusers that draw from more than prompts or classes, with what that is."""
     refused = {}
-    for name in sorted(n for n in dir(diffusers) if "Pipeline" in n):
-        cls = getattr(diffusers, name)
-        if isinstance(cls, type) and issubclass(cls, DiffusionPipeline):
-            try:
-                condition_of(cls)
-            except ConfigurationError as error:
-                refused[name] = str(error).partition(" draws from ")[2].partition(", not from")[0]
+    for name, cls in classes().items():
+        try:
+            condition_of(cls)
+        except ConfigurationError as error:
+            refused[name] = str(error).partition(" draws from ")[2].partition(", not from")[0]
     return refused
+
+
+def editing_by_class() -> list[str]:
+    """Pipelines of diffusers that edit pictures, as far as their arguments say."""
+    refused = refused_by_class()
+    return [
+        name
+        for name, cls in classes().items()
+        if name not in refused and picture_of(cls) in required_by(cls)
+    ]
+
+
+def classes() -> dict[str, type]:
+    """All pipelines of diffusers, by name."""
+    members = {name: getattr(diffusers, name) for name in sorted(dir(diffusers))}
+    return {
+        name: member
+        for name, member in members.items()
+        if isinstance(member, type) and issubclass(member, DiffusionPipeline) and "Pipeline" in name
+    }
 
 
 def module_of(name: str, folder: Path) -> PipelineDiffusion:
@@ -81,7 +99,9 @@ def batch_of(name: str) -> dict[str, Any]:
     entry = PIPELINES[name]
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(entry.num_samples, *entry.pixels, generator=generator)
+    before = torch.rand(pixels.shape, generator=generator)
     return {
+        **({"condition": before} if entry.edits else {}),
         "video" if pixels.ndim == 5 else "image": pixels,
         "caption": ["a cat 1", "dog b", "x"][: len(pixels)],
         "class_labels": torch.tensor([1, 5, 3])[: len(pixels)],
@@ -143,7 +163,10 @@ def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:
     options |= {n: v for n, v in entry.call.items() if n in LENGTHS}
     conditions = {"prompt": ["a cat 1"], "class_labels": [3], None: [None]}[module.step.condition]
     noise = lambda: torch.Generator().manual_seed(1)
-    got = module.sample(conditions, 2, generator=noise(), **options)
+    before = batch_of(module.step.name)["condition"][:1] if entry.edits else None
+    got = module.sample(conditions, 2, generator=noise(), condition=before, **options)
+    if before is not None:
+        options[module.step.picture] = before
     arguments = {**module.hparams.call, **options, "num_inference_steps": 2, "output_type": "pt"}
     if module.step.condition:
         arguments[module.step.condition] = conditions

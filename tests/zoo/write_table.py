@@ -23,7 +23,7 @@ from . import CASES, FAMILIES
 from .case import Case
 from .measure import Outcome, measure
 from .pipelines import PIPELINES
-from .train_pipelines import Trained, refused_by_class
+from .train_pipelines import Trained, editing_by_class, refused_by_class
 from .train_pipelines import measure as train
 
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
@@ -70,13 +70,18 @@ PIPELINES_INTRODUCTION = """\
 
 `LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
 own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
-from nothing, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step into two stages, compares
-loss and gradients with one process in double precision, writes it with `save_pretrained`, opens that with diffusers
-alone, and draws with both from the same noise. The rest says what cannot be followed.
+from nothing, or that edit a picture, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step
+into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
+opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
+"""
+EDITING_INTRODUCTION = """\
+These {number} need a picture besides, which a batch may have (`condition`), but are not built in tiny here. They
+are trained if their call gives that picture to the autoencoder and to nothing else, and refused with the reason
+otherwise:
 """
 REFUSED_INTRODUCTION = """\
-These {number} draw from pictures, videos or embeddings besides, which a batch does not have. They are refused
-before weights are read, with the argument's name; a LightningModule of your own trains their denoisers:
+These {number} start from pictures, or draw from videos, embeddings or parts that a batch does not have. They are
+refused before weights are read, with the argument's name; a LightningModule of your own trains their denoisers:
 """
 
 
@@ -101,10 +106,16 @@ def pipeline_facts(line: str) -> str:
 
 
 def refused_pipelines() -> str:
-    """The sentence on pipelines that are refused by their class."""
-    refused = refused_by_class()
-    listed = ", ".join(f"`{name.removesuffix('Pipeline')}`" for name in refused)
-    return REFUSED_INTRODUCTION.format(number=len(refused)) + "\n" + listed + ".\n"
+    """The sentences on pipelines that are refused by their class, and on those that are not tried."""
+    editing = [name for name in editing_by_class() if name not in PIPELINES]
+    groups = {REFUSED_INTRODUCTION: refused_by_class(), EDITING_INTRODUCTION: editing}
+    return "\n".join(
+        introduction.format(number=len(names))
+        + "\n"
+        + ", ".join(f"`{name.removesuffix('Pipeline')}`" for name in names)
+        + ".\n"
+        for introduction, names in groups.items()
+    )
 
 
 def row(case: Case, outcome: Outcome | None) -> str:

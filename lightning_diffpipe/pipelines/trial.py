@@ -1,0 +1,380 @@
+"""Runs of a pipeline's call in which nothing but its text encoders computes: what training must know of it.
+
+Runs with constant latents tell what the tail does to latents before they are decoded: an order of axes, a factor
+and an offset for each channel. The inverse normalises what the encoder gives.
+
+Other runs tell how the denoiser is told times and sizes, whether samples are apart, and who sees a picture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipelines.stand_ins import (
+    Clock,
+    Draw,
+    NoDenoiser,
+    NotedEncoder,
+    Place,
+    ReplayedEncoder,
+)
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.pipelines.one_step import OneStep
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a pipeline does to latents before they are decoded.
+
+    Attributes:
+        scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
+        shift: See `scale`.
+        axes: For every axis of what is decoded, that of the latents; None where one was inserted.
+        num_axes: Axes of the latents, that of the samples included.
+        patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
+            channels; scale and shift are those of the latents' channels.
+        frames_apart: The decoder takes each frame of a video as a picture. Axes are counted with frames as axis 1.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    axes: tuple[int | None, ...]
+    num_axes: int
+    patch: int = 1
+    frames_apart: bool = False
+
+    def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
+        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
+        decoded = _patched(decoded.float(), self.patch)
+        if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
+            raise ConfigurationError(
+                f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
+            )
+        shift, scale = (
+            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
+        )
+        values = (decoded - shift) / scale
+        if self.frames_apart:
+            values = values.unflatten(0, (num_samples, -1))
+        there = [axis for axis in self.axes if axis is not None]
+        values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
+        values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
+        for axis in range(self.num_axes):
+            values = values if axis in there else values.unsqueeze(axis)
+        return values
+
+
+class Trial:
+    """Runs of a call in which nothing but its text encoders computes.
+
+    Args:
+        step: The call.
+        parts: The pipeline's parts by name.
+    """
+
+    def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
+        self._step = step
+        self._denoiser = NoDenoiser(parts[step.denoiser])
+        modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
+        self._encoders = {
+            name: ReplayedEncoder(part)
+            for name, part in modules.items()
+            if name not in (step.denoiser, step.decoder)
+        }
+        self._parts = {**parts, **self._encoders, step.denoiser: self._denoiser}
+        if step.decoder is not None:
+            self._parts[step.decoder] = NotedEncoder(parts[step.decoder])
+        parameter = next(modules[step.denoiser].parameters())
+        self._device = parameter.device
+        self._drawn: list[tuple[int, ...]] = []
+
+    def _decoded(
+        self,
+        draw: Draw,
+        times: Sequence[float] = (1.0,),
+        further: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """What reaches the decoder for latents that are drawn so, given further arguments of the call."""
+        self._drawn.clear()
+        self._denoiser.calls.clear()
+        for encoder in self._encoders.values():
+            encoder.rewind()
+        if self._step.decoder is not None:
+            self._parts[self._step.decoder].pixels.clear()
+        found: list[Tensor] = []
+
+        def noted(shape: Sequence[int]) -> Tensor:
+            self._drawn.append(tuple(shape))
+            return draw(shape).to(self._device)
+
+        def step(_: Tensor, sample: Tensor) -> Tensor:
+            if self._step.decoder is None:
+                found.append(sample)
+            return sample
+
+        discrete = "beta_schedule" in self._parts["scheduler"].config
+        timesteps = torch.tensor(times, device=self._device)
+        self._step.run(
+            noted,
+            timesteps.long() if discrete else timesteps,
+            [self._step.neutral] * len(times),
+            self._picture(torch.ones(len(times))) | dict(further or {}),
+            self._parts,
+            step,
+            found.append,
+        )
+        counts = len(self._drawn), len(self._denoiser.calls), len(found)
+        if counts != (1, 1, 1):
+            raise ConfigurationError(
+                f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
+                f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
+            )
+        return found[0].float()
+
+    def _picture(self, levels: Tensor) -> dict[str, Tensor]:
+        """Pictures for a pipeline that cannot do without, one for each level in [0, 1].
+
+        None is even: an autoencoder would divide what rounding makes of it by a variance of almost nothing.
+        """
+        if not self._step.needs_picture:
+            return {}
+        pattern = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
+        return {self._step.picture: levels[:, None, None, None] * pattern}
+
+    def clock(self) -> Clock:
+        """Finds how the denoiser is told the time, from runs with one time for all samples.
+
+        Raises:
+            ConfigurationError: In no argument of its own, or not by a factor and an offset.
+        """
+        told, calls = (200.0, 500.0, 800.0), []
+        for time in told:
+            self._step.clock = Clock(time)
+            self._decoded(torch.zeros, (time,) * 3)
+            args, options = self._denoiser.calls[0]
+            calls.append({**dict(enumerate(args)), **options})
+        changed = [
+            name for name, value in calls[0].items() if not _is_row(value, calls[2][name], 0, 0)
+        ]
+        values = [calls[i][changed[0]] for i in range(3)] if len(changed) == 1 else []
+        if all(isinstance(v, Tensor) and v.shape in ((), (1,), (3,)) for v in values) and values:
+            low, middle, high = (value.float() for value in values)
+            factor = (high - low) / (told[2] - told[0])
+            if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
+                offset = low - told[0] * factor
+                return Clock(
+                    told[1], changed[0], factor.flatten()[0].item(), offset.flatten()[0].item()
+                )
+        raise ConfigurationError(
+            f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
+            f"of its arguments {', '.join(map(str, changed)) or 'none'} change with the time"
+        )
+
+    def check_samples_apart(self) -> None:
+        """Compares what the denoiser is called with for three samples together and for each alone.
+
+        Raises:
+            ConfigurationError: A sample is given something else where it has company.
+        """
+        times, latents = (100.0, 500.0, 900.0), {}
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            if len(shape) < 2 or shape[0] != 3:
+                raise ConfigurationError(
+                    f"for three samples {self._step.name} draws noise {tuple(shape)}; the first axis must be "
+                    "that of the samples"
+                )
+            return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
+
+        # The text encoders say first what they say to one.
+        self._decoded(torch.zeros)
+        levels = torch.tensor([0.2, 0.5, 0.9])
+        self._decoded(draw, times, self._picture(levels))
+        together = self._denoiser.calls[0]
+        for i, time in enumerate(times):
+            own = self._picture(levels[i : i + 1])
+            self._decoded(lambda _, i=i: latents[0][i : i + 1], (time,), own)
+            if not _is_row(together, self._denoiser.calls[0], i, len(times)):
+                raise ConfigurationError(
+                    f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
+                    "differ than for that sample alone, so that it cannot be trained on batches"
+                )
+
+    def refused_picture(self) -> ConfigurationError | None:
+        """Why training cannot follow what becomes of the picture; seen in runs with a black and a grey one."""
+        step, shown, encoded = self._step, [], []
+        if step.picture is None:
+            return None
+        if step.decoder is None:
+            return ConfigurationError(
+                f"{step.name} has no autoencoder for the picture that it edits"
+            )
+        for level in (0.0, 0.5):
+            picture = {step.picture: torch.full((1, 3, 64, 64), level)}
+            try:
+                self._decoded(torch.zeros, further=picture)
+            except Exception as error:
+                return ConfigurationError(
+                    f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
+                    f"{type(error).__name__}: {error}"
+                )
+            encoded += [(pixels, 2 * level - 1) for pixels in self._parts[step.decoder].pixels]
+            shown.append({name: list(encoder.calls) for name, encoder in self._encoders.items()})
+        if seen_by := [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]:
+            return ConfigurationError(
+                f"{step.name} shows the picture that it edits to its {seen_by[0]}, too, which reads files and "
+                "not numbers"
+            )
+        if len(encoded) != 2 or any(not torch.all(abs(p - x) < 0.01) for p, x in encoded):
+            return ConfigurationError(
+                f"{step.name} does not encode the picture that it edits once, as numbers in [-1, 1]"
+            )
+        return None
+
+    def places(self) -> tuple[Place, ...]:
+        """Where the denoiser is told sizes, from two runs with other numbers.
+
+        Raises:
+            ConfigurationError: In another way than by the numbers themselves.
+        """
+        if not self._step.sizes:
+            return ()
+        calls, told = [], []
+        for first in (101, 201):  # which every precision can hold
+            values = itertools.count(first, 2)
+            told.append({name: (next(values), next(values)) for name in self._step.sizes})
+            self._decoded(torch.zeros, further=told[-1])
+            calls.append(pytree.tree_leaves(self._denoiser.calls[0]))
+        of = {
+            (told[0][name][i], told[1][name][i]): (name, i)
+            for name in self._step.sizes
+            for i in range(2)
+        }
+        places = []
+        for leaf, (one, other) in enumerate(zip(*calls, strict=True)):
+            if not isinstance(one, Tensor) or torch.equal(one, other):
+                continue
+            for column, pair in enumerate(zip(one.unbind(-1), other.unbind(-1), strict=True)):
+                numbers = tuple(value.item() if value.numel() == 1 else None for value in pair)
+                if numbers in of:
+                    places.append(Place(leaf, column, *of[numbers]))
+                elif not torch.equal(*pair):
+                    raise ConfigurationError(
+                        f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
+                        "numbers themselves; give one value for all samples in `call` (model.call)"
+                    )
+        return tuple(places)
+
+    def tail(self) -> Tail:
+        """What happens to latents between the loop and the decoder.
+
+        Raises:
+            ConfigurationError: More than an order of axes, a factor and an offset for each channel.
+        """
+        if self._step.decoder is None:
+            return Tail(torch.ones(()), torch.zeros(()), (0, 1, 2, 3), 4)
+        unpatched = self._decoded(torch.zeros)
+        drawn = self._drawn[0]
+        patch = unpatched.shape[-1] // drawn[-1] if unpatched.ndim == len(drawn) == 4 else 1
+        decoded = lambda draw: _patched(self._decoded(draw), patch)
+        shift = _patched(unpatched, patch)
+        scale = decoded(torch.ones) - shift
+        refusal = ConfigurationError(
+            f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
+            "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
+        )
+        axes: list[int | None] = [None] * shift.ndim
+        for axis in range(1, len(drawn)):
+            if drawn[axis] > 1:
+                values = (decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
+                along = _axis_of(values)
+                if along is None or axes[along] is not None or shift.shape[along] != drawn[axis]:
+                    raise refusal
+                axes[along] = axis
+        inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
+        if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
+            raise refusal
+        frames_apart = axes[0] is not None
+        if frames_apart and not self._is_sample_major(shift, scale):
+            raise refusal
+        channels = (slice(1), slice(None), *(slice(1),) * (shift.ndim - 2))
+        return Tail(
+            scale[channels].clone().cpu(),
+            shift[channels].clone().cpu(),
+            (0, *axes) if frames_apart else (0, *axes[1:]),
+            len(drawn),
+            patch,
+            frames_apart,
+        )
+
+    def _is_sample_major(self, shift: Tensor, scale: Tensor) -> bool:
+        """Whether frames that are decoded apart come sample by sample, here 0 and 1."""
+        both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
+        return torch.allclose(both, torch.cat([shift, shift + scale]), rtol=1e-3, atol=1e-5)
+
+
+def _patched(decoded: Tensor, patch: int) -> Tensor:
+    """Takes height and width of what is decoded to those of the latents."""
+    return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
+
+
+def _positions(shape: Sequence[int], axis: int) -> Tensor:
+    """A tensor whose entries are their positions along an axis."""
+    along = [1] * len(shape)
+    along[axis] = shape[axis]
+    return torch.arange(float(shape[axis])).reshape(along).expand(tuple(shape)).clone()
+
+
+def _axis_of(values: Tensor) -> int | None:
+    """The axis along which entries are their positions, if there is one."""
+    for axis, length in enumerate(values.shape):
+        expected = _positions(values.shape, axis).to(values.device)
+        if length > 1 and torch.allclose(values, expected, atol=0.05, rtol=1e-3):
+            return axis
+    return None
+
+
+def _is_per_channel(values: Tensor) -> bool:
+    """Whether entries depend on axis 1 alone."""
+    channels = (slice(1), slice(None), *(slice(1),) * (values.ndim - 2))
+    return torch.allclose(values, values[channels].expand_as(values), rtol=1e-4, atol=1e-6)
+
+
+def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
+    """Whether what one sample is given alone is its row, or its entry, of what several are given."""
+    if isinstance(together, Tensor):
+        if not isinstance(alone, Tensor):
+            return False
+        if together.ndim != alone.ndim:
+            return False
+        rows = [together]
+        for axis, (length, rest) in enumerate(zip(together.shape, alone.shape, strict=True)):
+            if length == count * rest:
+                rows.append(together.narrow(axis, index * rest, rest))
+        # An autoencoder sums in another order for another number of pictures.
+        return any(
+            row.shape == alone.shape and torch.allclose(row, alone, rtol=1e-3, atol=1e-4)
+            for row in rows
+        )
+    if isinstance(together, Mapping):
+        return together.keys() == alone.keys() and all(
+            _is_row(value, alone[key], index, count) for key, value in together.items()
+        )
+    if isinstance(together, list | tuple):
+        if len(together) != len(alone) and len(together) == count:
+            together = together[index : index + 1]
+        return len(together) == len(alone) and all(
+            _is_row(a, b, index, count) for a, b in zip(together, alone, strict=True)
+        )
+    return True
