@@ -20,11 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.reading import Node
+from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
 
 FORMAT = "diffpipe-cluster/1"
-_WHOLE = ("num_ranks", "ranks_per_host", "memory_bytes")
-_LINKS = ("p2p", "all_reduce", "p2p_between_hosts", "all_reduce_between_hosts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +46,6 @@ class Link:
                 f"a link needs a bandwidth > 0 and a latency >= 0; got "
                 f"{self.bandwidth_bytes_per_s} bytes/s and {self.latency_s} s"
             )
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, ready for JSON; what costs nothing is left out."""
-        values: dict[str, object] = {}
-        if self.bandwidth_bytes_per_s < math.inf:
-            values["bandwidth_bytes_per_s"] = self.bandwidth_bytes_per_s
-        if self.latency_s:
-            values["latency_s"] = self.latency_s
-        return values | ({"holds_sender": True} if self.holds_sender else {})
 
     def seconds(self, num_bytes: float) -> float:
         """Time for a message."""
@@ -86,9 +75,9 @@ class Cluster:
         device: What a rank computes on, if known; models on paper are timed on it.
     """
 
-    num_ranks: int
-    ranks_per_host: int | None = None
-    memory_bytes: int | None = None
+    num_ranks: int = stored(minimum=1)
+    ranks_per_host: int | None = stored(None, minimum=1)
+    memory_bytes: int | None = stored(None, minimum=1)
     p2p: Link = field(default_factory=Link)
     all_reduce: Link = field(default_factory=Link)
     p2p_between_hosts: Link | None = None
@@ -109,7 +98,7 @@ class Cluster:
         Raises:
             ConfigurationError: Names the key that is unknown, missing or out of range.
         """
-        return cls._read(Node(dict(values), "", ConfigurationError, "cluster"))
+        return read_fields(cls, Node(dict(values), "", ConfigurationError, "cluster"))
 
     @classmethod
     def from_json(cls, text: str, source: str = "cluster") -> Cluster:
@@ -125,21 +114,11 @@ class Cluster:
         node = Node.of_text(text, ConfigurationError, source)
         if node["format"].value != FORMAT:
             raise node["format"].expected(f'"{FORMAT}"')
-        return cls._read(node, "format")
-
-    @classmethod
-    def _read(cls, node: Node, *also: str) -> Cluster:
-        node.check_keys((*also, "num_ranks"), (*_WHOLE, *_LINKS, "device"))
-        whole = {key: node[key].integer(minimum=1) for key in _WHOLE if key in node}
-        given = {key: _link(node[key]) for key in _LINKS if key in node}
-        device = node["device"].text() if "device" in node else None
-        return cls(**whole, **given, device=device)  # type: ignore[arg-type]
+        return read_fields(cls, node, "format")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, as `from_dict` takes them; what is None is left out."""
-        whole = {key: getattr(self, key) for key in (*_WHOLE, "device")}
-        links = {key: link.to_dict() for key in _LINKS if (link := getattr(self, key)) is not None}
-        return {key: value for key, value in whole.items() if value is not None} | links
+        """Plain values, as `from_dict` takes them; what is at its default is left out."""
+        return dict(write(self))
 
     def changed(self, values: Mapping[str, object]) -> Cluster:
         """With other values, as `from_dict` takes them; of a link, what is not given stays.
@@ -195,15 +174,3 @@ class Cluster:
         single = self.p2p_between_hosts or self.p2p
         bandwidth = max(share * whole.bandwidth_bytes_per_s, single.bandwidth_bytes_per_s)
         return replace(whole, bandwidth_bytes_per_s=min(bandwidth, whole.bandwidth_bytes_per_s))
-
-
-def _link(node: Node) -> Link:
-    node.check_keys((), ("bandwidth_bytes_per_s", "latency_s", "holds_sender"))
-    link = Link()
-    bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
-    if "bandwidth_bytes_per_s" in node and node["bandwidth_bytes_per_s"].value != math.inf:
-        bandwidth = node["bandwidth_bytes_per_s"].number()
-    if "latency_s" in node:
-        latency = node["latency_s"].number()
-    holds_sender = "holds_sender" in node and node["holds_sender"].flag()
-    return Link(bandwidth, latency, holds_sender)

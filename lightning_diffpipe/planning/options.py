@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.reading import LARGEST, Node
+from lightning_diffpipe.planning.codec import LARGEST, Node
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 

@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_diffpipe.errors import PartitionError
+from lightning_diffpipe.planning.codec import Node, read_fields, stored
 from lightning_diffpipe.planning.schedule import Placement
 
 
@@ -52,9 +53,9 @@ class Stage:
     backbone: str
     first_layer: int
     last_layer: int
-    num_replicas: int = 1
+    num_replicas: int = stored(1, minimum=1, always=True)
     ranks: tuple[int, ...] = ()
-    pass_index: int = 0
+    pass_index: int = stored(0, key="pass")
     gradient: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +73,14 @@ class Stage:
                 f"stage {self.index} has {self.num_replicas} replicas, "
                 f"but names {len(self.ranks)} ranks: {list(self.ranks)}"
             )
+
+    @classmethod
+    def from_node(cls, node: Node) -> Stage:
+        """Reads the JSON form; ranks that are named are replicas."""
+        if "ranks" in node and "num_replicas" not in node and isinstance(node.value, dict):
+            replicas = len(list(node["ranks"].elements()))
+            node = replace(node, value=node.value | {"num_replicas": replicas})
+        return read_fields(cls, node)
 
     @property
     def num_layers(self) -> int:

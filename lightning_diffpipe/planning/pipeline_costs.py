@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.codec import Node
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
@@ -23,7 +24,6 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Message, Placement
 
 Table = tuple[tuple[float, ...], ...]
@@ -278,29 +278,17 @@ def costs_from_node(node: Node) -> PipelineCosts:
     keys = ("sizes", *TABLES, "encode_s", "all_reduce_s", "all_gather_s")
     node.check_keys(keys, ("holds_sender", "split_s", "first_layers"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
-    forward, backward, weight, activation, gradient = (
-        _read_table(node[name], sizes) for name in TABLES
-    )
+    tables = {name: _read_table(node[name], sizes) for name in (*TABLES, "split_s") if name in node}
+    first_layers = node["first_layers"].elements() if "first_layers" in node else ()
     return PipelineCosts(
         sizes=sizes,
-        forward_s=forward,
-        backward_s=backward,
-        weight_gradient_s=weight,
-        activation_s=activation,
-        gradient_s=gradient,
+        **tables,
         encode_s=_read_numbers(node["encode_s"]),
         all_reduce_s=_read_numbers(node["all_reduce_s"]),
         all_gather_s=node["all_gather_s"].number(),
         holds_sender="holds_sender" in node and node["holds_sender"].flag(),
-        split_s=_read_table(node["split_s"], sizes) if "split_s" in node else (),
-        first_layers=_read_first_layers(node),
+        first_layers=tuple(layer.integer() for layer in first_layers),
     )
-
-
-def _read_first_layers(node: Node) -> tuple[int, ...]:
-    if "first_layers" not in node:
-        return ()
-    return tuple(element.integer() for element in node["first_layers"].elements())
 
 
 def _read_numbers(node: Node) -> tuple[float, ...]:

@@ -23,10 +23,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.planning.codec import Node, read, write
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     FrozenPiece,
@@ -49,7 +51,6 @@ from lightning_diffpipe.planning.pipeline_costs import (
     costs_from_node,
     costs_to_json,
 )
-from lightning_diffpipe.planning.reading import Node
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
@@ -282,7 +283,7 @@ class PipelinePlan:
         """Writes `diffpipe-plan/1`."""
         document = {"format": FORMAT, "digest": self.digest, **_content(self)}
         if self.changes:
-            document["changes"] = [asdict(change) for change in self.changes]
+            document["changes"] = write(self.changes)
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
@@ -298,7 +299,35 @@ class PipelinePlan:
                 that the digest does not belong to the content, that a law is broken, that it
                 hangs, or that an edited plan takes another time than it promises.
         """
-        return _read(Node.of_text(text, PlanError, source))
+        node = Node.of_text(text, PlanError, source)
+        node.check_format(FORMAT)
+        node.check_keys(
+            ("format", "options", "stages", "programs", "planned"),
+            ("digest", "layers", "forms", "pieces", "costs", "changes"),
+        )
+        stages = tuple(read(Stage, stage) for stage in node["stages"].elements())
+        _check_stages(stages)
+        plan = cls(
+            _read_options(node["options"]),
+            stages,
+            _read_programs(node["programs"], stages),
+            read(Planned, node["planned"]),
+            costs_from_node(node["costs"]) if "costs" in node else None,
+            _each(FrozenPiece, node, "pieces"),
+            tuple(name.text() for name in node["layers"].elements()) if "layers" in node else (),
+            tuple(map(_read_form, node["forms"].elements())) if "forms" in node else (),
+            _each(PlannedChange, node, "changes"),
+        )
+        plan.validate()
+        if (
+            "digest" not in node
+        ):  # With it the numbers are as they were promised, if by another version.
+            check_promise(plan)
+        elif node["digest"].value != plan.digest:
+            raise node["digest"].expected(
+                f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'
+            )
+        return plan
 
 
 def _resolved(value: int | str, name: str) -> int:
@@ -362,58 +391,21 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
     }
     return {
         "options": plan.options.to_dict(),
-        "stages": [_stage_to_json(stage) for stage in plan.stages],
+        "stages": write(plan.stages),
         **({"layers": list(plan.layers)} if plan.layers else {}),
         **({"forms": [list(form) for form in plan.forms]} if plan.forms else {}),
         "programs": texts,
-        "planned": {k: v for k, v in asdict(plan.planned).items() if v is not None},
-        **({"pieces": [asdict(piece) for piece in plan.pieces]} if plan.pieces else {}),
+        "planned": write(plan.planned),
+        **({"pieces": write(plan.pieces)} if plan.pieces else {}),
         **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
     }
 
 
-def _stage_to_json(stage: Stage) -> dict[str, object]:
-    entry = asdict(stage)
-    number, gradient = entry.pop("pass_index"), entry.pop("gradient")
-    if not entry.pop("ranks"):
-        return entry
-    passes = {"pass": number} if number or not gradient else {}
-    return {
-        **entry,
-        "ranks": list(stage.ranks),
-        **passes,
-        **({} if gradient else {"gradient": False}),
-    }
+_T = TypeVar("_T")
 
 
-def _read(node: Node) -> PipelinePlan:
-    node.check_format(FORMAT)
-    keys = ("format", "options", "stages", "programs", "planned")
-    node.check_keys(keys, ("digest", "layers", "forms", "pieces", "costs", "changes"))
-    options = _read_options(node["options"])
-    stages = tuple(_read_stage(stage) for stage in node["stages"].elements())
-    _check_stages(stages)
-    plan = PipelinePlan(
-        options,
-        stages,
-        _read_programs(node["programs"], stages),
-        _read_planned(node["planned"]),
-        costs_from_node(node["costs"]) if "costs" in node else None,
-        tuple(map(_read_piece, node["pieces"].elements())) if "pieces" in node else (),
-        tuple(name.text() for name in node["layers"].elements()) if "layers" in node else (),
-        tuple(map(_read_form, node["forms"].elements())) if "forms" in node else (),
-        tuple(map(_read_change, node["changes"].elements())) if "changes" in node else (),
-    )
-    plan.validate()
-    if (
-        "digest" not in node
-    ):  # With it the numbers are as they were promised, if by another version.
-        check_promise(plan)
-    if "digest" in node and node["digest"].value != plan.digest:
-        raise node["digest"].expected(
-            f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'
-        )
-    return plan
+def _each(cls: type[_T], node: Node, key: str) -> tuple[_T, ...]:
+    return tuple(read(cls, each) for each in node[key].elements()) if key in node else ()
 
 
 def _read_options(node: Node) -> PlanOptions:
@@ -424,40 +416,11 @@ def _read_options(node: Node) -> PlanOptions:
         raise PlanError(f"{node.source}: options: {cause}") from cause
 
 
-def _read_stage(node: Node) -> Stage:
-    keys = ("index", "backbone", "first_layer", "last_layer")
-    node.check_keys(keys, ("num_replicas", "ranks", "pass", "gradient"))
-    ranks = tuple(e.integer() for e in node["ranks"].elements()) if "ranks" in node else ()
-    replicas = max(len(ranks), 1)
-    if "num_replicas" in node:
-        replicas = node["num_replicas"].integer(minimum=1)
-    first, last = (node[key].integer() for key in ("first_layer", "last_layer"))
-    try:
-        return Stage(
-            node["index"].integer(), node["backbone"].text(), first, last, replicas, ranks,
-            node["pass"].integer() if "pass" in node else 0,
-            node["gradient"].flag() if "gradient" in node else True,
-        )  # fmt: skip
-    except DiffPipeError as cause:
-        raise PlanError(f"{node.source}: {node.where}: {cause}") from cause
-
-
-def _read_piece(node: Node) -> FrozenPiece:
-    names = tuple(f.name for f in fields(FrozenPiece))
-    node.check_keys(names)
-    return FrozenPiece(*(node[name].integer() for name in names))
-
-
 def _read_form(node: Node) -> tuple[float, int]:
     pair = list(node.elements())
     if len(pair) != 2:
         raise node.expected("a pair: [share, first stage]")
     return pair[0].number(maximum=1), pair[1].integer()
-
-
-def _read_change(node: Node) -> PlannedChange:
-    node.check_keys(("description", "iteration_s"))
-    return PlannedChange(node["description"].text(), node["iteration_s"].number())
 
 
 def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:
@@ -475,21 +438,6 @@ def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]
             raise PlanError(f"{node.source}: {text.where}: {cause}") from cause
         programs.append(program)
     return tuple(programs)
-
-
-def _read_planned(node: Node) -> Planned:
-    names = tuple(f.name for f in fields(Planned))
-    late = ("sent_bytes", "chain_sent_bytes", "expected_s")
-    names = tuple(name for name in names if name not in late)
-    node.check_keys(names, late)
-    memory = tuple(element.integer() for element in node["peak_memory_bytes"].elements())
-    numbers = {name: node[name].number() for name in names if name != "peak_memory_bytes"}
-    sent, chained = (node[name].integer() if name in node else None for name in late[:2])
-    expected_s = node["expected_s"].number() if "expected_s" in node else None
-    return Planned(
-        peak_memory_bytes=memory, sent_bytes=sent, chain_sent_bytes=chained, expected_s=expected_s,
-        **numbers,
-    )  # fmt: skip
 
 
 SAME_STEP = 1e-6

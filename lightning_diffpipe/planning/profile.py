@@ -29,11 +29,11 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
 
 from lightning_diffpipe.errors import ProfileError
-from lightning_diffpipe.planning.reading import Node
+from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
 
 FORMAT = "diffpipe-profile/1"
 
@@ -97,7 +97,7 @@ class Seconds:
         """The same, that many times as long."""
         return Seconds(tuple((samples, factor * seconds) for samples, seconds in self.points))
 
-    def to_json(self) -> dict[str, float]:
+    def to_plain(self) -> dict[str, float]:
         """The JSON form."""
         return {str(samples): seconds for samples, seconds in self.points}
 
@@ -146,6 +146,17 @@ class LayerProfile:
     flops_per_sample: int = 0
     activation_bytes_per_microbatch: int = 0
     gradient: bool = True
+
+    @classmethod
+    def from_node(cls, node: Node) -> LayerProfile:
+        """Reads the JSON form; a part of the backward is no longer than the whole."""
+        layer = read_fields(cls, node)
+        whole_s = dict(layer.backward_s.points)
+        for samples, seconds in layer.weight_gradient_s.points if layer.weight_gradient_s else ():
+            if seconds > whole_s.get(samples, seconds):
+                what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
+                raise node["weight_gradient_s"][str(samples)].expected(what)
+        return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +216,45 @@ class BackboneProfile:
     split_s: Seconds | None = None
     skips: tuple[Skip, ...] = ()
     passes: tuple[tuple[int, int], ...] = ()
-    chains: tuple[tuple[str, int], ...] = ()
+    chains: tuple[tuple[str, int], ...] = stored((), never=True)
     seen: FormsSeen = FormsSeen()
+
+    @classmethod
+    def from_node(cls, node: Node) -> BackboneProfile:
+        """Reads the JSON form, whose positions are those of its layers."""
+        backbone = read_fields(cls, node)
+        num_layers = len(backbone.layers)
+        forms = backbone.seen.forms
+        if not math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6) or (
+            max(first for _, first in forms) >= num_layers > 0
+        ):
+            raise node["seen"]["forms"].expected(
+                f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
+            )
+        edges = [edge for both in backbone.passes for edge in both]
+        lengths = {stop - first for first, stop in backbone.passes}
+        if backbone.passes and (
+            len(edges) < 4
+            or len(lengths) != 1
+            or min(lengths) < 1
+            or edges != sorted(edges)
+            or edges[-1] > num_layers
+        ):
+            raise node["passes"].expected(
+                "two ranges of layers or more, [first, stop], equally long, one behind the other, "
+                f"{num_layers} at most"
+            )
+        for skip, at in zip(
+            backbone.skips, node["skips"].elements() if backbone.skips else (), strict=True
+        ):
+            readers = list(skip.readers)
+            if readers != sorted(set(readers)) or not (
+                readers and skip.made < readers[0] <= readers[-1] <= num_layers
+            ):
+                raise at["readers"].expected(
+                    f"positions behind layer {skip.made}, ascending, {num_layers} at most"
+                )
+        return backbone
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +323,7 @@ class EncoderProfile:
 class SelfConditioning:
     """How often a step runs the extra pass without gradients, and what it feeds back."""
 
-    probability: float = 0.0
+    probability: float = stored(0.0, maximum=1.0, always=True)
     feedback_bytes_per_sample: int = 0
 
 
@@ -291,7 +339,9 @@ class ModelProfile:
     name: str
     backbones: tuple[BackboneProfile, ...]
     encoders: tuple[EncoderProfile, ...] = ()
-    self_conditioning: SelfConditioning = field(default_factory=SelfConditioning)
+    self_conditioning: SelfConditioning = field(
+        default_factory=SelfConditioning, metadata={"always": True}
+    )
 
     def __post_init__(self) -> None:
         if not self.backbones:
@@ -329,7 +379,7 @@ class ModelProfile:
 
     def to_json(self) -> str:
         """Writes `diffpipe-profile/1`, one layer a line."""
-        return _write(self)
+        return json.dumps({"format": FORMAT, **write(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> ModelProfile:
@@ -342,225 +392,9 @@ class ModelProfile:
         Raises:
             ProfileError: Names the first key that is missing, unknown or has a bad value.
         """
-        return _read(Node.of_text(text, ProfileError, source))
-
-
-def _write(profile: ModelProfile) -> str:
-    conditioning = profile.self_conditioning
-    document = {
-        "format": FORMAT,
-        "name": profile.name,
-        "backbones": [
-            {
-                "name": b.name,
-                **({} if b.repeated_s is None else {"repeated_s": b.repeated_s.to_json()}),
-                **({} if b.split_s is None else {"split_s": b.split_s.to_json()}),
-                "layers": [_layer_to_json(layer) for layer in b.layers],
-                **({"skips": [asdict(skip) for skip in b.skips]} if b.skips else {}),
-                **({"passes": [list(p) for p in b.passes]} if b.passes else {}),
-                **({"seen": asdict(b.seen)} if len(b.seen.forms) > 1 else {}),
-            }
-            for b in profile.backbones
-        ],
-        "encoders": [
-            {
-                "name": e.name,
-                "needs": list(e.needs),
-                "layers": [_encoder_layer_to_json(layer) for layer in e.layers],
-                **_results_to_json(e),
-            }
-            for e in profile.encoders
-        ],
-        "self_conditioning": {
-            "probability": conditioning.probability,
-            "feedback_bytes_per_sample": conditioning.feedback_bytes_per_sample,
-        },
-    }
-    return json.dumps(document, indent=1) + "\n"
-
-
-def _layer_to_json(layer: LayerProfile) -> dict[str, object]:
-    split, fixed = layer.weight_gradient_s, layer.activation_bytes_per_microbatch
-    return {
-        "name": layer.name,
-        "forward_s": layer.forward_s.to_json(),
-        "backward_s": layer.backward_s.to_json(),
-        **({} if split is None else {"weight_gradient_s": split.to_json()}),
-        "parameter_bytes": layer.parameter_bytes,
-        "gradient_bytes": layer.gradient_bytes,
-        "boundary_bytes_per_sample": layer.boundary_bytes_per_sample,
-        "activation_bytes_per_sample": layer.activation_bytes_per_sample,
-        **({"activation_bytes_per_microbatch": fixed} if fixed else {}),
-        **({} if layer.gradient else {"gradient": False}),
-        **_flops_to_json(layer),
-    }
-
-
-def _results_to_json(encoder: EncoderProfile) -> dict[str, object]:
-    """What is known of them."""
-    known: dict[str, object] = {
-        "results": [asdict(result) for result in encoder.results],
-        "cacheable": encoder.cacheable,
-        "stored_bytes_per_sample": encoder.stored_bytes_per_sample,
-        "splittable": encoder.splittable,
-    }
-    return {key: value for key, value in known.items() if value or value is False}
-
-
-def _encoder_layer_to_json(layer: EncoderLayerProfile) -> dict[str, object]:
-    return {
-        "name": layer.name,
-        "forward_s": layer.forward_s.to_json(),
-        "parameter_bytes": layer.parameter_bytes,
-        "output_bytes_per_sample": layer.output_bytes_per_sample,
-        **_flops_to_json(layer),
-    }
-
-
-def _flops_to_json(layer: LayerProfile | EncoderLayerProfile) -> dict[str, int]:
-    return {"flops_per_sample": layer.flops_per_sample} if layer.flops_per_sample else {}
-
-
-def _read(node: Node) -> ModelProfile:
-    node.check_format(FORMAT)
-    node.check_keys(("format", "name", "backbones"), ("encoders", "self_conditioning"))
-    conditioning = SelfConditioning()
-    if "self_conditioning" in node:
-        given = node["self_conditioning"].check_keys(
-            ("probability",), ("feedback_bytes_per_sample",)
-        )
-        conditioning = SelfConditioning(
-            given["probability"].number(maximum=1), _count(given, "feedback_bytes_per_sample")
-        )
-    encoders = node["encoders"].elements() if "encoders" in node else ()
-    return ModelProfile(
-        node["name"].text(),
-        tuple(_read_backbone(backbone) for backbone in node["backbones"].elements()),
-        tuple(_read_encoder(encoder) for encoder in encoders),
-        conditioning,
-    )
-
-
-def _read_backbone(node: Node) -> BackboneProfile:
-    node.check_keys(("name", "layers"), ("repeated_s", "split_s", "skips", "passes", "seen"))
-    repeated_s, split_s = (
-        Seconds.from_node(node[key]) if key in node else None for key in ("repeated_s", "split_s")
-    )
-    layers = tuple(map(_read_layer, node["layers"].elements()))
-    given = node["skips"].elements() if "skips" in node else ()
-    skips = tuple(_read_skip(skip, len(layers)) for skip in given)
-    return BackboneProfile(
-        node["name"].text(), layers, repeated_s, split_s, skips, _read_passes(node, len(layers)),
-        seen=_read_seen(node["seen"], len(layers)) if "seen" in node else FormsSeen(),
-    )  # fmt: skip
-
-
-def _read_seen(node: Node, num_layers: int) -> FormsSeen:
-    node.check_keys(("forms", "shared"))
-    given = [list(form.elements()) for form in node["forms"].elements()]
-    forms = tuple((f[0].number(maximum=1), f[1].integer()) for f in given if len(f) == 2)
-    sums_up = math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6)
-    if len(forms) != len(given) or not sums_up or max(f for _, f in forms) >= num_layers:
-        raise node["forms"].expected(
-            f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
-        )
-    return FormsSeen(forms, node["shared"].flag())
-
-
-def _read_passes(node: Node, num_layers: int) -> tuple[tuple[int, int], ...]:
-    if "passes" not in node:
-        return ()
-    given = [[edge.integer() for edge in p.elements()] for p in node["passes"].elements()]
-    edges = [edge for p in given for edge in p]
-    alike = {b - a for a, b in given} if all(len(p) == 2 for p in given) else set()
-    if (
-        len(given) < 2
-        or len(alike) != 1
-        or min(alike) < 1
-        or edges != sorted(edges)
-        or edges[-1] > num_layers
-    ):
-        raise node["passes"].expected(
-            f"two ranges of layers or more, [first, stop], equally long, one behind the other, {num_layers} at most"
-        )
-    return tuple((a, b) for a, b in given)
-
-
-def _read_skip(node: Node, num_layers: int) -> Skip:
-    node.check_keys(("bytes_per_sample", "made", "readers"))
-    made = node["made"].integer()
-    readers = tuple(reader.integer() for reader in node["readers"].elements())
-    if (
-        not readers
-        or list(readers) != sorted(set(readers))
-        or not made < readers[0] <= readers[-1] <= num_layers
-    ):
-        raise node["readers"].expected(
-            f"positions behind layer {made}, ascending, {num_layers} at most"
-        )
-    return Skip(node["bytes_per_sample"].integer(), made, readers)
-
-
-def _read_layer(node: Node) -> LayerProfile:
-    sizes = ("parameter_bytes", "gradient_bytes")
-    per_sample = (
-        "boundary_bytes_per_sample",
-        "activation_bytes_per_sample",
-        "flops_per_sample",
-    )
-    known = (*sizes, *per_sample, "activation_bytes_per_microbatch")
-    node.check_keys(("name", "forward_s", "backward_s"), ("weight_gradient_s", *known, "gradient"))
-    backward, split = Seconds.from_node(node["backward_s"]), None
-    if "weight_gradient_s" in node:
-        split = Seconds.from_node(node["weight_gradient_s"])
-        whole_s = dict(backward.points)
-        for samples, seconds in split.points:
-            if seconds > whole_s.get(samples, seconds):
-                what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
-                raise node["weight_gradient_s"][str(samples)].expected(what)
-    layer = LayerProfile(
-        node["name"].text(),
-        Seconds.from_node(node["forward_s"]),
-        backward,
-        split,
-        *(_count(node, key) for key in known),  # type: ignore[arg-type]
-    )
-    return replace(layer, gradient=node["gradient"].flag()) if "gradient" in node else layer
-
-
-def _read_encoder(node: Node) -> EncoderProfile:
-    known = ("results", "cacheable", "stored_bytes_per_sample", "splittable")
-    node.check_keys(("name", "layers"), ("needs", *known))
-    needs = tuple(n.text() for n in node["needs"].elements()) if "needs" in node else ()
-    return EncoderProfile(
-        node["name"].text(),
-        tuple(map(_read_encoder_layer, node["layers"].elements())),
-        needs,
-        tuple(map(_read_result, node["results"].elements())) if "results" in node else (),
-        node["cacheable"].flag() if "cacheable" in node else None,
-        _count(node, "stored_bytes_per_sample"),
-        node["splittable"].flag() if "splittable" in node else None,
-    )
-
-
-def _read_encoder_layer(node: Node) -> EncoderLayerProfile:
-    counts = ("parameter_bytes", "output_bytes_per_sample", "flops_per_sample")
-    node.check_keys(("name", "forward_s"), counts)
-    return EncoderLayerProfile(
-        node["name"].text(),
-        Seconds.from_node(node["forward_s"]),
-        *(_count(node, key) for key in counts),
-    )
-
-
-def _read_result(node: Node) -> FrozenResult:
-    node.check_keys(("bytes_per_sample", "readers"))
-    readers = tuple(reader.integer() for reader in node["readers"].elements())
-    return FrozenResult(node["bytes_per_sample"].integer(), readers)
-
-
-def _count(node: Node, key: str) -> int:
-    return node[key].integer() if key in node else 0
+        node = Node.of_text(text, ProfileError, source)
+        node.check_format(FORMAT)
+        return read_fields(cls, node, "format")
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:

@@ -1,8 +1,10 @@
-"""Reading JSON that people and other programs wrote: every complaint names the key.
+"""Dataclasses as JSON that people and other programs write: every complaint names the key.
 
     ProfileError: profile.json: backbones[0].layers[3].forward_s: expected a number >= 0; got -0.1
 
-A `Node` is a value together with where it was found.
+A `Node` is a value together with where it was found. `read` makes a dataclass of it by the types of its fields, and
+`write` plain values of a dataclass, without fields that are at their defaults. What a field's type does not say is
+in its metadata, see `stored`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_diffpipe.errors import DiffPipeError
 
@@ -169,3 +173,104 @@ def _shown(value: object) -> str:
     except RecursionError:
         return "objects or arrays too deep in each other"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def stored(default: Any = MISSING, **how: object) -> Any:
+    """A field of a dataclass that is read and written in another way than its type says.
+
+    Args:
+        default: Of the field.
+        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is
+            written at its default as well; `never=True`, if it is neither read nor written.
+    """
+    return field(default=default, metadata=how)
+
+
+_T = TypeVar("_T")
+
+
+def read(cls: type[_T], node: Node) -> _T:
+    """A dataclass from an object; its own `from_node`, if it has one, has the say.
+
+    Raises:
+        DiffPipeError: Of the node's type: a key is missing, unknown, or has a bad value.
+    """
+    own = getattr(cls, "from_node", None)
+    return own(node) if own else read_fields(cls, node)
+
+
+def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
+    """A dataclass from an object, field by field; keys of `also` are there besides.
+
+    Raises:
+        DiffPipeError: See `read`.
+    """
+    given, hints = _stored_fields(cls), get_type_hints(cls)
+    required = [
+        key
+        for key, own in given.items()
+        if own.default is MISSING and own.default_factory is MISSING
+    ]
+    node.check_keys((*also, *required), [key for key in given if key not in required])
+    values = {
+        own.name: _read_value(hints[own.name], node[key], own)
+        for key, own in given.items()
+        if key in node or key in required
+    }
+    try:
+        return cls(**values)
+    except DiffPipeError as cause:
+        if isinstance(cause, node.error):
+            raise
+        raise node.error(f"{node.source}: {node.where}: {cause}") from cause
+
+
+def write(value: object) -> Any:
+    """Plain values, ready for JSON."""
+    if hasattr(value, "to_plain"):
+        return value.to_plain()
+    if is_dataclass(value):
+        return {
+            key: write(getattr(value, own.name))
+            for key, own in _stored_fields(type(value)).items()
+            if own.metadata.get("always") or not _is_default(own, getattr(value, own.name))
+        }
+    return [write(element) for element in value] if isinstance(value, tuple) else value
+
+
+def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
+    """By key."""
+    return {
+        own.metadata.get("key", own.name): own
+        for own in fields(cls)
+        if not own.metadata.get("never")
+    }
+
+
+def _is_default(own: Field[Any], value: object) -> bool:
+    if own.default_factory is not MISSING:
+        return bool(value == own.default_factory())
+    return own.default is not MISSING and bool(value == own.default)
+
+
+def _read_value(hint: Any, node: Node, own: Field[Any]) -> object:
+    """A value of a type; what is at its default, such as an infinite number, need not be in range."""
+    if isinstance(node.value, float) and math.isinf(node.value) and node.value == own.default:
+        return node.value
+    if get_origin(hint) is UnionType:
+        (hint,) = (each for each in get_args(hint) if each is not type(None))
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        elements = list(node.elements())
+        if kinds[1] is ...:
+            return tuple(_read_value(kinds[0], element, own) for element in elements)
+        if len(elements) != len(kinds):
+            raise node.expected(f"{len(kinds)} elements")
+        return tuple(_read_value(k, e, own) for k, e in zip(kinds, elements, strict=True))
+    if hint is int:
+        return node.integer(minimum=own.metadata.get("minimum", 0))
+    if hint is float:
+        return node.number(maximum=own.metadata.get("maximum", math.inf))
+    if hint is str:
+        return node.text()
+    return node.flag() if hint is bool else read(hint, node)
