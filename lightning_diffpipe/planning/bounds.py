@@ -157,13 +157,19 @@ class Bounds:
             return self.cuts_s(cuts)
         links_s = [self._link_s(first, stop) for first, stop, _ in cuts]
         bound_s, before_s, after_s = 0.0, 0.0, sum(links_s)
+        largest_s = self.model.sums(0, self.sizes[0]).forward
         later_ranks = sum(replicas for _, _, replicas in cuts)
         for (first, stop, replicas), link_s in zip(cuts, links_s, strict=True):
             later_ranks -= replicas
             own_s = before_s + self.stage_s(first, stop, replicas, before_s)
             back_s = 2 * after_s + self._start_s[-1] - self._start_s[first]
             back_s += self._end_s[-1] - self._end_s[stop]
-            ahead_s = self._ahead(replicas, later_ranks) * self._forward_s(first, stop)
+            own = -(-len(self.sizes) // replicas)
+            warmup = forwards_ahead(replicas, later_ranks, self.warmup_depth)
+            ahead = (
+                own if self.keeps_all else min(warmup + 1, own)
+            )  # in front of its first backward
+            ahead_s = ahead * (largest_s[stop] - largest_s[first])
             bound_s = max(bound_s, own_s + max(0.0, back_s - ahead_s))
             before_s, after_s = before_s + link_s, after_s - link_s
         return bound_s
@@ -178,17 +184,6 @@ class Bounds:
         num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.sizes[-1])
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
         return min(link.seconds(num_bytes) for link in links)
-
-    def _ahead(self, replicas: int, later_ranks: int) -> int:
-        """Forwards of a rank in front of its first backward, at most."""
-        own = -(-len(self.sizes) // replicas)
-        warmup = forwards_ahead(replicas, later_ranks, self.warmup_depth)
-        return own if self.keeps_all else min(warmup + 1, own)
-
-    def _forward_s(self, first: int, stop: int) -> float:
-        """Forward of the largest microbatch."""
-        sums = self.model.sums(0, self.sizes[0]).forward
-        return sums[stop] - sums[first]
 
     def fits(self, first: int, stop: int, replicas: int, later_ranks: int) -> bool:
         """Whether a stage fits into memory, with that many ranks of the pipeline after it."""

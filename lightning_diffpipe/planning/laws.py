@@ -14,6 +14,7 @@ Freedom from deadlock needs an execution, and is proved by `timeline.simulate`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from lightning_diffpipe.errors import ScheduleError
@@ -164,20 +165,12 @@ def _check_edges(schedule: Schedule) -> None:
             elif isinstance(i, Receive):
                 received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
     for edge in sorted(sent.keys() | received.keys()):
-        for position, pair in enumerate(_pairs(sent[edge], received[edge])):
+        for position, pair in enumerate(zip_longest(sent[edge], received[edge])):
             if pair[0] != pair[1]:
                 raise ScheduleError(
                     f"message {position} from rank {edge[0]} to rank {edge[1]}: "
                     f"{_text(pair[0])} is sent, but {_text(pair[1])} is received"
                 )
-
-
-def _pairs(
-    a: list[tuple[str, int, int]], b: list[tuple[str, int, int]]
-) -> list[tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]]:
-    length = max(len(a), len(b))
-    pad_a, pad_b = [None] * (length - len(a)), [None] * (length - len(b))
-    return list(zip([*a, *pad_a], [*b, *pad_b], strict=True))
 
 
 def _text(message: tuple[str, int, int] | None) -> str:

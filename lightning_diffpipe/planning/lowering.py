@@ -141,14 +141,18 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
 def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
     """The same schedule with all that ranks do together, and no messages; arguments as for `lower`."""
     schedule = prefix_frozen(schedule, frozen_parts)
-    if not _has_reduction(schedule):
-        return schedule
-    reduce = ReduceGradients()
-    programs = tuple(
-        program if reduce in program else _reduce_behind_last_stage(program)
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+    kinds = {type(instruction) for program in schedule.programs for instruction in program}
+    if UpdateWeights in kinds or not kinds & {Backward, BackwardInput}:
+        return schedule  # nothing is summed at the end
+    programs: list[Program] = []
+    # Ranks without a microbatch take part: they hold a replica that must stay equal to the others.
+    for program in schedule.programs:
+        if ReduceGradients not in map(type, program):
+            ends = [i + 1 for i, done in enumerate(program) if isinstance(done, Staged)]
+            stop = max(ends, default=len(program))
+            program = (*program[:stop], ReduceGradients(), *program[stop:])
+        programs.append(program)
+    return replace(schedule, programs=tuple(programs))
 
 
 def prefix_frozen(
@@ -169,13 +173,6 @@ def prefix_frozen(
         for rank, program in enumerate(schedule.programs)
     )
     return replace(schedule, programs=programs)
-
-
-def _reduce_behind_last_stage(program: Program) -> Program:
-    """Gradients are summed as soon as they are there; frozen work that is left over can wait."""
-    ends = [i + 1 for i, done in enumerate(program) if isinstance(done, Staged)]
-    stop = max(ends, default=len(program))
-    return (*program[:stop], ReduceGradients(), *program[stop:])
 
 
 def _lower_program(
@@ -208,15 +205,6 @@ def _lower_program(
         if made is not None and not made.is_local:
             out.append(made.send())
     return out
-
-
-def _has_reduction(schedule: Schedule) -> bool:
-    """Whether gradients are summed at the end: not if the programs step their optimizers on the way.
-
-    Ranks without a microbatch take part: they hold a replica that must stay equal to the others.
-    """
-    kinds = {type(instruction) for program in schedule.programs for instruction in program}
-    return (Backward in kinds or BackwardInput in kinds) and UpdateWeights not in kinds
 
 
 def num_posted_ahead(placement: Placement) -> int:

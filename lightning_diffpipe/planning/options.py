@@ -89,7 +89,12 @@ class PlanOptions:
                 f"num_replicas={replicas} names {len(replicas)} stages, "
                 f"but num_stages={self.num_stages}"
             )
-        self._check_factor(self.optimizer_bytes_factor)
+        factor: object = self.optimizer_bytes_factor
+        good = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not good or not 0 <= factor <= LARGEST:  # type: ignore[operator]
+            raise ConfigurationError(
+                f"optimizer_bytes_factor must be a number >= 0, such as 2 for Adam; got {factor!r}"
+            )
         for name, known in (
             ("schedule", ("auto", *SCHEDULES)),
             ("filling", FILLINGS),
@@ -147,14 +152,6 @@ class PlanOptions:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
             choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
             raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
-
-    @staticmethod
-    def _check_factor(value: object) -> None:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 <= value <= LARGEST:  # type: ignore[operator]
-            raise ConfigurationError(
-                f"optimizer_bytes_factor must be a number >= 0, such as 2 for Adam; got {value!r}"
-            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:

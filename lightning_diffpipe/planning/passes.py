@@ -58,7 +58,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
         profile = replace(profile, backbones=(backbone, *profile.backbones[1:]))
     if not backbone.passes:
         return profile
-    calls = [_calls(backbone, unit, unit + 1) for unit in range(_num_units(backbone))]
+    first, stop = backbone.passes[0]
+    calls = [_calls(backbone, unit, unit + 1) for unit in range(stop - first)]
     layers = tuple(_unit(backbone, runs) for runs in calls)
     unit_of = {
         i: unit
@@ -202,11 +203,6 @@ def _as_often(layer: LayerProfile, share: float) -> LayerProfile:
         backward_s=layer.backward_s.scaled(share),
         weight_gradient_s=None if weight is None else weight.scaled(share),
     )
-
-
-def _num_units(backbone: BackboneProfile) -> int:
-    first, stop = backbone.passes[0]
-    return stop - first
 
 
 def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:

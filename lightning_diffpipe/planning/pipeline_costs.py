@@ -200,7 +200,8 @@ def pipeline_costs(
     crossing = model.crossing_bytes(runs, placement)
 
     def boundary_s(stage: int, size: int) -> float:
-        return _slowest_s(links.downwards[stage], size * crossing[stage])
+        messages_s = (link.seconds(size * crossing[stage]) for link in links.downwards[stage])
+        return max(messages_s, default=0.0)
 
     # What goes down over a cut as activations comes back over it as gradients.
     stages = range(placement.num_stages)
@@ -238,10 +239,6 @@ def _by_microbatch(
         return (seconds(sizes[0]),) * len(sizes)
     of_size = {size: seconds(size) for size in distinct}
     return tuple(of_size[size] for size in sizes)
-
-
-def _slowest_s(links: Sequence[Link], num_bytes: float) -> float:
-    return max((link.seconds(num_bytes) for link in links), default=0.0)
 
 
 TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")

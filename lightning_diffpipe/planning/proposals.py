@@ -278,13 +278,10 @@ def microbatch_counts(
     most = samples if model.cluster.memory_bytes is not None else min(samples, MOST_MICROBATCHES)
     num_ranks = model.cluster.num_ranks // num_pipelines
     powers = {factor << shift for factor in (1, 3) for shift in range(most.bit_length())}
-    counts = powers | {num_ranks * power for power in powers} | _divisors(samples)
+    divisors = [d for d in range(1, isqrt(samples) + 1) if samples % d == 0]
+    divisors += [samples // d for d in divisors]
+    counts = {*powers, *(num_ranks * power for power in powers), *divisors}
     return tuple(sorted(count for count in counts if count <= most))
-
-
-def _divisors(number: int) -> set[int]:
-    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
-    return {*small, *(number // divisor for divisor in small)}
 
 
 def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]:

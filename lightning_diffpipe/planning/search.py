@@ -279,7 +279,8 @@ class Search:
         """Improves `best` if some way to cut this shape does."""
         bounds = self.bounds(shape)
         may_be_better = self._is_better(self._least_s(bounds, bounds.all_work_s))
-        if not may_be_better or not self._may_fit(shape):
+        limit = self.model.cluster.memory_bytes
+        if not may_be_better or (limit is not None and self.least_bytes(shape) > limit):
             return
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
@@ -300,11 +301,6 @@ class Search:
         if count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
             return all_cuts(self.model, self.options, shape)
         return {cut for wish in options for cut in baseline_cuts(self.model, wish, shape)}
-
-    def _may_fit(self, shape: Shape) -> bool:
-        """Whether all ranks that hold one copy of the model have enough memory together."""
-        limit = self.model.cluster.memory_bytes
-        return limit is None or self.least_bytes(shape) <= limit
 
     def least_bytes(self, shape: Shape) -> float:
         """What the fullest rank needs at least: an even share of the model with one microbatch."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 from lightning_diffpipe.errors import DiffPipeError
-from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.simulator import simulate
 
@@ -22,7 +21,7 @@ def main(arguments: list[str]) -> int:
     try:
         spec, count = SCHEDULES[name], int(stages)
         several = spec.place and spec.place(spec.stages_per_rank[0] * count, count)
-        timeline = simulate(lower(spec(several or count, int(microbatches))))
+        timeline = simulate(spec(several or count, int(microbatches)))
     except (DiffPipeError, ValueError) as error:
         print(error)
         return 2

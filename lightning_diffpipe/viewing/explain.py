@@ -194,6 +194,8 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     """Measures each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
+    stage_s = [f[0] + b[0] for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    slowest = max(plan.stages, key=lambda stage: stage_s[stage.index] / stage.num_replicas)
     whole = "pipeline" if plan.num_stages > 1 else "backbone"
     frozen = "that fits no bubble" if plan.pieces else f"in front of the {whole}"
     without = {
@@ -202,7 +204,7 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
         ),
         "links between stages": replace(costs, activation_s=nothing, gradient_s=nothing),
         "summing gradients": replace(costs, all_reduce_s=(0.0,) * len(costs.all_reduce_s)),
-        f"imbalance (stage {_slowest(plan, costs)} is the slowest)": _balanced(plan, costs),
+        f"imbalance (stage {slowest.index} is the slowest)": _balanced(plan, costs),
     }
     saved = {name: step_s - plan.step_s(changed) for name, changed in without.items()}
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
@@ -210,15 +212,6 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
     found = (Saving(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
-
-
-def _slowest(plan: PipelinePlan, costs: PipelineCosts) -> int:
-    """Returns the stage that holds up the pipeline longest for each microbatch."""
-    forward_s, backward_s = costs.forward_s, costs.backward_s
-    return max(
-        plan.stages,
-        key=lambda s: (forward_s[s.index][0] + backward_s[s.index][0]) / s.num_replicas,
-    ).index
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:

@@ -17,7 +17,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -32,7 +31,6 @@ from lightning_diffpipe.planning.instruction import (
     ReduceGradients,
     Staged,
 )
-from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Message
@@ -132,7 +130,8 @@ class Gap:
             if abs(part.added_s) < 1e-3 * self.planned_s:
                 continue
             ratio = "" if part.ratio is None else f" ({part.ratio:.2f} x its planned time)"
-            lines.append(f"  {_signed(part.added_s):>10}  {part.name}{ratio}")
+            signed = f"{'+' if part.added_s >= 0 else '-'}{seconds(abs(part.added_s))}"
+            lines.append(f"  {signed:>10}  {part.name}{ratio}")
         if self.unfilled_s is not None:
             lines.append(self._gain())
         largest = self.largest
@@ -226,14 +225,11 @@ class _Measured:
         if not isinstance(instruction, self.kinds):
             return planned_s
         if isinstance(instruction, Encode):
-            return planned_s * self._encode_ratio
+            total_s = sum(self.planned.encode_s)
+            return (
+                planned_s * sum(self._ranks_s(Encode).values()) / total_s if total_s else planned_s
+            )
         return self.by_instruction.get(instruction, planned_s)
-
-    @cached_property
-    def _encode_ratio(self) -> float:
-        """Measured over planned time of all frozen work."""
-        total_s = sum(self.planned.encode_s)
-        return sum(self._ranks_s(Encode).values()) / total_s if total_s else 1.0
 
     @property
     def holds_sender(self) -> bool:
@@ -290,14 +286,10 @@ def _unfilled_s(plan: PipelinePlan, costs: _Measured) -> float:
     programs = tuple(
         tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
     )
-    bare = lower(replace(plan.schedule, programs=programs))
+    bare = replace(plan.schedule, programs=programs)
     frozen_s = sum(costs.compute_s(Encode(piece.index)) for piece in plan.pieces)
     share_s = frozen_s / plan.ranks_per_pipeline
     return share_s + costs.exchange_s() + simulate(bare, costs).iteration_s
-
-
-def _signed(value: float) -> str:
-    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
 
 
 @dataclass(frozen=True)

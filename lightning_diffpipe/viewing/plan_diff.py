@@ -19,9 +19,10 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
     """
     if a.digest == b.digest:
         return f"the plans are the same ({a.digest})"
+    old, new = a.options.to_dict(), b.options.to_dict()
     lines = [
-        *_ranks(a, b),
-        *_options(a, b),
+        *([] if a.num_ranks == b.num_ranks else [f"ranks: {b.num_ranks} instead of {a.num_ranks}"]),
+        *(f"{name}: {new[name]} instead of {old[name]}" for name in old if old[name] != new[name]),
         *_layers(a, b),
         *_stages(a, b),
         *_programs(a, b),
@@ -35,18 +36,6 @@ def _parts(a: PipelinePlan, b: PipelinePlan) -> str:
     old, new = json.loads(a.to_json()), json.loads(b.to_json())
     names = sorted(n for n in (old.keys() | new.keys()) - {"digest"} if old.get(n) != new.get(n))
     return f"what they do is the same; other in the files: {', '.join(names)}"
-
-
-def _ranks(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
-    if a.num_ranks != b.num_ranks:
-        yield f"ranks: {b.num_ranks} instead of {a.num_ranks}"
-
-
-def _options(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
-    old, new = a.options.to_dict(), b.options.to_dict()
-    for name in old:
-        if old[name] != new[name]:
-            yield f"{name}: {new[name]} instead of {old[name]}"
 
 
 def _layers(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
