@@ -105,7 +105,7 @@ class Pipeline:
         return schedule_of_passes(self.spec, self.base, self.placement, count)
 
     def peak(self, rank: int) -> dict[int, Waiting]:
-        """See `peak_samples`; most pipelines that do not fit are known by their first ranks."""
+        """See `peak_samples_of`; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
             stages, sizes = self.placement.stages_of(rank), self.sizes
             if self.runs_free:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 from lightning_diffpipe.errors import ScheduleError
 
@@ -36,87 +36,76 @@ _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in LETTER_OF_K
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class _OfStage:
+    """What a stage does for a microbatch; `letter` stands for it in texts."""
+
+    letter: ClassVar[str] = ""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(_OfStage):
     """Forwards one microbatch through one stage. Text form: `2F0`.
 
     Roughly: `stash["output", s, m] = stage(stash["activation", s, m])`
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}F{self.microbatch}"
+    letter = "F"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(_OfStage):
     """Backpropagates one microbatch through one stage. Text form: `2B0`.
 
     Roughly: `stash["gradient", s - 1, m] = autograd(output, stash["gradient", s, m])`
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}"
+    letter = "B"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(_OfStage):
     """The half of a backward that other stages wait for: gradients of the inputs. Text: `2I0`.
 
     Roughly: `stash["gradient", s - 1, m] = grad(output, inputs, stash["gradient", s, m])`
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}I{self.microbatch}"
+    letter = "I"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(_OfStage):
     """The half of a backward that nobody waits for: gradients of the weights. Text: `2W0`.
 
     Roughly: `for weight in stage: weight.grad += grad(output, weight, stash["gradient", s, m])`
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}W{self.microbatch}"
+    letter = "W"
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardNoGrad:
+class ForwardNoGrad(_OfStage):
     """Forwards one microbatch without keeping anything for a backward. Text form: `2P0`.
 
     Roughly: `with no_grad(): send(stage(stash["no_grad_activation", s, m]))`
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}P{self.microbatch}"
+    letter = "P"
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(_OfStage):
     """Steps the optimizer of one stage with the gradient of one microbatch. Text form: `2U0`.
 
     Only schedules without a flush have it; all others step after the last instruction.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}U{self.microbatch}"
+    letter = "U"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +197,7 @@ Compute = Staged | Encode
 Instruction = Compute | Send | Receive | Wait | ExchangeFrozen | ReduceGradients | ShareResults
 Program = tuple[Instruction, ...]
 
-_STAGED: dict[str, type[Staged]] = {
-    "F": Forward,
-    "B": Backward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-    "P": ForwardNoGrad,
-    "U": UpdateWeights,
-}
+_STAGED: dict[str, type[Staged]] = {kind.letter: kind for kind in get_args(Staged)}
 _MESSAGE: dict[str, type[Send] | type[Receive] | type[Wait]] = {
     ">": Send,
     "<": Receive,

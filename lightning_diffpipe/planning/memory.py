@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import BATCHES_AHEAD, EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement
 
 _EXPECTED, _UNDER_WAY = 2, 3
 """Messages behind a stage beside the activations it sent, and messages in front of it."""
-
-
-def peak_alive(program: Program) -> int:
-    """The most microbatches that a rank keeps at a time between forwards and their backwards."""
-    alive = peak = 0
-    for _, _, change in _kept_and_freed(program):
-        alive += change
-        peak = max(peak, alive)
-    return peak
 
 
 class Waiting(NamedTuple):
@@ -31,44 +22,29 @@ class Waiting(NamedTuple):
     microbatches: int
 
 
-def peak_samples(schedule: Schedule, sizes: Sequence[int]) -> tuple[dict[int, Waiting], ...]:
-    """By rank and stage: the most samples, and microbatches, whose activations wait for a backward.
-
-    Args:
-        schedule: The programs.
-        sizes: Samples of each microbatch.
-    """
-    stages_of = schedule.placement.stages_of
-    return tuple(
-        peak_samples_of(program, stages_of(rank), sizes)
-        for rank, program in enumerate(schedule.programs)
-    )
-
-
 def peak_samples_of(
     program: Program, stages: Sequence[int], sizes: Sequence[int]
 ) -> dict[int, Waiting]:
-    """... of one rank, by its stages."""
+    """By stage of a rank: the most samples, and microbatches, whose activations wait for a backward.
+
+    Args:
+        program: Of the rank.
+        stages: Those it holds.
+        sizes: Samples of each microbatch.
+    """
     samples, microbatches = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0)
     most_samples, most_microbatches = dict(samples), dict(microbatches)
-    for stage, microbatch, change in _kept_and_freed(program):
-        samples[stage] += change * sizes[microbatch]
-        microbatches[stage] += change
-        if samples[stage] > most_samples[stage]:
-            most_samples[stage] = samples[stage]
-        if microbatches[stage] > most_microbatches[stage]:
-            most_microbatches[stage] = microbatches[stage]
-    return {stage: Waiting(most_samples[stage], most_microbatches[stage]) for stage in stages}
-
-
-def _kept_and_freed(program: Program) -> Iterator[tuple[int, int, int]]:
-    """In order: a stage, a microbatch, and 1 if its activations are kept from here on, -1 if they are freed."""
     for instruction in program:
         match instruction:
             case Forward(stage, microbatch):
-                yield stage, microbatch, 1
+                samples[stage] += sizes[microbatch]
+                microbatches[stage] += 1
+                most_samples[stage] = max(most_samples[stage], samples[stage])
+                most_microbatches[stage] = max(most_microbatches[stage], microbatches[stage])
             case Backward(stage, microbatch) | BackwardWeight(stage, microbatch):
-                yield stage, microbatch, -1
+                samples[stage] -= sizes[microbatch]
+                microbatches[stage] -= 1
+    return {stage: Waiting(most_samples[stage], most_microbatches[stage]) for stage in stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +134,7 @@ def peak_memory_bytes(
 
     Args:
         model: The cost model.
-        peaks: From `peak_samples`.
+        peaks: By rank and stage, from `peak_samples_of`.
         runs: The layers of each stage.
         loads: From `frozen_loads`; none if nothing is frozen.
     """

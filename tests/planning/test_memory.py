@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.lowering import delivered, lower
-from lightning_diffpipe.planning.memory import FrozenLoad, peak_memory_bytes, peak_samples
+from lightning_diffpipe.planning.memory import FrozenLoad, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import (
     EncoderLayerProfile,
@@ -34,6 +34,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile
+from .sizes import peak_samples
 
 
 def with_encoder(profile, results, output_bytes=100, weight_bytes=1000):

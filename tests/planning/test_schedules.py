@@ -9,7 +9,6 @@ import pytest
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.memory import peak_alive
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.schedule import Placement
@@ -30,6 +29,7 @@ from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
 
 from .pictures import check_golden
+from .sizes import peak_alive
 
 SIZES = list(product(range(1, 7), range(1, 10)))
 

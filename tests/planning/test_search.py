@@ -18,7 +18,7 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes, peak_samples
+from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
@@ -55,6 +55,7 @@ from .profiles import (
     several_backbones,
     unet_profile,
 )
+from .sizes import peak_samples
 
 
 def seeds(num_seeds, num_fast):
