@@ -1,8 +1,8 @@
 """How fast can a pipeline be at best? Lower bounds that prune the search, and the cuts that meet them.
 
-Take one stage: layers `first` to `stop` on `r` ranks. Nothing reaches it before the layers in front of
-it have forwarded a microbatch; then its busiest rank has `M / r` microbatches to work off; then the last
-gradient must go back through the layers in front, or its own gradients must be summed. So
+Take one stage: layers `first` to `stop` on `r` ranks. Nothing reaches it until the earlier layers
+have forwarded a microbatch; then its busiest rank has `M / r` microbatches to work off; then the last
+gradient must go back through the earlier layers, or its own gradients must be summed. So
 
     step >= frozen + F(0, first) + work(first, stop) + max(B(0, first), sync(first, stop))
 
@@ -53,11 +53,11 @@ class Bounds:
         num_pipelines: Pipelines side by side.
         keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
         group_size: Samples on which frozen layers run at a time; None for whole microbatches.
-        frozen_first: Whether frozen work runs in front of the pipeline, rather than in its bubbles.
+        frozen_first: Whether frozen work runs before the pipeline, rather than in its bubbles.
         placement: Where stages run, if ranks hold several.
         splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
             zero-bubble schedules do: then the way back to the first layer bounds nothing.
-        warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
+        warmup_depth: Forwards of a rank before its first backward, for each rank after it.
     """
 
     model: CostModel
@@ -77,7 +77,7 @@ class Bounds:
 
     @cached_property
     def frozen_s(self) -> float:
-        """Time of the frozen work in front of the pipeline."""
+        """Time of the frozen work before the pipeline."""
         if not self.model.profile.encoders or not self.frozen_first:
             return 0.0
         busy = [0.0] * self.num_ranks
@@ -166,16 +166,14 @@ class Bounds:
             back_s += self._end_s[-1] - self._end_s[stop]
             own = -(-len(self.sizes) // replicas)
             warmup = forwards_ahead(replicas, later_ranks, self.warmup_depth)
-            ahead = (
-                own if self.keeps_all else min(warmup + 1, own)
-            )  # in front of its first backward
+            ahead = own if self.keeps_all else min(warmup + 1, own)  # before its first backward
             ahead_s = ahead * (largest_s[stop] - largest_s[first])
             bound_s = max(bound_s, own_s + max(0.0, back_s - ahead_s))
             before_s, after_s = before_s + link_s, after_s - link_s
         return bound_s
 
     def _link_s(self, first: int, stop: int) -> float:
-        """Time, at least, of a message over the cut behind these layers; nothing behind the last."""
+        """Time, at least, of a message over the cut after these layers; nothing after the last."""
         if stop == self.model.num_layers() or (
             self.placement and self.model.profile.backbones[0].skips
         ):
@@ -202,7 +200,7 @@ class Bounds:
         return own if self.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
 
     def _encoding_bytes(self, run: LayerRun, replicas: int) -> float:
-        """Encodings that are held beside activations, at least."""
+        """Encodings that are held with activations, at least."""
         if not self.model.profile.encoders:
             return 0.0
         if self.num_ranks == 1:
@@ -310,7 +308,7 @@ class Bounds:
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf, precision: float = 1e-3
     ) -> tuple[float, tuple[Cut, ...]] | None:
-        """The cuts with the smallest bound, links aside.
+        """The cuts with the smallest bound, without links.
 
         Args:
             replicas: Ranks of every stage.
@@ -346,7 +344,7 @@ def _linear(link: Link, num_ranks: int) -> tuple[float, float]:
 class _Held(NamedTuple):
     """What one rank of a stage holds: activations, samples of encodings it reads, bytes of those it makes.
 
-    Bytes of encodings are those beside activations; and those made, and worked on, while there are none.
+    Bytes of encodings are those with activations; and those made, and worked on, while there are none.
     """
 
     waiting: Waiting
@@ -399,29 +397,29 @@ class StageNeeds:
 
     def _need_bytes(self, held: _Held, first: int, stops: range) -> list[float]:
         kept, resident = self.model.need_bytes(0, *held.waiting), self.model.need_bytes(0, 0, 0)
-        front, behind = self._messages(held.waiting)
-        fixed = self.model.frozen_bytes + held.beside + front[first] - kept[first]
+        before, after = self._messages(held.waiting)
+        fixed = self.model.frozen_bytes + held.beside + before[first] - kept[first]
         if not held.read and not held.made:
-            return [fixed + kept[stop] + behind[stop] for stop in stops]
+            return [fixed + kept[stop] + after[stop] for stop in stops]
         alone = self.model.frozen_bytes + held.made - resident[first]
         read = [held.read * self.model.read_bytes_per_sample(LayerRun(0, first, s)) for s in stops]
         return [
             max(
-                fixed + kept[stop] + behind[stop] + reads,
+                fixed + kept[stop] + after[stop] + reads,
                 alone + resident[stop] + max(held.working, 2 * reads),
             )
             for stop, reads in zip(stops, read, strict=True)
         ]
 
     def _messages(self, waiting: Waiting) -> tuple[list[float], list[float]]:
-        """By layer: bytes of messages in front of a stage that begins there, and behind one that ends there."""
+        """By layer: bytes of messages before a stage that begins there, and after one that ends there."""
         if waiting not in self._edges:
-            front, behind = boundary_samples(waiting)
+            before, after = boundary_samples(waiting)
             of = [self.model.boundary_bytes(LayerRun(0, 0, stop), 1) for stop in self._layers[1:]]
             sizes = [0.0, *of]
             self._edges[waiting] = (
-                [front * size for size in sizes],
-                [behind * size for size in sizes],
+                [before * size for size in sizes],
+                [after * size for size in sizes],
             )
         return self._edges[waiting]
 

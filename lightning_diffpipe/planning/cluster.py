@@ -27,7 +27,7 @@ FORMAT = "diffpipe-cluster/1"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for bytes to travel; infinitely fast unless told otherwise.
+    """A way for bytes to travel; infinitely fast by default.
 
     Attributes:
         bandwidth_bytes_per_s: Bytes per second in one direction; the other direction is as fast.

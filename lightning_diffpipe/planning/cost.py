@@ -172,13 +172,13 @@ class CostModel:
         return kept + microbatches * fixed
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
-        """Bytes of all tensors that are alive across the cut behind the run."""
+        """Bytes of all tensors that are alive across the cut after the run."""
         layers = self.profile.backbones[run.backbone].layers
         last = run.stop == len(layers)
         return 0.0 if last else samples * layers[run.stop - 1].boundary_bytes_per_sample
 
     def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
-        """Bytes of a sample behind every stage that have to travel: without what later ranks have already."""
+        """Bytes of a sample after every stage that have to travel: without what later ranks have already."""
         crossing = [round(self.boundary_bytes(run, 1)) for run in runs]
         if placement.num_stages == placement.num_ranks:
             return tuple(crossing)

@@ -192,7 +192,7 @@ class Evaluator:
         return self.options.filling != "none" and bool(self.model.profile.encoders)
 
     def parts(self, shape: Shape) -> tuple[EncodePart, ...]:
-        """The frozen parts in front of the pipeline."""
+        """The frozen parts before the pipeline."""
         if not self.model.profile.encoders:
             return ()
         return self.model.encode_parts(shape.sizes, shape.num_ranks, self.group_size(shape))
@@ -366,7 +366,7 @@ class Evaluator:
         return min(plans, key=preference)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
-        """Frozen work in front of the pipeline."""
+        """Frozen work before the pipeline."""
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = simulate(schedule, costs, costs.sizes)

@@ -10,7 +10,7 @@ stage. Without bubbles to fill the shares are equal.
 
 Frozen weights never change, so that the conditioning of batch t + 1 can be computed while batch t is
 trained: bit for bit the same inputs, at no cost where a rank would have waited. What fits no bubble is
-left over and runs behind the pipeline, on all ranks; then all ranks exchange the results.
+left over and runs after the pipeline, on all ranks; then all ranks exchange the results.
 
     rank 0 | F0 F1  . E0 B0 -- E2 B1 -- E3        E0: the first layers of the text encoder, say,
     rank 1 | E1 F0 B0 -- F1 B1 --  .  .           for some samples of the next batch
@@ -266,7 +266,7 @@ class FrozenLayer:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A piece and where it goes: into the gap of its rank that begins at `gap_s`, or behind all."""
+    """A piece and where it goes: into the gap of its rank that begins at `gap_s`, or after all."""
 
     piece: FrozenPiece
     duration_s: float
@@ -281,7 +281,7 @@ class Filled:
         schedule: The programs, with `Encode` and a final `ExchangeFrozen`.
         pieces: The pieces that `Encode` names.
         piece_s: Seconds of each piece.
-        leftover_s: Time behind the pipeline, on the rank with most of it.
+        leftover_s: Time after the pipeline, on the rank with most of it.
     """
 
     schedule: Schedule
@@ -347,22 +347,22 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
         own = deque(p for p in placed if p.piece.rank == rank)
         woven: list[Instruction] = []
         for instruction in (*program, *reduction):
-            # A reduction that takes no time has no span: it comes behind all gaps.
+            # A reduction that takes no time has no span: it comes after all gaps.
             start_s = starts[rank].get(instruction, end_s)
             while own and own[0].gap_s is not None and own[0].gap_s < start_s:
                 woven.append(Encode(own.popleft().piece.index))
             woven.append(instruction)
         rest = (Encode(p.piece.index) for p in own)
         programs.append((*woven, *rest, ExchangeFrozen()))
-    behind = [0.0] * schedule.num_ranks
+    after = [0.0] * schedule.num_ranks
     for p in placed:
         if p.gap_s is None:
-            behind[p.piece.rank] += p.duration_s
+            after[p.piece.rank] += p.duration_s
     return Filled(
         replace(schedule, programs=tuple(programs)),
         tuple(p.piece for p in placed),
         tuple(p.duration_s for p in placed),
-        max(behind),
+        max(after),
     )
 
 
@@ -419,7 +419,7 @@ def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tup
     """The shares with which all ranks are done at the same time, if none of them ever waits.
 
     Args:
-        busy_s: What each rank has to do beside.
+        busy_s: What else each rank has to do.
         group_s: Time of a group through all frozen layers.
         num_groups: Groups to share.
 
@@ -448,7 +448,7 @@ def _fill_rank(
     samples: int,
     index: int,
 ) -> list[Placed]:
-    """One rank's samples through all layers, gap after gap; what is left comes behind the pipeline."""
+    """One rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
     todo = [(layer, first_sample, first_sample + samples) for layer in layers] if samples else []
     placed: list[Placed] = []
     for gap_start, gap_stop in gaps:

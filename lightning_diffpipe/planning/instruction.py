@@ -1,4 +1,4 @@
-"""The instruction set: everything a rank can be told to do, and how it is written down.
+"""The instruction set: everything a rank can do, and how it is written down.
 
 A rank runs a *program*, a tuple of instructions. Every instruction has a short text form that
 parses back to the same instruction, so that programs can be read in logs, kept in plans and typed

@@ -2,15 +2,15 @@
 
 Each rank keeps its order of work. What is added:
 
-* a `Send` right behind the instruction that makes a message; sends never block;
+* a `Send` right after the instruction that makes a message; sends never block;
 * a `Wait` right before the instruction that reads one;
 * a `Receive` as early as is useful: on every directed edge the next message is always already
   posted while the current one is worked on, so that a transfer overlaps the computation before
   it. Receives are posted in the order of the sends, whatever the order of use, since links
   deliver in order. Over NCCL one that is posted has its buffer, and begins later: see below;
-* `Encode`s of the frozen work of this batch and their exchange in front, if there is any;
-* `ReduceGradients` behind the last instruction of a stage, if there are gradients; frozen work that is
-  left over comes behind it.
+* `Encode`s of the frozen work of this batch and their exchange first, if there is any;
+* `ReduceGradients` after the last instruction of a stage, if there are gradients; frozen work that is
+  left over comes after it.
 
 Where receives begin on a device that runs them is another question, so that any rank may wait for its whole device
 at any time. On NCCL a receive runs on the device until its message is there, and a send until the message is taken.
@@ -21,11 +21,11 @@ hang:
     rank 0 | 0g0<1 0F0 1a0>1 ...      waits in 0F0 for the gradient of what it has yet to send
     rank 1 | 1a0<0 1a0?0 1F0 1B0      waits for the activation
 
-So a receive begins in front of its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
+So a receive begins before its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
 stages this can be too late: two ranks that have sent each other something, and compute on before they take it,
 would each wait for the other to take it. There one of them begins its receive where it stands.
 
-Both places are found by running all programs with hosts that wait for their devices in front of every instruction.
+Both places are found by running all programs with hosts that wait for their devices before every instruction.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def lower(
 def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
     """A part of a loop without end, with communication.
 
-    Receives of activations are posted in front, those of gradients as soon as the activation was sent.
+    Receives of activations are posted first, those of gradients as soon as the activation was sent.
 
     Args:
         schedule: One batch by itself.
@@ -115,7 +115,7 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
     """By rank: the sends of which the end of a wait tells that they have arrived, and their memory is free.
 
     Whoever sends a message has read before what its program waits for before. So an activation has arrived when
-    its gradient is there, if no earlier message told so; a gradient when a later activation is there.
+    its gradient is there, if no earlier message said so; a gradient when a later activation is there.
 
     Args:
         schedule: With communication.
@@ -126,7 +126,7 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
         >>> {str(wait): [str(send) for send in sends] for wait, sends in of_rank[1].items()}
         {'1a0?0': [], '1a1?0': [], '1a2?0': ['0g0>0']}
     """
-    told: list[dict[Wait, tuple[Send, ...]]] = [{} for _ in schedule.programs]
+    arrived: list[dict[Wait, tuple[Send, ...]]] = [{} for _ in schedule.programs]
     for rank, program in enumerate(schedule.programs):
         read: dict[int, list[Send]] = defaultdict(list)
         for i in program:
@@ -134,8 +134,8 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
                 case Wait(kind, stage, microbatch, peer):
                     read[peer].append(Send(kind, stage, microbatch, rank))
                 case Send(kind, stage, microbatch, peer):
-                    told[peer][Wait(kind, stage, microbatch, rank)] = tuple(read.pop(peer, ()))
-    return tuple(told)
+                    arrived[peer][Wait(kind, stage, microbatch, rank)] = tuple(read.pop(peer, ()))
+    return tuple(arrived)
 
 
 def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
@@ -158,7 +158,7 @@ def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()
 def prefix_frozen(
     schedule: Schedule, frozen_parts: Sequence[EncodePart], encoded: bool = False
 ) -> Schedule:
-    """Puts the frozen work of this batch, and its exchange, in front of the pipeline.
+    """Puts the frozen work of this batch, and its exchange, before the pipeline.
 
     Args:
         schedule: The pipeline.
@@ -208,7 +208,7 @@ def _lower_program(
 
 
 def num_posted_ahead(placement: Placement) -> int:
-    """Messages of an edge, behind the one that is worked on, for which a device has buffers; see `lower`.
+    """Messages of an edge, after the one that is worked on, for which a device has buffers; see `lower`.
 
     Two where ranks hold several stages: a receive that has to begin early needs its buffer by then.
     """
@@ -216,7 +216,7 @@ def num_posted_ahead(placement: Placement) -> int:
 
 
 def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, ...]], ...]:
-    """By rank: the receives that begin in front of an instruction; those of an edge in the order of the sends.
+    """By rank: the receives that begin before an instruction; those of an edge in the order of the sends.
 
     Args:
         schedule: With communication.
@@ -258,14 +258,14 @@ class _Taken(NamedTuple):
 
 
 class _Host:
-    """A rank that waits for its device in front of every instruction.
+    """A rank that waits for its device before every instruction.
 
     Args:
         program: Its instructions.
         taken: Of all ranks.
 
     Attributes:
-        due: What begins in front of which instruction.
+        due: What begins before which instruction.
     """
 
     def __init__(self, program: Program, taken: _Taken) -> None:
@@ -306,7 +306,7 @@ class _Host:
         return False
 
     def _begin_upto(self, wait: Wait) -> bool:
-        """Begins the receive that is waited for, behind those of messages that were sent before."""
+        """Begins the receive that is waited for, after those of messages that were sent before."""
         posted, message = self._posted[wait.from_rank], _Message.of(wait)
         if all(_Message.of(receive) != message for receive in posted):
             return False  # it has begun

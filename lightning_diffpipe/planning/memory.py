@@ -12,7 +12,7 @@ from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Fo
 from lightning_diffpipe.planning.schedule import Placement
 
 _EXPECTED, _UNDER_WAY = 2, 3
-"""Messages behind a stage beside the activations it sent, and messages in front of it."""
+"""Messages after a stage besides the activations it sent, and messages before it."""
 
 
 class Waiting(NamedTuple):
@@ -56,7 +56,7 @@ class FrozenLoad:
         made: Samples of all microbatches of which it encodes some: results are kept in tensors of whole
             microbatches until they have been exchanged.
         working: Samples on which a frozen layer runs at a time.
-        beside: With filling the rank makes the encodings of coming batches beside its activations,
+        beside: With filling the rank makes the encodings of coming batches while it holds activations,
             otherwise before there are any.
     """
 
@@ -66,9 +66,9 @@ class FrozenLoad:
     beside: bool
 
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
-        """Bytes beside the activations, and those at another time, when there are none.
+        """Bytes next to the activations, and those at another time, when there are none.
 
-        Without activations are: encoding in front of the pipeline; an exchange, for which what others read is
+        Without activations are: encoding before the pipeline; an exchange, for which what others read is
         packed, while what is read here arrives; and its end, when that is joined, but not yet freed.
         """
         others = sum(
@@ -80,7 +80,7 @@ class FrozenLoad:
         return read + (made + working if self.beside else 0), made + max(working, exchanged)
 
     def beside_bytes(self, model: CostModel, stage: int) -> tuple[int, float]:
-        """Samples of which a stage reads encodings, and bytes of those made beside its activations."""
+        """Samples of which a stage reads encodings, and bytes of those made while it holds activations."""
         working = self.working * model.working_bytes_per_sample
         return self.read[stage], self._made_bytes(model) + working if self.beside else 0.0
 
@@ -153,7 +153,7 @@ def rank_bytes(
     """Bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward, beside the encodings there are, and messages. A rank that holds several stages is
+    wait for their backward, with the encodings there are, and messages. A rank that holds several stages is
     taken to be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
@@ -168,21 +168,21 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
 
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
     the latest, so one for each microbatch that waits. Behind the stage there are besides a gradient that has
-    arrived and one that is expected; in front of it an activation that is expected, and two gradients of which no
-    message has told yet that they have arrived. Replicas of a neighbour may be further apart, which is not
+    arrived and one that is expected; before it an activation that is expected, and two gradients of which no
+    message has said yet that they have arrived. Replicas of a neighbour may be further apart, which is not
     counted.
     """
     num_bytes = 0.0
     for stage, waiting in peak.items():
-        run, (front, behind) = runs[stage], boundary_samples(waiting)
+        run, (before, after) = runs[stage], boundary_samples(waiting)
         if stage + 1 not in peak:
-            num_bytes += model.boundary_bytes(run, behind)
+            num_bytes += model.boundary_bytes(run, after)
         if stage - 1 not in peak and run.first:
-            num_bytes += model.boundary_bytes(LayerRun(run.backbone, 0, run.first), front)
+            num_bytes += model.boundary_bytes(LayerRun(run.backbone, 0, run.first), before)
     return num_bytes
 
 
 def boundary_samples(waiting: Waiting) -> tuple[float, float]:
-    """Samples of the messages in front of a stage, and behind it; see `message_bytes`."""
+    """Samples of the messages before a stage, and after it; see `message_bytes`."""
     each = waiting.samples / max(waiting.microbatches, 1)
     return _UNDER_WAY * each, waiting.samples + _EXPECTED * each

@@ -279,7 +279,7 @@ def nested_cuts(
         times: Time of every layer.
         num_ranks: R. Rank `r` gets the `r`-th stage of 2 R from the front and that from the back.
         most: The most work that a rank may get.
-        crossing: What crosses two cuts, in front of a layer and in front of a later one, between which
+        crossing: What crosses two cuts, before a layer and before a later one, between which
             all inner ranks have their layers.
 
     Returns:
@@ -483,7 +483,7 @@ def _ways(
         cost: Of a way, from that of a shorter one and what the next rank has of either chain.
 
     Returns:
-        Its cost, and how many layers of either chain lie in front of each rank, and in all; None if there is none.
+        Its cost, and how many layers of either chain lie before each rank, and in all; None if there is none.
     """
     level: dict[tuple[int, int], _Way] = {(0, 0): (0.0, ((0, 0),))}
     for later in range(num_ranks - 1, -1, -1):

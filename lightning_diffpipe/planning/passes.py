@@ -114,9 +114,9 @@ def schedule_of_passes(
 
 
 def widened(schedule: Schedule, placement: Placement) -> Schedule:
-    """A schedule for a step that calls layers again in front of what was planned, where their weights lie.
+    """A schedule for a step that calls layers again before what was planned, where their weights lie.
 
-    Without gradients the stages in front are waves of forwards; else list scheduling finds the order of all.
+    Without gradients the added stages are waves of forwards; else list scheduling finds the order of all.
 
     Args:
         schedule: Of the form that was planned, compute instructions only.
@@ -156,7 +156,7 @@ def _wave(placement: Placement, num_stages: int, num_microbatches: int, rank: in
 
 
 def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program:
-    """The program of a rank for the last pass, behind forwards of all others."""
+    """The program of a rank for the last pass, after forwards of all others."""
     last, no_grad = placement.num_stages - size, placement.no_grad
     forwards = [i for i in program if isinstance(i, Forward)]
     wave = [
@@ -168,7 +168,7 @@ def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program
     for i in program:
         assert isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight))
         trained.append(replace(i, stage=last + i.stage))
-        if not isinstance(i, Forward):  # layers in front of the first pass may get gradients, too
+        if not isinstance(i, Forward):  # layers before the first pass may get gradients, too
             others = (first + i.stage for first in reversed(range(0, last, size)))
             trained += [replace(i, stage=stage) for stage in others if stage not in no_grad]
     return (*wave, *trained)

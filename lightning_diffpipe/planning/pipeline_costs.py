@@ -154,7 +154,7 @@ class PipelineLinks:
 
     @cached_property
     def downwards(self) -> tuple[tuple[Link, ...], ...]:
-        """By stage: the different links to the stage after; none behind the last."""
+        """By stage: the different links to the stage after; none after the last."""
         after = [self.placement.next_stage(s) for s in range(self.placement.num_stages)]
         return tuple(() if a is None else self._between(s, a) for s, a in enumerate(after))
 

@@ -67,7 +67,7 @@ class Planned:
     Attributes:
         iteration_s: Time of a step.
         bubble_ratio: Share of rank time in which nothing runs.
-        unfilled_iteration_s: The same without filling: frozen work in front of the pipeline.
+        unfilled_iteration_s: The same without filling: frozen work before the pipeline.
         unfilled_bubble_ratio: The same without filling.
         frozen_s: Frozen work of all ranks of a pipeline together.
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
@@ -78,7 +78,7 @@ class Planned:
             not known.
         chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
             several.
-        expected_s: Time of a step over the forms that it takes, with frozen work in front of the pipeline, where it
+        expected_s: Time of a step over the forms that it takes, with frozen work before the pipeline, where it
             takes several; the other numbers are of the form with most calls.
     """
 
@@ -537,7 +537,7 @@ def check_promise(plan: PipelinePlan) -> None:
         raise PlanError(
             f"plan: planned.iteration_s: {promised_s:.7g} s are promised, but these programs take "
             f"{simulated_s:.7g} s by the plan's own costs; remove costs, whose step, memory and bubbles would be "
-            "told for another plan, or let `diffpipe plan` make the plan, with the options that you want"
+            "those of another plan, or let `diffpipe plan` make the plan, with the options that you want"
         )
 
 

@@ -126,7 +126,7 @@ class LayerProfile:
         weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
         parameter_bytes: Bytes of its parameters.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
-        boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut behind it.
+        boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
         flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
             and one for each element that anything else writes; 0 if unknown.
@@ -161,7 +161,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A tensor that is read far behind where it is made, as in a U-Net.
+    """A tensor that is read far after where it is made, as in a U-Net.
 
     Attributes:
         bytes_per_sample: Bytes of it; `boundary_bytes_per_sample` of the layers in between count it, too.
@@ -241,7 +241,7 @@ class BackboneProfile:
             or edges[-1] > num_layers
         ):
             raise node["passes"].expected(
-                "two ranges of layers or more, [first, stop], equally long, one behind the other, "
+                "two ranges of layers or more, [first, stop], equally long, one after the other, "
                 f"{num_layers} at most"
             )
         for skip, at in zip(
@@ -252,7 +252,7 @@ class BackboneProfile:
                 readers and skip.made < readers[0] <= readers[-1] <= num_layers
             ):
                 raise at["readers"].expected(
-                    f"positions behind layer {skip.made}, ascending, {num_layers} at most"
+                    f"positions after layer {skip.made}, ascending, {num_layers} at most"
                 )
         return backbone
 
@@ -398,7 +398,7 @@ class ModelProfile:
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
-    """A profile of one backbone that has the layers of all, one behind the other; as it is if there is one.
+    """A profile of one backbone that has the layers of all, one after the other; as it is if there is one.
 
     Args:
         profile: A profile.

@@ -3,7 +3,7 @@
 PipeDream's partitioner is here twice: as published, and as its code does it. Both cut a chain over workers so that
 the slowest of stages and links is as fast as possible; they know neither microbatches nor a flush, since PipeDream
 has none. They disagree about what a replicated stage costs: the paper takes the longer of computing and summing
-gradients, the code takes both; and the code looks at links only when it is told to
+gradients, the code takes both; and the code looks at links only with a flag
 (`--activation_compression_ratio`).
 
 Sources:
@@ -390,7 +390,7 @@ def diffusionpipe_cuts(
         model: The cost model.
         shape: Everything but the cuts.
         exact: As printed, a stage's own last backward hides its synchronisation. In truth the last
-            backwards of all stages in front of it do so as well, since it is done before them.
+            backwards of all stages before it do so as well, since it is done before them.
     """
     size, num_layers = shape.sizes[0], model.num_layers()
 

@@ -210,7 +210,7 @@ class Schedule:
     starts: tuple[int, ...] = ()
 
     def starting_at(self, starts: Sequence[int]) -> Schedule:
-        """The same in the same order, where microbatches leave out the stages in front of these."""
+        """The same in the same order, where microbatches leave out the stages before these."""
         if not any(starts):
             return self
         programs = tuple(

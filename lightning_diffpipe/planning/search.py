@@ -62,7 +62,7 @@ REMEDY_S = 5.0
 """Where nothing fits, seconds spent on each option that might help."""
 
 WORTH_FILLING = 1e-3
-"""Share of the step that filling has to gain; for less nothing is encoded ahead."""
+"""Share of the step that filling has to gain; for less nothing is encoded early."""
 
 MOST_FINALISTS = 4
 """With filling, so many of the best proposals are filled and simulated."""

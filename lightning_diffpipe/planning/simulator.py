@@ -286,7 +286,7 @@ class Outline:
 
 
 def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
-    """When all ranks have the encodings of a batch that is encoded in front of the pipeline.
+    """When all ranks have the encodings of a batch that is encoded before the pipeline.
 
     Args:
         parts: Who encodes what, in the order of the programs.

@@ -153,7 +153,7 @@ def draw(
         tick_s: Seconds of one cell; chosen if None: exact where durations are small multiples of
             each other, otherwise so that a row has at most `max_columns` characters.
         max_columns: Widest row, for a chosen tick.
-        notes: Text behind the row of a rank.
+        notes: Text after the row of a rank.
     """
     labels = _labels(spans)
     width = max((len(label) for label in labels), default=2)

@@ -85,12 +85,12 @@ LAYER = ("backbones", 0, "layers", 1)
         (
             ("backbones", 0, "passes"),
             [[0, 1], [1, 3]],
-            "equally long, one behind the other, 3 at most",
+            "equally long, one after the other, 3 at most",
         ),
         (
             ("backbones", 0, "skips"),
             [{"bytes_per_sample": 1, "made": 2, "readers": [1]}],
-            "readers: expected positions behind layer 2, ascending, 3 at most",
+            "readers: expected positions after layer 2, ascending, 3 at most",
         ),
         (("self_conditioning", "probability"), 1.5, "probability: expected a number >= 0 and <= 1"),
     ],

@@ -1,6 +1,6 @@
 """How long every method takes to sample on every mesh of the ranks, on paper.
 
-Seconds of a step, for one rank's share f of the work (samples, branches of guidance) and n ranks beside it:
+Seconds of a step, for one rank's share f of the work (samples, branches of guidance) and n ranks in all:
 
     one rank       f t
     sequence       g + f b / n + trade                 all waited for, exact
@@ -38,7 +38,7 @@ from lightning_diffpipe.planning.sampling.wish import SamplingWish, mesh_of
 MIN_STEPS = 8
 """With fewer denoising steps, only exact methods are considered."""
 
-_CALLS_PER_MESSAGE = 16  # as `DistriFusion` does unless told otherwise
+_CALLS_PER_MESSAGE = 16  # as `DistriFusion` does by default
 _BAND = 1.1
 """What a band costs beyond its share: every function passes a hook that looks for convolutions and norms.
 From 1.1 to 1.2 was measured on two ranks; see `benchmarks/sampling_speed`."""
@@ -70,7 +70,7 @@ class DenoiserProfile:
         num_key_heads: Of keys and values, the fewest.
         weight_bytes: Of all weights that are yet to be loaded; 0 if ranks hold them already, or they are not known.
         block_bytes: Of those that are in blocks, which stages share.
-        activation_bytes: Most that a step holds at a time beside weights; 0 if it is not known.
+        activation_bytes: Most that a step holds at a time besides weights; 0 if it is not known.
         shares_tokens: Whether ranks can share its tokens, if it can be sampled in patches.
         refusal: Why patches cannot flow through it, if they cannot.
         num_halos: Convolutions of a step that read rows of neighbours.
@@ -162,7 +162,7 @@ class SamplingChoice:
 
 @dataclass(frozen=True)
 class _Share:
-    """What the ranks beside each other have to do.
+    """What the ranks next to each other have to do.
 
     Attributes:
         of_work: Share of all samples and branches.
@@ -301,7 +301,7 @@ def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]
     # Operators of each kind, and how many ranks each tells: all others, or two neighbours.
     kinds = [(profile.num_attention, ranks - 1), (profile.num_norms, ranks - 1)]
     kinds.append((profile.num_halos, min(2, ranks - 1)))
-    transport_s = sent_s + sum(count * told for count, told in kinds) * link.latency_s
+    transport_s = sent_s + sum(count * peers_sent for count, peers_sent in kinds) * link.latency_s
     # Whole predictions: of the other bands first, then of the other branch of guidance.
     gather_s = link.seconds(share.prediction_bytes * peers) + share.exchange_s(link, 1)
     compute_s = _BAND * share.of_work * profile.step_s / ranks

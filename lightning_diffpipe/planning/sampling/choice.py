@@ -4,7 +4,7 @@ Stale activations need steps that differ little, so few-step models get an exact
 taken where it costs at most a tenth more. What needs more memory than a rank has is left out, and so is what is not
 as wished, or was chosen before and did not work. How long the methods take is in `candidates.py`.
 
-Bytes that a rank needs beside what it holds already. Of weights w, b of them in blocks, keys and values k of all
+Bytes that a rank needs besides what it holds already. Of weights w, b of them in blocks, keys and values k of all
 calls of attention, and activations a of one step, with one rank's share f of the work (samples, branches of
 guidance):
 
@@ -14,7 +14,7 @@ guidance):
     distrifusion   w + f max(a, a / n + k)                  and then keys and values of all bands
     pipefusion     w - b + b / n + f (a + k / n) / q        in a ring, keys and values of all q ranks
 
-Of k a band holds what others sent, and one message of its own under way to all of them. n ranks are beside each
+Of k a band holds what others sent, and one message of its own under way to all of them. n ranks are next to each
 other; in PipeFusion they are stages, and q ranks share the tokens of each. Synchronous steps of PipeFusion
 compute all tokens at once, so patches save no activations. Blocks count as equally large.
 

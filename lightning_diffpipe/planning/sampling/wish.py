@@ -1,4 +1,4 @@
-"""What is asked of a choice, beside that it be fast."""
+"""What is asked of a choice, besides that it be fast."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ def one_f_one_b_program(
         placement: One stage on each rank; stages may have replicas.
         num_microbatches: Microbatches of the batch.
         rank: The rank.
-        depth: Forwards ahead for each later rank. With 2 every link counts as a stage too. That keeps twice
-            as many activations, and hides links that take as long as stages do: only then is an iteration never
-            longer than `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
+        depth: Forwards before the first backward for each later rank. With 2 every link counts as a stage too.
+            That keeps twice as many activations, and hides links that take as long as stages do: only then is
+            an iteration never longer than `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
     """
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
@@ -44,8 +44,8 @@ def one_f_one_b_program(
     warmup = [Forward(stage, m) for m in own[:num_warmup]]
     steady = [
         instruction
-        for ahead, behind in zip(own[num_warmup:], own[:num_steady], strict=True)
-        for instruction in (Forward(stage, ahead), Backward(stage, behind))
+        for forward, backward in zip(own[num_warmup:], own[:num_steady], strict=True)
+        for instruction in (Forward(stage, forward), Backward(stage, backward))
     ]
     cooldown = [Backward(stage, m) for m in own[num_steady:]]
 
@@ -59,7 +59,7 @@ def warmup_forwards(placement: Placement, stage: int, depth: int = 1) -> int:
 
 
 def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
-    """One forward ahead for each rank after a stage, shared by its replicas.
+    """One forward more for each rank after a stage, shared by its replicas.
 
     Without replicas this is `num_stages - stage - 1`; with them PipeDream's
     `(ranks from this stage on - 1) // replicas of this stage`.

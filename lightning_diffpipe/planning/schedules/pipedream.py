@@ -69,7 +69,7 @@ def unrolled(batch: Schedule, num_batches: int) -> Schedule:
     """Batches that follow each other without a flush, until the pipeline is drained at last.
 
     Args:
-        batch: One batch by itself, without communication; its frozen work is done in front of every batch.
+        batch: One batch by itself, without communication; its frozen work is done before every batch.
         num_batches: How many.
     """
     placement, per_batch = batch.placement, batch.num_microbatches
@@ -83,7 +83,7 @@ def unrolled(batch: Schedule, num_batches: int) -> Schedule:
 
 
 def frozen_front(program: Program) -> Program:
-    """The frozen work in front of a batch."""
+    """The frozen work before a batch."""
     return tuple(i for i in program if isinstance(i, Encode | ExchangeFrozen))
 
 
@@ -103,11 +103,11 @@ def loop_program(
         rank: The rank.
         per_batch: Microbatches of a batch; they are numbered through from the first batch of the row.
         batches: Numbers of the batches that it forwards.
-        drains: All that are under way are taken back behind them.
-        front: Runs in front of each batch.
+        drains: All that are under way are taken back after them.
+        front: Runs before each batch.
     """
     (stage,) = placement.stages_of(rank)
-    behind = warmup_forwards(placement, stage) * len(placement.stage_ranks[stage])
+    lag = warmup_forwards(placement, stage) * len(placement.stage_ranks[stage])
     program: list[Instruction] = []
 
     def take_back(microbatch: int) -> None:
@@ -122,9 +122,9 @@ def loop_program(
             program += front
         if placement.rank_of(stage, microbatch) == rank:
             program.append(Forward(stage, microbatch))
-        if microbatch >= behind:
-            take_back(microbatch - behind)
+        if microbatch >= lag:
+            take_back(microbatch - lag)
     if drains:
-        for microbatch in range(max(end - behind, 0), end):
+        for microbatch in range(max(end - lag, 0), end):
             take_back(microbatch)
     return tuple(program)

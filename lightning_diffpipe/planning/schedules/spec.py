@@ -33,9 +33,9 @@ class ScheduleSpec:
         whole_groups: Microbatches move in groups, one for each rank: their number is a multiple of the ranks.
         keeps_all: A rank keeps the activations of all its microbatches.
         splits_backward: Backwards run in two parts, which not every module allows.
-        warmup_depth: Forwards of a rank in front of its first backward, for each rank after it.
+        warmup_depth: Forwards of a rank before its first backward, for each rank after it.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
-        advice: What a plan is told that could be faster with it; empty if it is not told so.
+        advice: What a plan that could be faster with it is advised; empty for none.
         weights_behind: Without a flush: by how many batches' updates the weights are behind with which a stage
             runs a batch, once the pipeline is full, given the placement and the stage. None: batches end before
             others begin, and weights have one version.
