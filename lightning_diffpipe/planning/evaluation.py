@@ -37,9 +37,8 @@ from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_pass
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.proposals import Shape
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec, Ticks
 from lightning_diffpipe.planning.simulator import (
     Outline,
     exchanged_s,

@@ -8,8 +8,8 @@ from typing import Literal
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.codec import LARGEST, Node
+from lightning_diffpipe.planning.schedule import ScheduleSpec
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 Auto = Literal["auto"]
 

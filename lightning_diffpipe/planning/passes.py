@@ -40,9 +40,8 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec
 from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def folded(profile: ModelProfile) -> ModelProfile:

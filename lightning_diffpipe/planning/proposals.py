@@ -30,9 +30,8 @@ from lightning_diffpipe.planning.partition import (
     minimax_cuts,
     partition_fronts,
 )
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 MOST_UNEQUAL_RANKS = 8
 """Pipelines of more ranks give equal shares to all stages; there are too many other ways."""

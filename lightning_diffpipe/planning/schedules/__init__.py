@@ -3,6 +3,7 @@
 That of sampling is `PipeFusionPlan.schedule`.
 """
 
+from lightning_diffpipe.planning.schedule import ScheduleSpec
 from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
@@ -12,7 +13,6 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_2bw,
     pipedream_vertical_sync,
 )
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 from lightning_diffpipe.planning.schedules.v import v, zero_bubble_v
 from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 

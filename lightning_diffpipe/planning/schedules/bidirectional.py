@@ -22,9 +22,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from lightning_diffpipe.planning.instruction import Forward, Program
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec, Ticks
 
 
 def _place(num_stages: int, num_ranks: int) -> Placement:

@@ -12,8 +12,7 @@ Source: GPipe, Huang et al. (2019), https://arxiv.org/abs/1811.06965
 from __future__ import annotations
 
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:

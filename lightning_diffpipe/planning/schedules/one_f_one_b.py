@@ -19,8 +19,7 @@ from __future__ import annotations
 from functools import partial
 
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 
 def one_f_one_b_program(

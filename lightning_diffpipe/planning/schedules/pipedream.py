@@ -37,9 +37,8 @@ from lightning_diffpipe.planning.instruction import (
     Program,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_program, warmup_forwards
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def admitted_batches(placement: Placement) -> int:

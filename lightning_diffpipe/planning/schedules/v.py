@@ -21,9 +21,8 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def _place(num_stages: int, num_ranks: int) -> Placement:

@@ -25,9 +25,8 @@ from lightning_diffpipe.planning.instruction import (
     Instruction,
     Program,
 )
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
-from lightning_diffpipe.planning.schedules.spec import ScheduleSpec
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
