@@ -14,7 +14,7 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from lightning_diffpipe.planning.filling import (
     split_evenly,
 )
 from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProfile
-from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.planning.timeline import Span, Timeline
 
 PARTIAL_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96)
 """Samples of a partial batch, over all idle ranks together."""
@@ -90,7 +90,7 @@ def fill_like_diffusionpipe(
         for i, encoder in enumerate(encoders)
     ]
     placed: list[Placed] = []
-    for bubble in timeline.bubbles:
+    for bubble in bubbles(timeline):
         time_s, ranks = bubble.duration_s * (1 - MARGIN), bubble.ranks
         ready = _available(components)
         if ready:
@@ -100,6 +100,53 @@ def fill_like_diffusionpipe(
         whole = tuple(component.layers_left for component in ready)
         _take(ready, (whole, None), everybody, None, placed)
     return tuple(placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """An interval in which the same ranks have nothing to do; as long as it can be."""
+
+    start_s: float
+    stop_s: float
+    ranks: tuple[int, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """Its length."""
+        return self.stop_s - self.start_s
+
+
+def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
+    """All maximal intervals with a constant, non-empty set of idle ranks, in order."""
+    eps = 1e-9 * timeline.iteration_s
+    out: list[Bubble] = []
+    for start, stop, busy in _constant_intervals(timeline.spans, timeline.iteration_s):
+        idle = tuple(rank for rank in range(timeline.num_ranks) if rank not in busy)
+        if stop - start <= eps or not idle:
+            continue
+        if out and start - out[-1].stop_s <= eps and out[-1].ranks == idle:
+            start = out.pop().start_s
+        out.append(Bubble(start, stop, idle))
+    return tuple(out)
+
+
+def _constant_intervals(
+    spans: Iterable[Span], until_s: float
+) -> Iterable[tuple[float, float, frozenset[int]]]:
+    """Cuts time at every start and stop; yields `(start, stop, busy ranks)`."""
+    events: list[tuple[float, int, int]] = []
+    for span in spans:
+        if span.stop_s > span.start_s:
+            events += [(span.start_s, 1, span.rank), (span.stop_s, -1, span.rank)]
+    events.sort()
+    working: dict[int, int] = {}
+    now, busy = 0.0, frozenset[int]()
+    for time, change, rank in [*events, (until_s, 0, 0)]:
+        if time > now:
+            yield now, time, busy
+            now = time
+        working[rank] = working.get(rank, 0) + change
+        busy = busy | {rank} if working[rank] else busy - {rank}
 
 
 def _available(components: Sequence[_Component]) -> list[_Component]:

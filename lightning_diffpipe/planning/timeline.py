@@ -10,7 +10,7 @@ hold one stage only. Both kinds of timeline are the same type, so that they can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_diffpipe.planning.instruction import Instruction, Staged, without_stage
@@ -39,20 +39,6 @@ class Transfer:
     message: Message
     start_s: float
     stop_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bubble:
-    """An interval in which the same ranks have nothing to do; as long as it can be."""
-
-    start_s: float
-    stop_s: float
-    ranks: tuple[int, ...]
-
-    @property
-    def duration_s(self) -> float:
-        """Its length."""
-        return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +87,8 @@ class Timeline:
         busy_s = sum(span.duration_s for span in self.spans)
         return max(1 - busy_s / total_s, 0.0) if total_s else 0.0
 
-    @property
-    def bubbles(self) -> tuple[Bubble, ...]:
-        """All maximal intervals with a constant, non-empty set of idle ranks, in order."""
-        eps = 1e-9 * self.iteration_s
-        out: list[Bubble] = []
-        for start, stop, busy in _constant_intervals(self.spans, self.iteration_s):
-            idle = tuple(rank for rank in range(self.num_ranks) if rank not in busy)
-            if stop - start <= eps or not idle:
-                continue
-            if out and start - out[-1].stop_s <= eps and out[-1].ranks == idle:
-                start = out.pop().start_s
-            out.append(Bubble(start, stop, idle))
-        return tuple(out)
-
     def __str__(self) -> str:
         return draw(self.spans, self.num_ranks)
-
-
-def _constant_intervals(
-    spans: Iterable[Span], until_s: float
-) -> Iterable[tuple[float, float, frozenset[int]]]:
-    """Cuts time at every start and stop; yields `(start, stop, busy ranks)`."""
-    events: list[tuple[float, int, int]] = []
-    for span in spans:
-        if span.stop_s > span.start_s:
-            events += [(span.start_s, 1, span.rank), (span.stop_s, -1, span.rank)]
-    events.sort()
-    working: dict[int, int] = {}
-    now, busy = 0.0, frozenset[int]()
-    for time, change, rank in [*events, (until_s, 0, 0)]:
-        if time > now:
-            yield now, time, busy
-            now = time
-        working[rank] = working.get(rank, 0) + change
-        busy = busy | {rank} if working[rank] else busy - {rank}
 
 
 def draw(

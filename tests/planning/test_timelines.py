@@ -4,6 +4,7 @@ from textwrap import dedent
 
 import pytest
 
+from benchmarks.filling_policies.diffusionpipe import Bubble, bubbles
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.lowering import lower
@@ -11,7 +12,7 @@ from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
-from lightning_diffpipe.planning.timeline import Bubble, Timeline
+from lightning_diffpipe.planning.timeline import Timeline
 
 
 def picture(text):
@@ -89,7 +90,7 @@ def test_real_durations_are_drawn_to_scale():
 def test_bubbles_of_1f1b_on_four_ranks():
     timeline = simulate(one_f_one_b(4, 4))
     shown = [
-        f"[{b.start_s:g},{b.stop_s:g}) {','.join(map(str, b.ranks))}" for b in timeline.bubbles
+        f"[{b.start_s:g},{b.stop_s:g}) {','.join(map(str, b.ranks))}" for b in bubbles(timeline)
     ]
     assert shown == [
         "[0,1) 1,2,3",
@@ -107,12 +108,12 @@ def test_bubbles_of_1f1b_on_four_ranks():
         "[18,19) 0,2,3",
         "[19,21) 1,2,3",
     ]
-    assert timeline.bubbles[0] == Bubble(0, 1, (1, 2, 3))
+    assert bubbles(timeline)[0] == Bubble(0, 1, (1, 2, 3))
 
 
 def test_an_empty_timeline():
     timeline = Timeline((), num_ranks=2)
-    assert (timeline.iteration_s, timeline.bubble_ratio, timeline.bubbles) == (0, 0, ())
+    assert (timeline.iteration_s, timeline.bubble_ratio, bubbles(timeline)) == (0, 0, ())
     assert str(timeline) == "rank 0 |\nrank 1 |"
 
 
