@@ -6,7 +6,6 @@ and its timeline, draws the same prompts again with both processes together, and
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +22,10 @@ from lightning_diffpipe.callbacks.sample_images import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.model_sources import check_request, source_of_module
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.source import Settings
 
 _LABEL_WIDTH = 110
 
@@ -68,23 +69,22 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
     return page
 
 
-def refuse_sampler(method: str, module: LatentDiffusion, num_patches: int | None = None) -> None:
+def refuse_sampler(
+    method: str,
+    module: LatentDiffusion,
+    prompts: Sequence[str],
+    num_patches: int | None = None,
+) -> None:
     """Refuses a sampler that the model could not use, before minutes go into training it.
 
     Raises:
-        ConfigurationError: Tokens are to be divided, and the model is a U-Net; or there are more patches than rows.
+        ConfigurationError: Tokens are to be divided, and the model is a U-Net; or what `check_request` says.
     """
     if method in ("pipefusion", "sequence") and hasattr(module, "unet"):
         raise ConfigurationError(
             f"sampler={method} needs a transformer, and this model is a U-Net; add sampler=distrifusion"
         )
-    config = module.denoiser.config
-    size = config.sample_size
-    rows = size // config.get("patch_size", 1) if isinstance(size, int) else math.inf
-    if num_patches is not None and num_patches > rows:
-        raise ConfigurationError(
-            f"sampler.num_patches={num_patches} is more than the {rows} rows of tokens of this model"
-        )
+    check_request(source_of_module(module), Settings(prompts), num_patches)
 
 
 class DemoStory(L.Callback):

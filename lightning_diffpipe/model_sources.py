@@ -143,9 +143,14 @@ def refuse_module(module: Any) -> None:
             "folder and open that: Predictor.from_pretrained(path)"
         )
     _refuse_controlnet(module.parts, f"this {type(module).__name__}")
-    if module.hparams.get("self_conditioning") is not None:
+    _refuse_self_conditioning(module.hparams, "this module")
+
+
+def _refuse_self_conditioning(hparams: Mapping[str, Any], origin: str) -> None:
+    """Raises ConfigurationError for a denoiser that no loop of a Predictor can feed."""
+    if hparams.get("self_conditioning") is not None:
         raise ConfigurationError(
-            "the denoiser of this module also takes its own estimate (self_conditioning), which no pipeline "
+            f"the denoiser of {origin} also takes its own estimate (self_conditioning), which no pipeline "
             "of diffusers gives it, and so no Predictor. Draw in one process: module.sample(prompts), or "
             "trainer.predict"
         )
@@ -234,6 +239,7 @@ def check_request(source: Source, settings: Settings, num_patches: int | None = 
     Raises:
         ConfigurationError: It cannot be drawn.
     """
+    refuse_ignored_size(source, settings)
     if isinstance(source, LatentDiffusionSource):
         rows: int | None = source.check(settings)
     else:
@@ -243,6 +249,36 @@ def check_request(source: Source, settings: Settings, num_patches: int | None = 
         raise ConfigurationError(
             f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
             f"and {rows}"
+        )
+
+
+def refuse_ignored_size(source: Source, settings: Settings) -> None:
+    """Refuses a height without a width, or the reverse, where a pipeline takes its own size unless it gets both.
+
+    Args:
+        source: With the pipeline, or its config.
+        settings: What to draw.
+
+    Raises:
+        ConfigurationError: What was given would be ignored.
+    """
+    given = settings.given()
+    sides = [name for name in ("height", "width") if name in given]
+    if len(sides) != 1 or not isinstance(source, DiffusersFolder):
+        return
+    try:
+        pipeline = source.outline()
+    except Exception:  # some cannot be made without their text encoders
+        return
+    [side] = sides
+    arguments = call_arguments(pipeline, settings)
+    without = {name: value for name, value in arguments.items() if name != side}
+    asked, own = (checked_arguments(pipeline, each) for each in (arguments, without))
+    if asked and own and asked.get(side) == own.get(side) != given[side]:
+        other = "width" if side == "height" else "height"
+        raise ConfigurationError(
+            f"{type(pipeline).__name__} would ignore {side}={given[side]} without a {other}, and draw "
+            f"{own['height']} x {own['width']} pixels; give both"
         )
 
 
@@ -346,6 +382,7 @@ def _checkpoint(
             f"{path} is a training checkpoint of a diffusers pipeline. Write the pipeline to a folder, and open "
             "that: PipelineDiffusion.from_checkpoint(path).save_pretrained(FOLDER), or train with save_to=FOLDER"
         )
+    _refuse_self_conditioning(checkpoint.get("hyper_parameters", {}), str(path))
     name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
     cls, config = checkpoint_part(checkpoint, name)
     weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))

@@ -42,7 +42,12 @@ from lightning_diffpipe.errors import (
     raised_by_all,
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.model_sources import open_source, refuse_module, source_of_module
+from lightning_diffpipe.model_sources import (
+    open_source,
+    refuse_ignored_size,
+    refuse_module,
+    source_of_module,
+)
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import (
@@ -322,6 +327,7 @@ class Predictor:
         self._announced = False
         try:
             settings = settle()
+            refuse_ignored_size(self.source, settings)
             return self.source.draw(settings, partial(self._announce, settings))
         except Exception as error:
             if not self._announced:

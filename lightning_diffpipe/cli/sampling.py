@@ -362,6 +362,11 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
                 f"cannot write {folder / name}: {type(error).__name__}: {error}"
                 + ("; take video_format=gif or png" if ending == ".mp4" else "")
             ) from error
+        if ending == ".mp4" and any(side % 2 for side in each[0].size):
+            size = " x ".join(map(str, each[0].size))
+            print(
+                f"{folder / name}  last row or column twice: mp4 has even sizes, and frames are {size}"
+            )
         print(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
     return names
 
@@ -394,13 +399,20 @@ def _write(drawn: Any, path: Path, fps: int) -> None:
 
 
 def _write_mp4(frames: list[Any], path: Path, fps: int) -> None:
+    import numpy as np
+
     av = _require_encoder()
+    width, height = frames[0].size
+    missing = (0, height % 2), (0, width % 2), (0, 0)
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv420p"  # which every player shows
+        stream.width, stream.height = width + width % 2, height + height % 2
+        stream.pix_fmt = (
+            "yuv420p"  # which every player shows, and whose colors are of two by two pixels
+        )
         for frame in frames:
-            file.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            pixels = np.pad(np.asarray(frame.convert("RGB")), missing, mode="edge")
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         file.mux(stream.encode())
 
 

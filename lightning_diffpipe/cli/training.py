@@ -371,7 +371,9 @@ def demo(config: DictConfig) -> Any:
     from lightning_diffpipe.demo import DemoStory, refuse_sampler
 
     module = hydra.utils.instantiate(config.model)
-    refuse_sampler(config.sampler.method, module, config.sampler.get("num_patches"))
+    with named({"num_patches": "sampler.num_patches"}):
+        num_patches = config.sampler.get("num_patches")
+        refuse_sampler(config.sampler.method, module, list(config.prompts), num_patches)
     data = _data_for(module, config)
     story = DemoStory(
         config.output_dir,

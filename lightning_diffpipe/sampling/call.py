@@ -32,7 +32,7 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     restored,
 )
-from lightning_diffpipe.sampling.record import Answer
+from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -44,34 +44,6 @@ from lightning_diffpipe.sampling.schedulers import (
 
 _SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
 """Arguments of denoisers without a row per sample, whatever their size."""
-
-
-class Controlled(nn.Module):
-    """A denoiser with the parts that answer for it alone, such as ControlNets; ranks share all their layers.
-
-    Args:
-        denoiser: It.
-        controls: Those parts, by name.
-    """
-
-    def __init__(self, denoiser: nn.Module, controls: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.denoiser = denoiser
-        self.controls = nn.ModuleDict(controls)
-
-    def forward(self, controls: Sequence[tuple[str, dict[str, Any]]] = (), **arguments: Any) -> Any:
-        """Calls the denoiser.
-
-        Args:
-            controls: Names and arguments of calls of controls.
-            arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
-        """
-        answers = [pytree.tree_leaves(self.controls[name](**given)) for name, given in controls]
-
-        def known(x: Any) -> Any:
-            return answers[x.call][x.leaf] if isinstance(x, Answer) else x
-
-        return self.denoiser(**pytree.tree_map(known, arguments))
 
 
 @dataclass
@@ -271,6 +243,8 @@ class Call:
             exchange,
             self.channels,
             "predictions" in self.mixes,
+            # All loops of a request begin with the same numbers, as if there were one.
+            drawing_from(self.random_states, self.whole.device, goes_back=bool(self.loop)),
         )
         self.loop.append(loop)
         return loop

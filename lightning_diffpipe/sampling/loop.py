@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import ConfigurationError, SamplingError
 from lightning_diffpipe.sampling.record import (
+    Controlled,
     Controls,
     LoopEnds,
     Record,
@@ -41,7 +42,7 @@ from lightning_diffpipe.sampling.record import (
     Replayed,
     moved,
 )
-from lightning_diffpipe.sampling.request import Complete, Rows
+from lightning_diffpipe.sampling.request import Complete, LoopInterruptedError, Rows
 
 _DENOISER = re.compile(r"(transformer|unet|prior)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -632,6 +633,7 @@ class PipelineLoop:
         exchange: Sends this branch's prediction, and returns those of both.
         channels: Channels of a prediction that the loop looks at; None means all.
         mixes: The loop brings rows of predictions together.
+        head: A context for what comes before the first call of the denoiser.
 
     Attributes:
         is_divided: Another rank computes the other branch of guidance.
@@ -649,8 +651,10 @@ class PipelineLoop:
         exchange: Exchange | None = None,
         channels: int | None = None,
         mixes: bool = False,
+        head: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         self._call, self._compute, self._denoiser, self._rows = call, compute, denoiser, rows
+        self._head = head or contextlib.nullcontext()
         self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
         self.mixes = mixes
         self._complete: Complete | None = None
@@ -733,7 +737,10 @@ class PipelineLoop:
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
         if event.name != self._denoiser:
-            self._go_on(self._call.parts[event.name](**event.arguments))
+            part = self._call.parts[event.name]
+            if "controls" in event.arguments:
+                part = Controlled(part, self._call.controls)
+            self._go_on(part(**event.arguments))
             return None
         if event not in self._asked:
             self._asked.append(event)
@@ -809,6 +816,8 @@ class PipelineLoop:
         Raises:
             SamplingError: It has further steps.
         """
+        if self._coroutine.done:  # interrupted
+            return self._result
         self._run_to_step()
         step = self._at_step()
         alone = self._stepped is not None and self._rows is None
@@ -831,7 +840,8 @@ class PipelineLoop:
         self._run_to_step()
         self._asked = []
         if self._event is None:
-            self._go_on(None)
+            with self._head:
+                self._go_on(None)
             return
         if latents is None:
             stepped, self._stepped = self._stepped, None
@@ -851,8 +861,10 @@ class PipelineLoop:
 
     def _at_step(self) -> _Step:
         if not isinstance(self._event, _Step):
-            raise SamplingError(
-                f"{type(self._call.pipeline).__name__} ended its loop earlier than its first run had shown"
+            is_alone = self._rows is None and self._branch is None
+            raise (LoopInterruptedError if is_alone else SamplingError)(
+                f"{type(self._call.pipeline).__name__} ended its loop earlier than its first run had shown; a "
+                "callback may interrupt it only where one rank draws all prompts by itself, with method=single"
             )
         return self._event
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import LoopInterruptedError, Request
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 
@@ -28,7 +28,10 @@ class OneProcess:
         loop, latents = request.loop(), request.latents
         watch = Stopwatch(self.statistics, 0, latents.device)
         for index in range(request.num_steps):
-            latents = loop.step(loop.guided(loop.predict()))
+            try:
+                latents = loop.step(loop.guided(loop.predict()))
+            except LoopInterruptedError:
+                break
             watch.step_done()
             if on_step is not None:
                 on_step(index)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -318,3 +318,31 @@ class Controls:
             return on_step(*given)
 
         return step
+
+
+class Controlled(nn.Module):
+    """A denoiser with the parts that answer for it alone, such as ControlNets; ranks share all their layers.
+
+    Args:
+        denoiser: It.
+        controls: Those parts, by name.
+    """
+
+    def __init__(self, denoiser: nn.Module, controls: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self.controls = nn.ModuleDict(controls)
+
+    def forward(self, controls: Sequence[tuple[str, dict[str, Any]]] = (), **arguments: Any) -> Any:
+        """Calls the denoiser.
+
+        Args:
+            controls: Names and arguments of calls of controls.
+            arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
+        """
+        answers = [pytree.tree_leaves(self.controls[name](**given)) for name, given in controls]
+
+        def known(x: Any) -> Any:
+            return answers[x.call][x.leaf] if isinstance(x, Answer) else x
+
+        return self.denoiser(**pytree.tree_map(known, arguments))

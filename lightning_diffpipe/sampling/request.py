@@ -27,12 +27,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.errors import SamplingError
 from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Rows = Callable[[Tensor], Tensor]
 Complete = Callable[[int, Tensor], Tensor]
+
+
+class LoopInterruptedError(SamplingError):
+    """A loop takes fewer steps than it said, as after `pipe._interrupt = True` in a callback."""
 
 
 class Loop(Protocol):

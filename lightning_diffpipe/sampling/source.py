@@ -248,11 +248,15 @@ class DiffusersFolder:
         return "num_frames" in inspect.signature(cls.__call__).parameters
 
     def outline(self) -> Any:
-        """The pipeline made from configs alone: its modules have no weights, and those of transformers are missing.
+        """The pipeline; on other ranks than the one that leads made from configs alone.
+
+        Then its modules have no weights, and those of transformers are missing.
 
         Raises:
             ConfigurationError: Its autoencoder cannot save memory as is asked for.
         """
+        if self._pipeline is not None:
+            return self._pipeline
         cls = getattr(diffusers, self._index["_class_name"])
         entries = {n: e for n, e in self._index.items() if n in inspect.signature(cls).parameters}
         parts = {n: None if isinstance(e, list | tuple) else e for n, e in entries.items()}

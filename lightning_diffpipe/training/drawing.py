@@ -32,6 +32,7 @@ from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
+from lightning_diffpipe.sampling.schedulers import random_states
 from lightning_diffpipe.sampling.source import drawn_by
 from lightning_diffpipe.sampling.stages import resident_parameters
 from lightning_diffpipe.training.pipeline import Pipeline
@@ -102,6 +103,7 @@ class StageDrawer:
 
     def _sampled(self, call: Call, links: ProcessLinks) -> Tensor:
         # Training would save for its backward what modules compute once for all calls, such as tables.
+        call = replace(call, random_states=random_states(links.device))
         request = replace(call.request(self._denoiser), infers=False)
         rows = len(request.latents) * request.branches_in_batch
         by_samples = {

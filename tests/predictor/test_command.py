@@ -316,12 +316,24 @@ def test_a_video_is_read_back_as_it_was_drawn(ending, tmp_path):
         assert abs(np.asarray(found, float) - np.asarray(wanted, float)).mean() < 6
 
 
+def test_a_video_of_odd_size_is_written_with_its_last_row_and_column_twice(tmp_path, capsys):
+    """History: the encoder refused it, when all had been drawn."""
+    values = {"prompts": ["a"], "output_type": "pil", "video_format": "mp4", "fps": 8}
+    sampling._write_drawn([frames((33, 17))], values, tmp_path)
+    assert "mp4 has even sizes, and frames are 33 x 17" in capsys.readouterr().out
+    with av.open(str(tmp_path / "000.mp4")) as file:
+        read = [np.asarray(frame.to_image(), float) for frame in file.decode(video=0)]
+    for wanted, found in zip(frames((34, 18)), read, strict=True):
+        assert found.shape == (18, 34, 3)
+        assert abs(found - np.asarray(wanted, float)).mean() < 6
+
+
 def test_a_video_that_cannot_be_written_is_named(tmp_path):
     values = {"prompts": ["a"], "output_type": "pil", "video_format": "mp4", "fps": 8}
     with pytest.raises(
         DiffPipeError, match=r"cannot write .*000.mp4: .*; take video_format=gif or png"
     ):
-        sampling._write_drawn([frames((33, 17))], values, tmp_path)
+        sampling._write_drawn([frames()], values, tmp_path / "absent")
 
 
 def test_a_video_without_an_encoder_is_refused_before_it_is_drawn(

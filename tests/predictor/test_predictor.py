@@ -17,7 +17,11 @@ from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, load_weights, skeleton
-from tests.modules.tiny_parts import perturbed_latent_diffusion, save_with_averages
+from tests.modules.tiny_parts import (
+    perturbed_latent_diffusion,
+    save_with_averages,
+    tiny_latent_diffusion,
+)
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
     drawn_by,
@@ -157,6 +161,16 @@ def test_a_module_in_stages_is_not_drawn_with():
     place_parameters(module, own, "cpu")
     with pytest.raises(ConfigurationError, match=r"such as vae\..*SampleImages during training"):
         Predictor.from_module(module, "single")
+
+
+def test_a_checkpoint_of_a_self_conditioned_model_is_refused_with_its_reason(tmp_path):
+    """History: its first step ended in a convolution that got half of its channels."""
+    module = tiny_latent_diffusion("unet", in_channels=8, self_conditioning=0.5)
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    with pytest.raises(ConfigurationError, match=r"last\.ckpt also takes its own estimate"):
+        Predictor.from_pretrained(tmp_path / "last.ckpt", "single")
 
 
 def test_a_closed_predictor_says_so(folder_of):
