@@ -1,7 +1,9 @@
 """The recipes of `conf/experiment` for well-known models, on tiny random folders of the same classes."""
 
 import json
+import re
 import shutil
+from importlib.resources import files
 
 import diffusers
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
+from lightning_diffpipe import Predictor
 from tests.command import call, run
 from tests.zoo.pipelines import build
 
@@ -120,6 +123,23 @@ def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, pictures, c
     shutil.rmtree(tmp_path / "run")
 
 
+def test_adapters_learn_a_face_that_the_built_in_transformer_has_not_seen(
+    tmp_path, capsys, monkeypatch
+):
+    small = ("trainer=cpu", "trainer.max_steps=2", "logger=none", "data.batch_size=4")
+    single = ("strategy=single_device", "trainer.devices=1", "callbacks=training")
+    code, out, err = call(
+        capsys,
+        monkeypatch,
+        *("train", "experiment=glyphs_lora", f"save_to={tmp_path / 'saved'}"),
+        *(f"hydra.run.dir={tmp_path / 'run'}", *small, *single),
+    )
+    assert code == 0, out + err
+    with Predictor.from_pretrained(tmp_path / "saved", method="single", alone=True) as predictor:
+        picture = predictor(["digit four, stix italic"], num_inference_steps=1)[0]
+    assert picture.size == (64, 64)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
@@ -130,6 +150,18 @@ def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
     assert done.returncode == 0, done.stdout + done.stderr
     assert opens_in_diffusers("sdxl_lora", tmp_path)
     assert list((tmp_path / "run").rglob("*.png")), "no sample was drawn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"wan_lora"}))  # which is not on paper
+def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):
+    header = (files("lightning_diffpipe.conf") / "experiment" / f"{name}.yaml").read_text()
+    command = re.search(r"diffpipe (plan .*)", header)[1].split()
+    code, out, err = call(capsys, monkeypatch, *command, f"hydra.run.dir={tmp_path}")
+    assert code == 0, out + err
+    assert re.search(r"step:\s+([\d.]+ m?s) for", header)[1] == re.search(r"step\s+(.*?),", out)[1]
+    fullest = max(re.findall(r"backbone .*?([\d.]+) GiB", out), key=float)
+    assert re.search(r"memory:\s+([\d.]+) GiB", header)[1] == fullest
 
 
 def test_training_without_data_says_what_a_data_folder_looks_like(capsys, monkeypatch):

@@ -51,6 +51,10 @@ _STYLES = {"Oblique": "italic", "Italic": "italic", "Bold": "bold", "": ""}
 _STYLES |= {"BoldOblique": "bold italic", "BoldItalic": "bold italic"}
 
 
+FURTHER_FACES = {"stix italic": "STIXGeneralItalic.ttf"}
+"""By the name captions use, faces that the built-in models have never seen."""
+
+
 class Glyph(NamedTuple):
     """A character in a face, for example `Glyph("α", "serif bold")`."""
 
@@ -69,12 +73,15 @@ class Glyph(NamedTuple):
         return int.from_bytes(digest[:8], "big") / 2**64
 
 
+def _folder_of_fonts() -> Path:
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
 @cache
 def font_files() -> dict[str, Path]:
-    """Returns the twelve text faces matplotlib ships, by the name captions use."""
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    """Returns the twelve text faces of DejaVu that matplotlib ships, by the name captions use."""
     faces = {}
-    for path in sorted(folder.glob("DejaVu*.ttf")):
+    for path in sorted(_folder_of_fonts().glob("DejaVu*.ttf")):
         family, _, style = path.stem.removeprefix("DejaVu").partition("-")
         if family in _FAMILIES:  # the two "Display" faces hold a few symbols only
             faces[f"{_FAMILIES[family]} {_STYLES[style]}".strip()] = path
@@ -82,13 +89,18 @@ def font_files() -> dict[str, Path]:
 
 
 @cache
+def _known_faces() -> dict[str, Path]:
+    return font_files() | {n: _folder_of_fonts() / file for n, file in FURTHER_FACES.items()}
+
+
+@cache
 def _font(face: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(font_files()[face]), size)
+    return ImageFont.truetype(str(_known_faces()[face]), size)
 
 
 @cache
 def _characters_of(face: str) -> frozenset[int]:
-    return frozenset(FT2Font(str(font_files()[face])).get_charmap())
+    return frozenset(FT2Font(str(_known_faces()[face])).get_charmap())
 
 
 def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
@@ -96,7 +108,7 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
 
     Args:
         alphabets: Names in `ALPHABETS`.
-        faces: Names in `font_files()`.
+        faces: Names in `font_files()` or `FURTHER_FACES`.
 
     Returns:
         The glyphs that the fonts really hold.
@@ -104,7 +116,7 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
     Raises:
         ConfigurationError: An alphabet or face is unknown.
     """
-    for given, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, font_files(), "face")):
+    for given, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, _known_faces(), "face")):
         if unknown := sorted(set(given) - set(known)):
             raise ConfigurationError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
     ranges = [bounds for name in alphabets for bounds in ALPHABETS[name]]
@@ -150,7 +162,7 @@ class GlyphDataset(Dataset[Sample]):
         split: Pairs of character and face to hold: `"train"`, `"validation"`, or `"all"`.
         resolution: Width and height, in pixels.
         alphabets: Names in `ALPHABETS`.
-        faces: Names in `font_files()`; `None` for all twelve.
+        faces: Names in `font_files()` or `FURTHER_FACES`; `None` for the twelve of DejaVu.
         validation_share: Share of the pairs that are held back, by a hash of their captions.
         shifts_per_axis: Odd; 1 for unshifted glyphs only, 3 for nine shifts, and so on.
     """
@@ -193,7 +205,7 @@ class GlyphDataModule(CaptionedDataModule):
     Args:
         resolution: Width and height of the images, in pixels.
         alphabets: Which characters; see `ALPHABETS`.
-        faces: Which faces; `None` for all twelve.
+        faces: Which faces, of DejaVu or `FURTHER_FACES`; `None` for the twelve of DejaVu.
         validation_share: Share of the (character, face) pairs that are held back.
         shifts_per_axis: Each training glyph is seen at this number of shifts, squared.
         batch_size: Samples per batch on each data-parallel rank.

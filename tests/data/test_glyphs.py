@@ -56,6 +56,13 @@ def test_every_named_glyph_of_every_face_is_there():
     assert len(glyphs_of(["all"], list(font_files()))) > 45_000
 
 
+def test_a_face_that_no_model_has_seen_is_there_if_asked_for():
+    dataset = GlyphDataset("all", faces=["stix italic"], shifts_per_axis=1)
+    assert len(dataset) == 62
+    assert dataset[0]["caption"] == "digit zero, stix italic"
+    assert not any("stix" in glyph.caption for glyph in GlyphDataset("all").glyphs)
+
+
 def test_the_same_index_gives_the_same_pixels():
     first, second = GlyphDataset(), GlyphDataset()
     for index in (0, 7, len(first) - 1):
