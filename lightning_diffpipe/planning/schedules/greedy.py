@@ -70,6 +70,18 @@ class _ListScheduling:
         self.with_gradient = tuple(dict.fromkeys((Forward, self.back, self.last)))
         kinds, stages = (*self.with_gradient, ForwardNoGrad), range(placement.num_stages)
         self.done: dict[type[Work], list[int]] = {k: [0 for _ in stages] for k in kinds}
+        self.before = [placement.previous_stage(stage) for stage in stages]
+        self.after = [  # the next stage that sends a gradient back
+            next(
+                (
+                    s
+                    for s in placement.backbone_of(stage)
+                    if s > stage and s not in placement.no_grad
+                ),
+                None,
+            )
+            for stage in stages
+        ]
         self.ended: dict[Work, float] = {}
         self.now = 0.0
 
@@ -105,7 +117,7 @@ class _ListScheduling:
         stage, microbatch = work.stage, work.microbatch
         needs: Work | None
         if isinstance(work, (Forward, ForwardNoGrad)):
-            before = self.placement.previous_stage(stage)
+            before = self.before[stage]
             in_flight = self.done[Forward][stage] - self.done[self.last][stage]
             if in_flight >= self.most_in_flight(stage):
                 return False
@@ -114,9 +126,7 @@ class _ListScheduling:
         elif isinstance(work, BackwardWeight):
             needs = BackwardInput(stage, microbatch)
         else:
-            backbone = self.placement.backbone_of(stage)
-            later = (s for s in backbone if s > stage and s not in self.placement.no_grad)
-            after = next(later, None)
+            after = self.after[stage]
             own = Forward(stage, microbatch)
             needs = own if after is None else self.back(after, microbatch)
         return needs is None or self.ended.get(needs, math.inf) <= self.now
