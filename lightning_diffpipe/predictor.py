@@ -5,7 +5,7 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/loop.py, record.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/outline.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion.py, distrifusion/
     rank 0     latents -> autoencoder -> pictures, report               sampling/report.py

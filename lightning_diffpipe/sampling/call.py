@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loop import (
     Exchange,
-    Outline,
-    Phase,
     PipelineCall,
     PipelineLoop,
     Prediction,
     latents_name,
     restored,
 )
+from lightning_diffpipe.sampling.outline import Outline, Phase
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (

@@ -29,7 +29,6 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.sampling.sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.arguments import refuse_unless_whole
-from lightning_diffpipe.sampling.costs import measured_costs
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
@@ -38,7 +37,7 @@ from lightning_diffpipe.sampling.rehearsal import rehearse
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
 from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
-from lightning_diffpipe.sampling.stages import Stages, balanced_split
+from lightning_diffpipe.sampling.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from lightning_diffpipe.sampling.tokens import Part, ranges_of
 

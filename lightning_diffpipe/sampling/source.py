@@ -31,10 +31,10 @@ from lightning_diffpipe.sampling.digests import as_texts
 from lightning_diffpipe.sampling.loop import (
     PipelineCall,
     denoisers_among,
-    outline_of,
     settings_restored,
 )
 from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
+from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     Weights,

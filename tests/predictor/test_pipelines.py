@@ -13,7 +13,7 @@ from lightning_diffpipe.data.glyphs import GlyphDataset
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.loop import _Generator, _Step, restored
+from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from tests.predictor.scenarios import draw_each
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
@@ -473,7 +473,7 @@ def test_a_scheduler_whose_numbers_are_on_the_device_counts_along():
     scheduler.set_begin_index(0)
     latents = torch.zeros(1, 4, 8, 8, device="meta")
     given = {"self": scheduler, "model_output": latents, "timestep": scheduler.timesteps[0]}
-    _Step(type(scheduler).step, given | {"sample": latents}).count()
+    Step(type(scheduler).step, given | {"sample": latents}).count()
     assert scheduler.step_index == 1
 
 

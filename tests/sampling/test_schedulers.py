@@ -11,8 +11,9 @@ import torch
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.loop import PipelineCall, outline_of
+from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import (
