@@ -388,9 +388,12 @@ def test_a_plan_that_would_split_layers_that_mix_samples_ends_the_run():
         run_ranks(fit, 2, settings, 2)
 
 
+LARGE = {"num_blocks": 6}
+
+
 def counted_profile():
-    """The profile with which ranks plan `TinyDiffusion` under `profile="flops"`."""
-    module, samples = build(Settings()), Samples(2)
+    """The profile with which ranks plan a large `TinyDiffusion` under `profile="flops"`."""
+    module, samples = build(Settings(module=LARGE)), Samples(2)
     batch = torch.utils.data.default_collate([samples[0], samples[1]])
     return estimate_profile(module, probe(module, lambda module, batch: module.loss(batch), batch))
 
@@ -402,9 +405,8 @@ def test_where_only_filled_encodings_do_not_fit_nothing_is_filled():
     cluster = {"memory_bytes": max(unfilled.planned.peak_memory_bytes)}
     with pytest.raises(PlanError, match="filling=none would fit"):
         find_plan(profile, Cluster(2, **cluster), PlanOptions(24, filling="shares", **wishes))
-    settings = Settings(
-        data={"batch_size": 24}, trainer={"max_steps": 1}, strategy={**wishes, "cluster": cluster}
-    )
+    strategy = {**wishes, "cluster": cluster}
+    settings = Settings(LARGE, {"batch_size": 24}, {"max_steps": 1}, strategy)
     plan = run_ranks(fit, 2, settings, 2)[0].plan
     assert (plan.options.filling, plan.pieces) == ("none", ())
 

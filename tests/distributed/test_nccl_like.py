@@ -69,8 +69,10 @@ def test_layers_may_wait_for_the_whole_device(world_size, strategy):
     """History: receives began before what they depend on. The first rank waited in its first forward, for
     memory that cuDNN's benchmark gave back, for the gradient of the activation it was about to compute.
     """
-    settings = Settings(trainer={"max_steps": 2, "max_epochs": -1}, data={"batch_size": 4})
+    trainer = {"max_steps": 2, "max_epochs": -1}
+    # So many that each rank has one that waits.
+    settings = Settings({"num_blocks": 6}, trainer=trainer, data={"batch_size": 4})
     expected = reference(settings, 4)
-    settings.strategy = {"process_group_backend": "nccl", "timeout_s": 8, **strategy}
+    settings.strategy = {"process_group_backend": "nccl", "timeout_s": 20, **strategy}
     outcomes = run_ranks(fit_while_waiting_for_devices, world_size, settings, world_size)
     assert_equal_runs(outcomes, expected, 1e-10)

@@ -47,7 +47,7 @@ class TinyDiffusion(L.LightningModule):
     """An ordinary LightningModule; nothing in it knows of pipelines."""
 
     def __init__(
-        self, num_blocks=6, dropout=0.0, tied=False, lr=1e-2, scheduler=True, log_extra=False
+        self, num_blocks=4, dropout=0.0, tied=False, lr=1e-2, scheduler=True, log_extra=False
     ):
         super().__init__()
         self.encoder = Encoder().requires_grad_(False).eval()
