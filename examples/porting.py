@@ -112,7 +112,7 @@ class TextToImageXL(Denoising):
 class DreamBoothLoRA(TextToImage):
     """DreamBooth with prior preservation; adapters are trained, in the U-Net and, if wanted, the text encoder.
 
-    Batches: as `TextToImage`, all pictures of the subject in front, as many of its class behind them.
+    Batches: as `TextToImage`, all pictures of the subject in front, as many of its class after them.
     """
 
     def __init__(

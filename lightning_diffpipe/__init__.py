@@ -94,7 +94,7 @@ def _register(registry: Any) -> None:
 
 
 class _RegistersBehindLightning(MetaPathFinder):
-    """Registers the strategy behind the first import of Lightning's strategies, wherever that is.
+    """Registers the strategy after the first import of Lightning's strategies, wherever that is.
 
     It finds that one module, by the other finders, and adds to what its loader does.
     """

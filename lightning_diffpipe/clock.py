@@ -22,7 +22,7 @@ class Clock(Protocol):
         """Waits until everything asked for so far, in whatever stream, has happened."""
 
     def wait_for(self, stamp: Any) -> None:
-        """Waits until a stamp is past; for nothing behind it, nor in other streams, as messages are."""
+        """Waits until a stamp is past; for nothing after it, nor in other streams, as messages are."""
 
     def is_past(self, stamp: Any) -> bool:
         """Returns whether the seconds until a stamp are known without waiting."""

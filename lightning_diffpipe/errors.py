@@ -39,7 +39,7 @@ class DiffPipeError(Exception):
 
     Attributes:
         is_of_all_ranks: Every rank raises this error, rank 0 among them.
-        leaves_messages: Messages are under way behind it that cannot be taken back, as over NCCL.
+        leaves_messages: Messages are under way after it that cannot be taken back, as over NCCL.
     """
 
     is_of_all_ranks: bool = False

@@ -228,7 +228,7 @@ def _refuse_lora(path: Path) -> None:
 def check_request(source: Source, settings: Settings, num_patches: int | None = None) -> None:
     """Refuses what configs alone tell that a model cannot draw; the rest is told when it draws.
 
-    Of diffusers pipelines, what they check themselves in front of all else, and `num_patches` unless they pack
+    Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
     latents into tokens, whose number only their call knows.
 
     Args:

@@ -37,7 +37,7 @@ def steps_in(folder):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL in front of a call that changes a folder."""
+    """Stands for SIGKILL before a call that changes a folder."""
 
 
 def test_a_run_killed_at_any_moment_of_saving_is_gone_on_with(tmp_path, monkeypatch):

@@ -369,7 +369,7 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
     told = [line for line in err.splitlines() if line.startswith("diffpipe train: ")]
     assert code == 2
     assert message in told[0]
-    assert told == err.splitlines()[-1:], "one line, and nothing behind it"
+    assert told == err.splitlines()[-1:], "one line, and nothing after it"
 
 
 @pytest.mark.parametrize(
@@ -1255,5 +1255,5 @@ def test_a_run_that_sigterm_ends_says_so_and_exits_with_its_code(tmp_path):
     assert process.wait(60.0) == 143
     told = (tmp_path / "screen").read_text()
     assert re.search(
-        r"SIGTERM to rank 0 \(training.*training ended behind step \d+; nothing was saved", told
+        r"SIGTERM to rank 0 \(training.*training ended after step \d+; nothing was saved", told
     )

@@ -111,7 +111,7 @@ def diffusionpipe_s(case: Case, *, moves: bool, grouped: bool = True) -> float:
 
 
 def step_s(case: Case, filled: Filled, *, moves: bool) -> float:
-    """When all ranks are done: every rank in the order of its program, pieces behind what they read."""
+    """When all ranks are done: every rank in the order of its program, pieces after what they read."""
     schedule, pieces = filled.schedule, filled.pieces
     reads = [[] for _ in pieces]
     if moves:

@@ -395,7 +395,7 @@ def _request(known: Any, model: nn.Module, place: Place, resolution: int) -> Req
 
 
 def _sampling_s(place: Place, sampler: PipeFusion, request: Request) -> float:
-    """Seconds of a step behind the warm-up, in the second of two requests."""
+    """Seconds of a step after the warm-up, in the second of two requests."""
     for _ in range(2):
         result = sampler.sample(request)
     assert torch.isfinite(result).all(), "the result is not finite"

@@ -54,7 +54,7 @@ class Switched(PipelineMonitor):
 
 
 class Blocks(L.Callback):
-    """Seconds of every block; stands behind the monitor, so that its time counts."""
+    """Seconds of every block; stands after the monitor, so that its time counts."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

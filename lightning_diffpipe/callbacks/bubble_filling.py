@@ -38,7 +38,7 @@ class BubbleFilling(L.Callback):
 
     Args:
         mode: `"opportunistic"` runs layers until the awaited message is there, right where a wait blocks
-            the host (gloo), refused over NCCL. `"planned"` puts as many layers in front of each wait as
+            the host (gloo), refused over NCCL. `"planned"` puts as many layers before each wait as
             took its time in earlier steps, right for CUDA streams (NCCL). `None` chooses by backend.
         deterministic: Keep the ranks' shares of the frozen work as planned rather than adapting them to
             measured times. Results are the same either way; only the course of a run is not. `None`

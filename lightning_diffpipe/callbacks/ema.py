@@ -164,7 +164,7 @@ class EMA(L.Callback):
     def averaged(self, module: nn.Module) -> Iterator[None]:
         """A context in which the module has the averaged weights.
 
-        Behind a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
+        After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 
         Raises:
             ConfigurationError: Some of the averages are on other ranks, but the weights are here.

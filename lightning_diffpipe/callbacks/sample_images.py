@@ -114,7 +114,7 @@ class SampleImages(L.Callback):
         """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
 
         A run that goes on draws what it has drawn so far, whatever batch comes first now. Where it goes on after a
-        step, that step was drawn when it was done. The validation behind it may still have to come: checkpoints are
+        step, that step was drawn when it was done. The validation after it may still have to come: checkpoints are
         saved before it, too.
 
         Raises:

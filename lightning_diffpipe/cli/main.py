@@ -1,6 +1,6 @@
 """Finds the verb, lets Hydra compose its config, and tells errors in a line.
 
-Hydra reads the arguments behind the verb; the verb itself is hidden from Hydra while it parses, and
+Hydra reads the arguments after the verb; the verb itself is hidden from Hydra while it parses, and
 put back before the function runs, because Lightning starts further processes with `sys.argv`.
 """
 
@@ -105,7 +105,7 @@ def _legible(argument: str, sweeps: bool) -> str:
 
 
 def _quoted(text: str) -> str:
-    r"""A text as Hydra reads it back, whatever is in it; backslashes count in front of a quote only.
+    r"""A text as Hydra reads it back, whatever is in it; backslashes count before a quote only.
 
     Example:
         >>> _quoted("it's")

@@ -139,7 +139,7 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, behind it: under a launcher, jobs of a sweep share one process.
+    """Ends what loggers call a run, after it: under a launcher, jobs of a sweep share one process.
 
     Raises:
         SystemExit: SIGTERM ended the run, with its exit code, which Lightning leaves at 0.

@@ -3,8 +3,8 @@
     random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
 
 Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
-microbatch's seed with a stub for every layer. It is left as soon as no other known form is possible any more, in
-front of the code behind the last layer. Every rank does so from the same seed, and finds the same.
+microbatch's seed with a stub for every layer. It is left as soon as no other known form is possible any more,
+before the code after the last layer. Every rank does so from the same seed, and finds the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Exemplar:
     Attributes:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
-        reads: The numbers that it took out of tensors in front of its last layer call (`bool(coin)`, `.item()`), in
+        reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), in
             order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
         counted: Attributes that count, as they were.
@@ -92,7 +92,7 @@ class FormView:
         lenient: Layers that were not called when the step was probed are run, instead of refused.
 
     Attributes:
-        counted: What counters of the step (`LayerGraph.counters`) show behind the batch whose form was found last.
+        counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class FormView:
         return form
 
     def count(self) -> None:
-        """Goes on to the next batch: counters show what they do behind the batch whose form was found last."""
+        """Goes on to the next batch: counters show what they do after the batch whose form was found last."""
         if self.counted:
             self._counters.restore((self.counted, []))
 
@@ -187,9 +187,9 @@ class FormView:
         ):
             if value != expected:
                 raise GraphError(
-                    f"the step sets {owner + '.' if owner else ''}{name} to {value} behind its last layer, where "
+                    f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, where "
                     f"stages that end earlier take it to be {expected}: it did not add the same number as when "
-                    "it was probed. Set it in front of the first layer, or in on_train_batch_end, on all ranks"
+                    "it was probed. Set it before the first layer, or in on_train_batch_end, on all ranks"
                 )
 
 

@@ -241,7 +241,7 @@ class LayerGraph:
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
-        counters: Those of them that are whole numbers and change, with what is added behind the last layer. None
+        counters: Those of them that are whole numbers and change, with what is added after the last layer. None
             if the step could only be probed on values: what it counts is not known without them.
         hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
             it before; one past the last layer is the loss. Empty for `retain_grad`.

@@ -367,7 +367,7 @@ class AttributeWrites(TorchFunctionMode):
         return frozenset(itertools.filterfalse(self._is_done_once, left))
 
     def counters(self) -> dict[Attribute, int]:
-        """When the step has ended: whole numbers that glue has changed, and by how much behind the last layer."""
+        """When the step has ended: whole numbers that glue has changed, and by how much after the last layer."""
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)

@@ -278,7 +278,7 @@ class LatentDiffusion(PartsModule):
             encoder_hidden_states=states.to(self.denoiser.dtype),
             **kwargs,
         ).sample
-        # Transformers may predict a variance behind the mean, which is not trained here.
+        # Transformers may predict a variance after the mean, which is not trained here.
         return prediction[:, : noisy.shape[1]].float()
 
     @property

@@ -183,7 +183,7 @@ class OneStep:
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
             if sample.shape == noisy.shape:
-                # A variance behind the mean, which schedulers take off, is not trained.
+                # A variance after the mean, which schedulers take off, is not trained.
                 predicted.append(prediction[:, : noisy.shape[1]].float())
                 raise Captured
             return prediction

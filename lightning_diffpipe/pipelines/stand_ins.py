@@ -323,7 +323,7 @@ class NoDenoiser(StandIn):
         latents = max(tensors, key=lambda tensor: tensor.ndim)
         shape, config = list(latents.shape), self._real.config
         if config.get("out_channels") and shape[1] == config.get("in_channels"):
-            shape[1] = config["out_channels"]  # a variance behind the mean, for one
+            shape[1] = config["out_channels"]  # a variance after the mean, for one
         return _Prediction((latents.new_zeros(shape),))
 
 

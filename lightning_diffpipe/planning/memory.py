@@ -167,7 +167,7 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
     """Bytes of the messages between one rank's stages and other ranks.
 
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
-    the latest, so one for each microbatch that waits. Behind the stage there are besides a gradient that has
+    the latest, so one for each microbatch that waits. After the stage there are besides a gradient that has
     arrived and one that is expected; before it an activation that is expected, and two gradients of which no
     message has said yet that they have arrived. Replicas of a neighbour may be further apart, which is not
     counted.

@@ -163,7 +163,7 @@ class FreeRunningEngine(Engine):
         self._works: dict[int, MicrobatchWork] = {}
         self._settings: dict[int, list[dict[str, Any]]] = {}
         self._under_way: deque[_UnderWay] = deque()
-        # Behind so many batches the first rank has what the last one sent, without waiting for it.
+        # After so many batches the first rank has what the last one sent, without waiting for it.
         self._results_after = -(-warmup_forwards(schedule.placement, 0) // self._per_batch)
 
     @property

@@ -2,8 +2,8 @@
 
 One probe does not tell all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
-layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages in
-front of it.
+layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages before
+ it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class PartitionedStepCache:
         return [self._within(step.graph, calls) for step in cuts]
 
     def count(self) -> None:
-        """Behind a batch: counters of the step show one batch more, however often the step was run for it."""
+        """After a batch: counters of the step show one batch more, however often the step was run for it."""
         if self._first is not None:
             self._views[self._first[0]].count()
 
@@ -320,7 +320,7 @@ class PlacedCalls:
         return held
 
     def in_front(self, names: Sequence[str]) -> PlacedCalls | None:
-        """The calls of a wider form: its last ones on these stages, all others on stages in front of them.
+        """The calls of a wider form: its last ones on these stages, all others on stages before them.
 
         Returns:
             None if it calls a layer that no rank holds, or leaves out one that was planned.
@@ -339,7 +339,7 @@ class PlacedCalls:
             if at >= 0 and self.names[at] == name:
                 now, at = last - self.stage_of[at], at - 1
             elif homes[now] not in held[name]:
-                at = -1  # from here on in front of all that was planned
+                at = -1  # from here on before all that was planned
                 now = len(homes)
                 homes.append(min(held[name]))
             stages.append(now)

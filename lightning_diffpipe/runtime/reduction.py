@@ -184,7 +184,7 @@ class Reduction:
 
     def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> PendingWork:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-        # Behind them, of each parameter, whether this rank has a gradient: summed, how many holders have one.
+        # After them, of each parameter, whether this rank has a gradient: summed, how many holders have one.
         has = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         has = has.to(bucket[0].device, non_blocking=True)
         flat = torch.cat([*(g.detach().reshape(-1) for g in gradients), has])

@@ -46,7 +46,7 @@ class PartitionedStep:
         stage_views: The stages this rank holds.
         frozen_view: The frozen part; `None` if nothing is frozen.
         placement: Ranks of the stages: those planned, or with more before them for a form with more calls.
-        tail_view: The code behind the last layer alone, where the losses of several chains are put together.
+        tail_view: The code after the last layer alone, where the losses of several chains are put together.
     """
 
     graph: LayerGraph

@@ -111,7 +111,7 @@ class Chooser:
         """
         mixes = isinstance(error, GraphError)
         axes = None if mixes or options.mesh is None else asdict(options.mesh)
-        # Functions behind it hold a worker and latents.
+        # Functions after it hold a worker and latents.
         kept = error.with_traceback(None)
         self._refused.append((Refusal(options.method, _short(error), axes), kept))
 

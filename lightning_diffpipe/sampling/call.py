@@ -54,7 +54,7 @@ class Call:
         phases: Steps by the denoiser that they call: one phase, unless denoisers take turns.
         timesteps: One for each step.
         whole: Latents of all ranks, as the first step is given them.
-        scheduler: As it is in front of that.
+        scheduler: As it is before that.
         num_samples: Pictures the request draws.
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
@@ -116,7 +116,7 @@ class Call:
 
         Args:
             index: Which.
-            latents: In front of them, of the samples that this rank draws.
+            latents: Before them, of the samples that this rank draws.
         """
         phase, whole = self.phases[index], self.whole
         if index:
@@ -411,7 +411,7 @@ class Call:
         """A context in which default generators go on from where those of rank 0 were.
 
         Args:
-            rank: This one; on all but rank 0 default generators are as they were behind the context.
+            rank: This one; on all but rank 0 default generators are as they were after the context.
         """
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
@@ -453,7 +453,7 @@ def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, An
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """What the denoiser is given for other latents than those it was seen with; conditions behind them stay.
+    """What the denoiser is given for other latents than those it was seen with; conditions after them stay.
 
     Args:
         seen: Its input: copies of the latents, perhaps with further channels or tokens.

@@ -265,7 +265,7 @@ def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn
 
 @contextlib.contextmanager
 def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
-    """A context behind which parts have the types and attention processors that they had in front of it.
+    """A context after which parts have the types and attention processors that they had before it.
 
     A pipeline that changes them (SDXL decodes in float32, perturbed-attention guidance has processors of its own)
     takes that back at the end of its call, which neither a first run nor a request that fails reaches.
@@ -622,7 +622,7 @@ class PipelineLoop:
         self._go_on(self._stepped if alone else step.answer(latents))
         if self._event is not None:
             raise SamplingError(
-                f"{type(self._call.pipeline).__name__} goes on denoising behind the last step that its first run, "
+                f"{type(self._call.pipeline).__name__} goes on denoising after the last step that its first run, "
                 "with a denoiser that predicts zeros, had shown"
             )
         return self._result

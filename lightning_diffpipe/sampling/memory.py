@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_variables(error: BaseException | None) -> None:
-    """Lets go of what functions behind an error hold: activations, and receives, which keep connections open."""
+    """Lets go of what functions after an error hold: activations, and receives, which keep connections open."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -55,7 +55,7 @@ class Outline:
         timesteps: One for each step, as the scheduler is told.
         phases: Steps by the denoiser that they call.
         latents: What the first step is given.
-        scheduler: As it is in front of the first step.
+        scheduler: As it is before the first step.
         step_arguments: Further arguments of that.
         channels: Channels of predictions that are looked at; None means all.
         mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
@@ -73,7 +73,7 @@ class Outline:
 
 
 def outline_of(call: PipelineCall) -> Outline:
-    """Runs the call on the rank that has all parts, without computing anything but what is in front of the loop.
+    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
 
     Raises:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.

@@ -1,9 +1,9 @@
 """Running the user's closure on a part of the tokens, on one rank.
 
 All code between blocks sees full shapes, so that patchify, rope tables, `int(tokens ** 0.5)` and unpatchify
-work unchanged; only the tokens of the part mean anything in them. In front of a block, its arguments are cut to
-the part; behind it, the result is put back into a full-size tensor. A block of another rank is not run: its
-result is what was received, if something here reads it, else a dummy. The run stops behind the last own block,
+work unchanged; only the tokens of the part mean anything in them. Before a block, its arguments are cut to
+the part; after it, the result is put back into a full-size tensor. A block of another rank is not run: its
+result is what was received, if something here reads it, else a dummy. The run stops after the last own block,
 except on the last rank, which makes the prediction.
 
     closure    patchify ── block 0 ── block 1 ── block 2 ── block 3 ── unpatchify ── guidance
@@ -43,7 +43,7 @@ Slices = list[Tensor]
 
 
 class _Stop(BaseException):
-    """Leaves the closure behind the last own block."""
+    """Leaves the closure after the last own block."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class PartRunner:
             receive: What comes from the rank before this one in a visit, one tensor after the other.
             send: Takes what goes to the rank after it.
             earlier: Runs on other samples of the same step, whose results are to be put together.
-            stop: Stop behind the last own block also on the last rank.
+            stop: Stop after the last own block also on the last rank.
 
         Returns:
             The run, with its prediction on the last rank.

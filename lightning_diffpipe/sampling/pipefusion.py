@@ -103,7 +103,7 @@ class PipeFusion:
         num_patches: M. At least as many as ranks keeps all of them busy.
         warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
             the model is given in the next step differs by less than `settled`.
-        split: Blocks in front of which to cut, one fewer than ranks. None cuts by the cost measured in the first
+        split: Blocks before which to cut, one fewer than ranks. None cuts by the cost measured in the first
             request, and keeps that for all further ones with the same blocks: ranks have weights for no other. A
             function is asked on rank 0, for each layout.
         text_with: The patch with which text tokens are computed.

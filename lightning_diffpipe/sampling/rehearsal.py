@@ -166,7 +166,7 @@ def failing(
 def _prediction(
     sampler: PipeFusion, request: Request, setting: PipeFusionSetting, num_steps: int
 ) -> Tensor:
-    """Of the first model input, in a synchronous step, or in patches behind one."""
+    """Of the first model input, in a synchronous step, or in patches after one."""
     plan = replace(setting.plan, num_steps=num_steps, warmup_steps=1, automatic=False)
     if num_steps == 1:
         plan = replace(plan, warmup_microbatches=1)
@@ -201,5 +201,5 @@ class _Still:
         self._left -= 1
         if self._left:
             return SimpleNamespace(prev_sample=latents)
-        # Some models predict a variance, too, behind the channels.
+        # Some models predict a variance, too, after the channels.
         return SimpleNamespace(prev_sample=prediction[tuple(map(slice, latents.shape))])

@@ -102,7 +102,7 @@ class Request:
         scheduler: A diffusers scheduler whose timesteps are set. It is copied, never changed.
         timesteps: One for each denoising step, as the scheduler wants them.
         latents: The initial noise, full, equal on all ranks.
-        scale_input: Call `scheduler.scale_model_input` in front of `denoise`.
+        scale_input: Call `scheduler.scale_model_input` before `denoise`.
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
         branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
             for guidance in the batch.

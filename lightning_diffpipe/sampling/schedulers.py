@@ -110,7 +110,7 @@ class InputScaler:
 
     Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
     model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
-    scaled by what the copy was in front of it.
+    scaled by what the copy was before it.
 
     Args:
         request: Its scheduler is copied.
@@ -129,7 +129,7 @@ class InputScaler:
 
 
 def _in_front_of_steps(request: Request) -> list[Any] | None:
-    """The scheduler as it is in front of each step; None if it gives the model the latents as they are."""
+    """The scheduler as it is before each step; None if it gives the model the latents as they are."""
     scheduler = copy.deepcopy(request.scheduler)
     x = request.latents.new_zeros((1,) * request.latents.ndim)
     if scheduler.scale_model_input(x, request.timesteps[0]) is x:
@@ -324,7 +324,7 @@ def drawing_from(
     Args:
         states: As `random_states` gave them.
         device: Whose they are.
-        goes_back: Whether they are as they were behind the context.
+        goes_back: Whether they are as they were after the context.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
         for state in states[:1]:

@@ -102,7 +102,7 @@ class SafetensorsFolder:
         return found
 
     def files(self) -> dict[str, str]:
-        """The file of each tensor, behind `origin`."""
+        """The file of each tensor, after `origin`."""
         return {name: f"/{path.name}" for name, path in self._file_of.items()}
 
 

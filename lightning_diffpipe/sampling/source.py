@@ -431,7 +431,7 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
     """What a pipeline's call draws, with its denoising loop done by `sample`.
 
     Raises:
-        ConfigurationError: The call fails in front of the loop, or with a denoiser that predicts zeros.
+        ConfigurationError: The call fails before the loop, or with a denoiser that predicts zeros.
     """
     try:
         with settings_restored(call.parts):
@@ -464,7 +464,7 @@ def refuse_prompts(
     Args:
         prompts: Of the request.
         option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
-        num_classes: Classes of the model, behind which comes one for no class; None if they are not known.
+        num_classes: Classes of the model, after which comes one for no class; None if they are not known.
     """
     for prompt in prompts:
         if option == "prompt" and not isinstance(prompt, str):

@@ -66,7 +66,7 @@ class Stages:
 
     @classmethod
     def split(cls, layout: Layout, positions: Sequence[int]) -> Stages:
-        """Cuts the blocks in front of some positions.
+        """Cuts the blocks before some positions.
 
         Args:
             layout: Of the model.
@@ -177,7 +177,7 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
 
 
 def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
-    """Seconds of each call of a block, and of what comes behind the last."""
+    """Seconds of each call of a block, and of what comes after the last."""
     names, times, inside, end_s = set(layout.block_names), [], False, 0.0
     device = request.latents.device
 

@@ -1,7 +1,7 @@
 """Following values through a model without knowing it: NaN is the ink.
 
-NaN survives every arithmetic operation, so what is NaN behind a function has been reached by what was NaN in
-front of it. To read a whole map from indices to indices in few runs, each index gets a code word and run `b`
+NaN survives every arithmetic operation, so what is NaN after a function has been reached by what was NaN before
+ it. To read a whole map from indices to indices in few runs, each index gets a code word and run `b`
 marks the indices whose word has bit `b`. All words have the same number of ones, so that a place reached by two
 indices shows too many marks and can never be mistaken for a third:
 
@@ -71,7 +71,7 @@ class InkOnly(TorchFunctionMode):
 
     Args:
         exactly: Skip only what is NaN throughout, so that all numbers are those of torch; but features differ where
-            the weights are a placeholder, one number for all, or a norm behind would make anything the same.
+            the weights are a placeholder, one number for all, or a norm after would make anything the same.
 
     Example:
         >>> with InkOnly():

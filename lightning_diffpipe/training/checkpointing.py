@@ -86,7 +86,7 @@ class CheckpointHooks(ParallelStrategy):
     _found_last: tuple[Any, ...] = ()
 
     def drain(self) -> None:
-        """Brings weights to those behind the last batch, if ranks run free."""
+        """Brings weights to those after the last batch, if ranks run free."""
         raise NotImplementedError
 
     @property
@@ -132,7 +132,7 @@ class CheckpointHooks(ParallelStrategy):
             if path != paths[0]:
                 with raised_by_all():
                     raise CheckpointError(
-                        f'behind ckpt_path="last" rank 0 found {paths[0]}, and rank {rank} {path}; give all ranks '
+                        f'after ckpt_path="last" rank 0 found {paths[0]}, and rank {rank} {path}; give all ranks '
                         "a folder that they share, or the same path"
                     )
 
@@ -227,7 +227,7 @@ class CheckpointHooks(ParallelStrategy):
         """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
 
         Lightning asks callbacks before it tells the strategy, and an error of theirs would be all that it tells,
-        so the strategy is told here. On SIGTERM all ranks have agreed on a batch to stop behind.
+        so the strategy is told here. On SIGTERM all ranks have agreed on a batch to stop after.
         """
         if self.pipeline is None or self.world_size == 1:
             return

@@ -133,7 +133,7 @@ class AlignedLoader:
                 batch = next(batches, _END)
                 if batch is _END:
                     break
-                # A loop that reads no batch ahead would save this state behind this batch.
+                # A loop that reads no batch ahead would save this state after this batch.
                 read.append((batch, self._state()))
             if not read:
                 break

@@ -1,10 +1,10 @@
 """What Lightning decides on each rank by itself between two steps, decided by all ranks together.
 
     stop on SIGTERM          Lightning broadcasts rank 0's flag over the default group, on NCCL by way of the device
-    val_check_interval="..." each rank looks at a clock of its own, and begins to validate behind another batch
+    val_check_interval="..." each rank looks at a clock of its own, and begins to validate after another batch
 
-Ranks of a pipeline that stop or validate behind different batches wait for each other's messages. So a signal is
-noted only, wherever it finds a rank, and told in front of the next batch; the time is that of rank 0's clock.
+Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So a signal is
+noted only, wherever it finds a rank, and told before the next batch; the time is that of rank 0's clock.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class LockStep:
         liveness.agrees_on_signals = True
 
     def stop_together(self, last: bool = False) -> None:
-        """Ends training if any rank was told to stop; every rank calls it in front of each batch.
+        """Ends training if any rank was told to stop; every rank calls it before each batch.
 
         Args:
-            last: Behind the last batch.
+            last: After the last batch.
 
         Raises:
             SIGTERMException: One was.
@@ -57,7 +57,7 @@ class LockStep:
             self._stop()
 
     def stop_pipeline_together(self) -> None:
-        """The same in front of each batch of an evaluation, which other pipelines need not come to.
+        """The same before each batch of an evaluation, which other pipelines need not come to.
 
         Raises:
             SIGTERMException: A rank was told to stop; the other pipelines will hear of it.

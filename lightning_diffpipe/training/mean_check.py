@@ -2,7 +2,7 @@
 
 A pipeline takes that mean, weighed by samples or as the step says. A mean over tokens, or a loss over pairs of
 rows, is something else, and would train something else without an error. What makes the difference is nearly always
-the code behind the last layer. So the step is run on the example batch, and on two parts of it, without any layer:
+the code after the last layer. So the step is run on the example batch, and on two parts of it, without any layer:
 
     layers          random numbers in (0, 1) stand for what they give, larger for later samples, alike in parts
     random numbers  what the step draws for a part are the rows that it drew for the batch

@@ -129,7 +129,7 @@ def _microbatch_size(num_samples: int, options: PipelineOptions) -> int | None:
 
 @contextlib.contextmanager
 def _phase(what: str, process: Process, *, counted: bool = True) -> Iterator[Progress | None]:
-    """Tells what takes a while: a bar in a terminal of rank 0, and a line with its seconds behind it."""
+    """Tells what takes a while: a bar in a terminal of rank 0, and a line with its seconds after it."""
     begun_s = time.monotonic()
     shown = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
     with bar(shown, what, counted=counted, stays=False) as report:

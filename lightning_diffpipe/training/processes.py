@@ -192,7 +192,7 @@ class ProcessHooks(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Gives an object of one rank to all.
 
-        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask behind every batch.
+        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask after every batch.
         """
         if not _distributed_is_initialized():
             return obj
@@ -252,7 +252,7 @@ class ProcessHooks(ParallelStrategy):
             who += f" after it lost {lost}"
         where = "nothing was trained"
         if self.lightning_module is not None and self.pipeline is not None:
-            where = f"training ended behind step {self.lightning_module.trainer.global_step}"
+            where = f"training ended after step {self.lightning_module.trainer.global_step}"
         saved = (
             "nothing was saved in this run"
             if self.last_saved is None
@@ -339,7 +339,7 @@ class _Launcher(_SubprocessScriptLauncher):
 
 @contextlib.contextmanager
 def _stopping_at_signals(trainer: Any) -> Iterator[None]:
-    """Stops at SIGTERM where Lightning does not: in front of its loops, where a process would end silently."""
+    """Stops at SIGTERM where Lightning does not: before its loops, where a process would end silently."""
     found, process = trainer._signal_connector, os.getpid()
 
     def stop(signum: int, frame: Any) -> None:

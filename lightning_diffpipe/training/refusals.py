@@ -108,7 +108,7 @@ def refuse_without_flush(trainer: Any, schedule: str) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, EMA):
             raise ConfigurationError(
-                f"EMA averages the weights behind every step, but with schedule={schedule} stages have weights of "
+                f"EMA averages the weights after every step, but with schedule={schedule} stages have weights of "
                 f"different versions there; leave it out, or {remedy}"
             )
     module = trainer.lightning_module

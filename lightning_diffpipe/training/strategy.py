@@ -8,7 +8,7 @@
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
-    (in front of each batch)    ranks agree whether to stop, and when to validate     lockstep.py
+    (before each batch)    ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    runtime/relay.py
     (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
@@ -468,9 +468,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return results
 
     def _drained_before(self, checks_validation: Callable[[Any], bool], fetcher: Any) -> bool:
-        """Whether validation follows a batch; in front of it, or of the end, nothing is under way any more.
+        """Whether validation follows a batch; before it, or of the end, nothing is under way any more.
 
-        Callbacks that look at weights when validation begins, or training ends, find those behind the last batch.
+        Callbacks that look at weights when validation begins, or training ends, find those after the last batch.
         """
         assert self.lightning_module is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
@@ -490,7 +490,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return 0 < trainer.max_steps <= trainer.global_step + 1
 
     def drain(self) -> None:
-        """Without a flush: takes back all that is under way, so that weights are those behind the last batch.
+        """Without a flush: takes back all that is under way, so that weights are those after the last batch.
 
         Before anybody looks at weights; a collective call of all ranks, which does nothing if nothing is under way.
         """
@@ -689,7 +689,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         liveness.enter("predicting")
 
     def on_train_end(self) -> None:
-        """Looks at the last step, behind which none comes that would, and for a signal that came in it."""
+        """Looks at the last step, after which none comes that would, and for a signal that came in it."""
         liveness.enter("ending")
         self.drain()
         if self.pipeline is not None:

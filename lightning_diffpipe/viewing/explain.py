@@ -197,7 +197,7 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     stage_s = [f[0] + b[0] for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
     slowest = max(plan.stages, key=lambda stage: stage_s[stage.index] / stage.num_replicas)
     whole = "pipeline" if plan.num_stages > 1 else "backbone"
-    frozen = "that fits no bubble" if plan.pieces else f"in front of the {whole}"
+    frozen = "that fits no bubble" if plan.pieces else f"before the {whole}"
     without = {
         f"frozen work {frozen}": replace(
             costs, encode_s=(0.0,) * len(costs.encode_s), all_gather_s=0.0

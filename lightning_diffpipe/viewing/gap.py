@@ -282,7 +282,7 @@ def _ratio(
 
 
 def _unfilled_s(plan: PipelinePlan, costs: _Measured) -> float:
-    """Returns the same pipeline with all frozen work in front of it, shared by all ranks."""
+    """Returns the same pipeline with all frozen work before it, shared by all ranks."""
     programs = tuple(
         tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
     )
@@ -298,7 +298,7 @@ class MeasuredStep:
 
     Attributes:
         timeline: What the ranks of the first pipeline did.
-        after_s: Outside of the pipeline, on the first rank: behind it, and before it without loading.
+        after_s: Outside of the pipeline, on the first rank: after it, and before it without loading.
         loading_s: Before it, waiting for the data loader.
     """
 

@@ -84,7 +84,7 @@ def told_and_came(iterables, mode, looks_ahead):
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 @pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
 def test_batches_that_are_told_to_come_come(long, mode, looks_ahead):
-    """History: where a short loader began anew beside one without a length, the batches behind the next one were
+    """History: where a short loader began anew beside one without a length, the batches after the next one were
     called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
     steps = told_and_came({"long": long, "short": [100, 101, 102]}, mode, looks_ahead)
     assert len(steps) == (8 if mode == "max_size_cycle" else 3)

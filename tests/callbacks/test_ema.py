@@ -157,7 +157,7 @@ def test_averages_are_fp32_and_are_swapped_in_as_the_weights_are(tmp_path):
 
 
 def test_averages_follow_a_module_that_has_moved(tmp_path):
-    """History: behind a training on a GPU, averages stayed there, in a module on the host."""
+    """History: after a training on a GPU, averages stayed there, in a module on the host."""
     ema = EMA(decay=0.3)
     _, module, _ = fit(tmp_path, ema)
     module.to("meta")  # another device, which every machine has
@@ -180,7 +180,7 @@ def use_averages_after_training(rank):
 
 @pytest.mark.distributed
 def test_averages_of_one_stage_are_not_mixed_with_weights_of_others():
-    """History: the module was whole again behind the training, and a mixture was saved without a word."""
+    """History: the module was whole again after the training, and a mixture was saved without a word."""
     first, second = run_ranks(use_averages_after_training, 2)
     assert first - second
     assert second - first

@@ -212,7 +212,7 @@ class SlowToRead(Data):
 
 
 class Dawdler(L.Callback):
-    """A callback behind the monitor, such as one that averages weights."""
+    """A callback after the monitor, such as one that averages weights."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         time.sleep(0.5)
@@ -220,7 +220,7 @@ class Dawdler(L.Callback):
 
 @pytest.mark.slow
 def test_later_callbacks_are_no_loading():
-    """History: whatever came behind the monitor, checkpoints and averages, was blamed on the data loader."""
+    """History: whatever came after the monitor, checkpoints and averages, was blamed on the data loader."""
     monitor = PipelineMonitor(every_n_steps=2, progress_bar=False)
     strategy = quick_strategy(num_stages=1, num_microbatches=2)
     trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=[monitor, Dawdler()])

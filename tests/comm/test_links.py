@@ -98,7 +98,7 @@ def test_silence_times_out():
 
 
 def test_a_limited_link_takes_its_time():
-    begun = time.monotonic()  # of both: the receiver's thread may start behind the send
+    begun = time.monotonic()  # of both: the receiver's thread may start after the send
 
     def rank(links):
         if links.rank == 0:
@@ -115,7 +115,7 @@ def test_a_limited_link_takes_its_time():
 def test_a_rank_has_one_adapter_for_all_its_messages():
     """Two messages to two peers, at once: the second leaves behind the first; those of the peers do not wait."""
 
-    begun = time.monotonic()  # of all: a receiver's thread may start behind the first send
+    begun = time.monotonic()  # of all: a receiver's thread may start after the first send
 
     def rank(links):
         for peer in (1, 2) if links.rank == 0 else ():

@@ -16,13 +16,13 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 @pytest.fixture
 def unused(monkeypatch):
     """A process that has not used CUDA, and in which nobody has said how many queues it shall have."""
-    monkeypatch.setenv(QUEUES, "")  # put back behind the test, whatever it sets
+    monkeypatch.setenv(QUEUES, "")  # put back after the test, whatever it sets
     monkeypatch.delenv(QUEUES)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
 def test_a_device_gets_all_queues_it_can_have(unused):
-    """History: with eight for all communicators, a send of one could stand behind a receive of another for ever."""
+    """History: with eight for all communicators, a send of one could stand after a receive of another for ever."""
     assert ask_for_queues()
     assert os.environ[QUEUES] == "32"
 

@@ -122,7 +122,7 @@ def pipeline_on_a_wire(wire: Wire, *arguments: Any, **options: Any) -> Loopback:
 
 
 def watched(monkeypatch: Any, pipeline: Loopback, look: Any) -> None:
-    """Calls `look(rank, instruction)` in front of every instruction of every rank."""
+    """Calls `look(rank, instruction)` before every instruction of every rank."""
     for number, rank in enumerate(pipeline.ranks):
         executor = rank.engine.executor
         execute = executor._execute
@@ -216,7 +216,7 @@ class Stream:
 
 def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkeypatch):
     """History: it began when it was posted, and occupied the device before what it depends on. In the stream that
-    computes it would now begin behind everything that was computed since.
+    computes it would now begin after everything that was computed since.
     """
     notes: list[str] = []
     cuda = SimpleNamespace(

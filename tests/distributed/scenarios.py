@@ -115,7 +115,7 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
 
 
 def outcome(trainer, module, recorder, initial) -> Outcome:
-    """Collects what a run left behind."""
+    """Collects what a run left after."""
     return Outcome(
         recorder.losses,
         recorder.gradients,

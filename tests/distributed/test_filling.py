@@ -90,7 +90,7 @@ class DropoutData(Data):
 
 
 class Resumable(torch.utils.data.DataLoader):
-    """A loader that a state puts behind the batches it had given of a pass."""
+    """A loader that a state puts after the batches it had given of a pass."""
 
     given = goes_on_at = 0
 
@@ -168,7 +168,7 @@ def compare(world_size, callbacks=(), module_class=Augmented, **settings):
 
 
 def test_epochs_validation_and_accumulation():
-    """The first batch of an epoch encodes up front; behind the last one nothing is known."""
+    """The first batch of an epoch encodes up front; after the last one nothing is known."""
     up_front, ahead = compare(
         2,
         strategy={"num_stages": 2, "num_microbatches": 2},
@@ -190,7 +190,7 @@ def test_limits_on_batches_and_steps():
 
 
 def test_a_limit_on_steps_of_several_batches():
-    """Two batches a step: the sixth batch is the last, and nothing behind it is encoded."""
+    """Two batches a step: the sixth batch is the last, and nothing after it is encoded."""
     up_front, ahead = compare(
         2,
         strategy={"num_stages": 2, "num_microbatches": 2},
@@ -202,7 +202,7 @@ def test_a_limit_on_steps_of_several_batches():
 
 
 def test_planned_mode_with_replicas():
-    """Layers in front of waits, counted from measured times, instead of until the message is there.
+    """Layers before waits, counted from measured times, instead of until the message is there.
 
     And one batch ahead only.
     """
@@ -218,7 +218,7 @@ def test_planned_mode_with_replicas():
 
 
 class Ages(Augmented):
-    """Its frozen encoder changes behind every batch, alike on all ranks."""
+    """Its frozen encoder changes after every batch, alike on all ranks."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
@@ -317,7 +317,7 @@ def test_bubbles_are_filled_behind_a_search_for_the_learning_rate(tmp_path):
 
 
 class LossAware(Augmented):
-    """Draws timesteps from a buffer that changes in front of every batch; a frozen layer embeds them."""
+    """Draws timesteps from a buffer that changes before every batch; a frozen layer embeds them."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -475,7 +475,7 @@ def changing(rank, settings, world_size):
 
 
 def test_a_changed_batch_is_noticed():
-    """A rank that is late, still behind the batch before, may find that the other one has ended for it."""
+    """A rank that is late, still after the batch before, may find that the other one has ended for it."""
     settings = Settings(
         trainer={"max_steps": 3, "max_epochs": -1},
         strategy={"num_stages": 2, "num_microbatches": 2},

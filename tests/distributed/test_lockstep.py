@@ -1,4 +1,4 @@
-"""What Lightning decides on each rank by itself between steps happens on all ranks behind the same batch."""
+"""What Lightning decides on each rank by itself between steps happens on all ranks after the same batch."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_nothing_goes_over_the_default_group_between_steps(tmp_path):
 
 
 class Fails(L.Callback):
-    """A rank fails behind its third batch."""
+    """A rank fails after its third batch."""
 
     def __init__(self, rank):
         self.rank = rank

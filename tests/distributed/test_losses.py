@@ -72,7 +72,7 @@ class WeighedTokenMean(TokenMean):
 
 
 class PriorPreservation(Still):
-    """Pictures of the subject in front, those of the class behind them, as in DreamBooth."""
+    """Pictures of the subject in front, those of the class after them, as in DreamBooth."""
 
     def training_step(self, batch, batch_idx):
         (subject, prior), (wanted, kept) = (
@@ -183,7 +183,7 @@ class SumLoss(TinyDiffusion):
 
 
 class Noisy(TinyDiffusion):
-    """Random numbers for each sample and for the batch, Python's for captions, dropout behind the last layer."""
+    """Random numbers for each sample and for the batch, Python's for captions, dropout after the last layer."""
 
     def loss(self, batch):
         if random.random() < 0.5:

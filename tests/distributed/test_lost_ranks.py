@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 
 
 class DrawsWithTheWholeModel(L.Callback):
-    """Stands for sampling behind a step."""
+    """Stands for sampling after a step."""
 
     def on_train_batch_end(self, trainer, module, *arguments):
         with trainer.strategy.whole_model():
@@ -102,7 +102,7 @@ def stop():
 
 @pytest.mark.parametrize(("victim", "phase"), [(0, "probing the step"), (1, "validating")])
 def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
-    """History: in front of the first step it ended one process, and the others told of a lost connection."""
+    """History: before the first step it ended one process, and the others told of a lost connection."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_until_harmed, 2, phase, victim, stop, str(tmp_path))
     assert str(caught.value).count("lightning.pytorch.utilities.exceptions.SIGTERMException") == 2

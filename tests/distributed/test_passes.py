@@ -35,8 +35,8 @@ class Twice(TinyDiffusion):
 
     Args:
         form: `estimate`; `detached`, made with gradients that nobody wants; `both`, which get gradients;
-            `embedded`, with a trained layer in front of both; `teacher`, whose target the same network gives,
-            without gradients, behind the pass that is trained.
+            `embedded`, with a trained layer before both; `teacher`, whose target the same network gives,
+            without gradients, after the pass that is trained.
     """
 
     def __init__(self, form="estimate", **options):
@@ -66,8 +66,8 @@ class Coin(Twice):
 
     Args:
         coin: What decides: `random`, `torch`, `bernoulli` or `first` (all thrown for every microbatch),
-            `batch_idx`, `global_step`, or `calls` and `calls_later`, which it counts in front of its layers and
-            behind them.
+            `batch_idx`, `global_step`, or `calls` and `calls_later`, which it counts before its layers and
+            after them.
         p: How often a coin says so.
     """
 
@@ -311,7 +311,7 @@ def test_what_a_step_keeps_is_not_told_of_trials(coin):
 
 
 class Reading(TinyDiffusion):
-    """Reads a number that a layer gives, in front of others, and calls one of them if it is not zero."""
+    """Reads a number that a layer gives, before others, and calls one of them if it is not zero."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,7 @@ def test_a_step_that_reads_values_between_layers_takes_one_form(num_ranks):
 
 
 class Counting(TinyDiffusion):
-    """Counts its microbatches in a buffer and in a list, in front of all layers."""
+    """Counts its microbatches in a buffer and in a list, before all layers."""
 
     def __init__(self):
         super().__init__()
@@ -376,7 +376,7 @@ class Later(Coin):
     ],
 )
 def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
-    """History: it was refused; now stages in front of the planned ones run it, where the weights lie."""
+    """History: it was refused; now stages before the planned ones run it, where the weights lie."""
     settings = Settings(module_class=Later, module=module)
     settings.trainer = {"max_steps": 4, "max_epochs": -1}
     expected = reference(settings, 4)
@@ -387,7 +387,7 @@ def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
 
 
 def test_a_late_form_that_begins_with_all_calls_of_a_known_one_is_named_with_its_line():
-    """Gradients are on in both passes; only the code behind the last layer tells that others follow."""
+    """Gradients are on in both passes; only the code after the last layer tells that others follow."""
     strategy = quick_strategy(num_stages=1, num_microbatches=1)
     trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1)
     complaint = (

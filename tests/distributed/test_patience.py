@@ -80,7 +80,7 @@ def fit_while_a_pipeline_loads(rank):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_pipeline_that_loads_for_too_long_is_named():
-    """History: where it was waited for first, in front of a step, the others ended in gloo's own error."""
+    """History: where it was waited for first, before a step, the others ended in gloo's own error."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_while_a_pipeline_loads, 2)
     told = "rank 0 waited for rank 1: it has not come so far for 4 s (timeout_s), and is stuck in"

@@ -1,7 +1,7 @@
 """`Trainer(strategy=DiffPipeStrategy(schedule="pipedream"))` against the formula of PipeDream, in double precision.
 
 The oracle (`tests/runtime/formula.py`) is one process that puts the model of every batch together from the versions
-that the formula names. Wherever Lightning looks at weights the pipeline is drained: behind the last batch of an
+that the formula names. Wherever Lightning looks at weights the pipeline is drained: after the last batch of an
 epoch, for a checkpoint, for a validation.
 """
 
@@ -77,7 +77,7 @@ def fit(rank, world_size, strategy, trainer, save=None, load=None, stop=None):
 
 
 def formula(outcomes, schedule, microbatches, drains, epochs=2, kind=Formula):
-    """The weights at the end, and the losses, of training that is drained behind some steps."""
+    """The weights at the end, and the losses, of training that is drained after some steps."""
     torch.manual_seed(3)
     root = Chain().double()
     stage_of = {name: stage for stage, (_, watch, _) in enumerate(outcomes) for name in watch.names}
@@ -109,7 +109,7 @@ def check(world_size, schedule, drains=(5, 10), strategy=None, **options):
     [(2, "pipedream"), (3, "pipedream"), (3, "pipedream_vertical_sync"), (3, "pipedream_2bw")],
 )
 def test_weights_follow_the_formula(world_size, schedule):
-    """Two epochs of five batches, drained behind each."""
+    """Two epochs of five batches, drained after each."""
     outcomes, losses = check(world_size, schedule)
     behind = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
     for _, watch, metrics in outcomes:

@@ -160,7 +160,7 @@ class Measures(TinyDiffusion):
 
 
 def measured(rank, world_size, options, batch_size, path=None):
-    """Metrics of every epoch, what checkpoints would hold behind every batch, and what one holds."""
+    """Metrics of every epoch, what checkpoints would hold after every batch, and what one holds."""
     module = build(Settings(module_class=Measures))
     distributed = {"strategy": quick_strategy(**options)} if options else {}
     trainer = quiet_trainer(devices=world_size, max_epochs=3, limit_val_batches=0, **distributed)
@@ -189,7 +189,7 @@ def test_metric_objects_are_logged_as_in_one_process(options):
             assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names})
     assert [pytest.approx(state) for state in saved] == ranks[0][1]
     assert saved[1]["error.samples"] == 12
-    assert saved[5]["error.samples"] == 12, "not reset behind an epoch of four batches"
+    assert saved[5]["error.samples"] == 12, "not reset after an epoch of four batches"
 
 
 def resumed(rank, world_size, path, options):

@@ -119,7 +119,7 @@ def relative_error(expected: Gradients, got: Gradients, floor: float = 1e-6) -> 
     """Largest deviation relative to the largest entry of its gradient, and where.
 
     Gradients below `floor` times the largest of all are judged by that: some vanish in exact arithmetic
-    (biases of attention keys, or in front of a norm), so that all of them is rounding.
+    (biases of attention keys, or before a norm), so that all of them is rounding.
     """
     scale = max(g.abs().max().item() for g in expected.values())
     worst, where = 0.0, ""

@@ -226,7 +226,7 @@ class Preferences(Tower):
 
 
 def test_what_a_step_sets_for_a_while_stays_in_its_own_run():
-    """History: a paused run left adapters off, and behind the last frozen layer nobody turned them on again."""
+    """History: a paused run left adapters off, and after the last frozen layer nobody turned them on again."""
     root = Preferences()
     graph = probe(root, step, rows(), max_share=1 / 8)
     assert graph.frozen == (0, 4, 5, 6, 7)  # the first layer of the pass with adapters, too

@@ -138,7 +138,7 @@ class HooksInside(nn.Linear):
 
 
 class OnAWeight(nn.Linear):
-    """Read twice, so that both ways meet in front of the hook."""
+    """Read twice, so that both ways meet before the hook."""
 
     hook = None
 

@@ -24,7 +24,7 @@ from tests.zoo import in_double
 
 
 class Untrained(Tower):
-    """A frozen encoder in front of the tower."""
+    """A frozen encoder before the tower."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ def test_the_trainer_is_shared_with_the_copy_that_is_probed():
 
 
 def test_a_step_that_refuses_its_batch_is_not_blamed_for_reading_values(caplog):
-    """History: a batch without conditions was refused, but behind advice not to read values in the step."""
+    """History: a batch without conditions was refused, but after advice not to read values in the step."""
 
     class Refusing(Tower):
         def training_step(self, batch, batch_idx):
@@ -366,7 +366,7 @@ def test_buffers_that_feed_layers_are_noted(mode):
 
 
 class Picks(Untrained):
-    """Takes rows of a trained table between layers, in front of a frozen encoder."""
+    """Takes rows of a trained table between layers, before a frozen encoder."""
 
     def __init__(self, pick):
         super().__init__()
@@ -394,7 +394,7 @@ def indices(x):
     ],
 )
 def test_indices_are_no_values_that_python_sees_but_masks_are(pick, frozen):
-    """History: behind `table[i]` all layers counted as depending on the table, so that no encoder was frozen."""
+    """History: after `table[i]` all layers counted as depending on the table, so that no encoder was frozen."""
     root = Picks(pick).double()
     graph = probe(root, step, rows().double(), max_share=1 / 4)
     assert graph.layers[-1].name == "encoder"

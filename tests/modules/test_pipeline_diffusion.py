@@ -426,7 +426,7 @@ def test_a_pipeline_is_probed_without_values(name, tmp_path):
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path):
-    """History: missing tensors stayed random behind a warning, and errors were those of diffusers."""
+    """History: missing tensors stayed random after a warning, and errors were those of diffusers."""
     module_of("sdxl", tmp_path / "parts").save_pretrained(tmp_path / "sdxl")
     path = tmp_path / "sdxl" / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)

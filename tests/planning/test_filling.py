@@ -91,7 +91,7 @@ def test_laws_of_filling(policy, shape, S, M, chained):
         if isinstance(i, Encode)
     }
     assert run == {piece.index: piece.rank for piece in filled.pieces}
-    # What is left over runs behind the pipeline, and nothing else does.
+    # What is left over runs after the pipeline, and nothing else does.
     assert timeline.iteration_s <= after.iteration_s + 1e-9
     assert after.iteration_s <= timeline.iteration_s + filled.leftover_s + 1e-6
 

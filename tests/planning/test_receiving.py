@@ -32,7 +32,7 @@ def message(i):
 
 
 def stuck_at(lowered, due):
-    """What ranks stand at for ever if hosts wait for their devices in front of every instruction.
+    """What ranks stand at for ever if hosts wait for their devices before every instruction.
 
     A message is over when it is sent and its receive has begun; till then both devices are occupied.
     """

@@ -94,7 +94,7 @@ def test_a_pass_without_gradients_takes_a_wave_more(feedback):
         step_s = simulate(two_passes(S, M), TickCosts(activation=into)).iteration_s
         back = feedback if S > 1 else 0  # On one rank nothing has to travel.
         expected = max(M, S + back) + (M + S - 1) * 3
-        if S == 2 and feedback > 1:  # On two ranks gradients wait behind feedback on the same link.
+        if S == 2 and feedback > 1:  # On two ranks gradients wait after feedback on the same link.
             assert step_s >= expected - 1e-9
         else:
             assert step_s == pytest.approx(expected)

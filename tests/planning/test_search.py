@@ -434,7 +434,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
 
 
 def test_a_cut_that_fits_is_found_where_encoders_need_most():
-    """History: what ranks encode in front of the pipeline was left out, where it stands beside the weights of a
+    """History: what ranks encode before the pipeline was left out, where it stands beside the weights of a
     stage: "no plan fits into 900 bytes a rank: the smallest needs 810, -90 too many".
     """
     times = Seconds.per_sample(1.0), Seconds.per_sample(2.0)
@@ -577,7 +577,7 @@ def test_a_rank_alone_runs_frozen_layers_on_whole_microbatches():
 
 
 def test_nothing_is_filled_where_there_is_no_bubble():
-    """History: a rank alone "filled" its frozen work behind its own step, for a gain of rounding."""
+    """History: a rank alone "filled" its frozen work after its own step, for a gain of rounding."""
     plan = find_plan(equal_profile(8, 0.3), Cluster(4), PlanOptions(64, filling="auto"))
     assert (plan.num_stages, plan.options.filling) == (1, "none")
 

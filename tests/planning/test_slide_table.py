@@ -1,6 +1,6 @@
 """The table of bubbles on DiffusionPipe's slides, from plans without filling.
 
-Upper numbers: bubble ratio with the frozen part in front of the pipeline, on all ranks. Lower numbers:
+Upper numbers: bubble ratio with the frozen part before the pipeline, on all ranks. Lower numbers:
 bubble time over frozen time. One ratio of frozen to trained time gives all 48: x = 0.8944.
 
 Source: DiffusionPipe, Tian et al. (MLSys 2024), slides; x and the reading of the lower row are ours.

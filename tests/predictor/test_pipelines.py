@@ -47,7 +47,7 @@ def img2img(folder):
 
 
 def inpainting(folder):
-    """With a U-Net that is given masks, in channels behind the latents."""
+    """With a U-Net that is given masks, in channels after the latents."""
     parts = build("stable_diffusion", folder).components | {"unet": perturbed(unet(in_channels=9))}
     options = {"image": picture(), "mask_image": mask(), **SIZE}
     return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False), options
@@ -374,7 +374,7 @@ class Careless(diffusers.PixArtSigmaPipeline):
 def test_every_patch_begins_with_the_same_noise_of_the_default_generator(
     folder_of, tmp_path, monkeypatch
 ):
-    """History: the loop of each patch drew other numbers in front of its first step."""
+    """History: the loop of each patch drew other numbers before its first step."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("pixart")))
     Careless(**pipeline.components).save_pretrained(tmp_path)
     monkeypatch.setattr(diffusers, "Careless", Careless, raising=False)

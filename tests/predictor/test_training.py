@@ -152,7 +152,7 @@ def train(rank, world_size, name, every_n_steps):
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "draws_by_layers"), [("flux", False), ("sdxl", True)])
 def test_training_goes_on_as_without_samples(name, draws_by_layers):
-    """Also behind a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
+    """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
     (drawn, by_layers, alone, weights), _ = run_ranks(train, 2, 2, name, 1)
     (_, _, _, without), _ = run_ranks(train, 2, 2, name, 9)
     assert by_layers == draws_by_layers

@@ -99,7 +99,7 @@ def test_what_follows_from_the_sample_alone_can_be_stored(tiny):
 
 
 class Locked(torch.nn.Module):
-    """A frozen layer behind the noise, as in the locked half of a ControlNet."""
+    """A frozen layer after the noise, as in the locked half of a ControlNet."""
 
     def __init__(self):
         super().__init__()

@@ -21,7 +21,7 @@ def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
         [0],
         [1, 2, 3],
         [4],
-    ]  # nothing in front of 0 wants a gradient
+    ]  # nothing before 0 wants a gradient
 
 
 def test_a_frozen_block_is_not_like_a_trained_one():

@@ -160,7 +160,7 @@ def test_finds_dear_layers_and_their_weight_gradients():
     profile = measured(module, step, batch, graph, sample_counts=(512,), repeats=9)
     dear, middle, cheap = profile.backbones[0].layers
     assert dear.forward_s.at(512) > 4 * cheap.forward_s.at(512)
-    # Nothing in front of the first layer wants a gradient: its backward is weight gradients only.
+    # Nothing before the first layer wants a gradient: its backward is weight gradients only.
     assert dear.weight_gradient_s.at(512) > 0.8 * dear.backward_s.at(512)
     # The middle one passes a gradient on as well.
     assert middle.weight_gradient_s.at(512) < 0.9 * middle.backward_s.at(512)

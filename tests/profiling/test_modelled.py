@@ -93,7 +93,7 @@ def test_attention_is_one_operator_and_its_backward_costs_two_and_a_half_times_a
 
 
 def test_the_product_of_a_batch_is_no_copy_besides():
-    """History: the view behind it counted as reading and writing the product once more."""
+    """History: the view after it counted as reading and writing the product once more."""
     a, b = meta(8, 100, 2000), meta(2000, 4000)
     assert modelled_s(lambda: a @ b) == pytest.approx(2 * 800 * 2000 * 4000 / 0.5e12)
 
@@ -176,7 +176,7 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
 
 
 def check_block_of_pixart(layers):
-    """One transformer block and the cut behind it, counted by hand; two bytes a number."""
+    """One transformer block and the cut after it, counted by hand; two bytes a number."""
     tokens, width, words, heads = (1024 // 8 // 2) ** 2, 1152, 300, 16
     hidden, text = 2 * tokens * width, 2 * words * width
     (block,) = (x for x in layers if x.name == "denoiser.transformer_blocks.7")
@@ -192,7 +192,7 @@ def check_block_of_pixart(layers):
         "states, query and result of cross-attention": 3 * hidden,
         "key and value of the text": 2 * text,
         "sums of exponentials, in float32": 2 * 4 * heads * tokens,
-        "linears: before and behind GELU; what the gate scales": (4 + 4 + 1) * hidden,
+        "linears: before and after GELU; what the gate scales": (4 + 4 + 1) * hidden,
         "six modulations; twice one plus a scale": 2 * (6 + 2) * width,
         "seeds and offsets of two attentions, half of them a sample's": 2 * 2 * 8 // 2,
     }

@@ -76,7 +76,7 @@ class Formula:
         return loss
 
     def clip(self) -> None:
-        """Changes gradients in front of a step."""
+        """Changes gradients before a step."""
 
 
 class Scheduler(torch.optim.lr_scheduler.StepLR):

@@ -30,7 +30,7 @@ class WritesIntoInput(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """A frozen encoder and a trained path; subclasses change the batch before or behind them."""
+    """A frozen encoder and a trained path; subclasses change the batch before or after them."""
 
     def __init__(self):
         super().__init__()

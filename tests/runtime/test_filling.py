@@ -78,7 +78,7 @@ class FakeDeviceClock(FakeClock):
 
 
 class FakeRun:
-    """Four layers of one second each behind half a second of other code."""
+    """Four layers of one second each after half a second of other code."""
 
     def __init__(self, clock, num_layers=4):
         self._clock, self._left, self.done = clock, num_layers, False
@@ -466,7 +466,7 @@ def batches_ahead(filling, backend):
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
-    """History: over NCCL every message seemed to be there, and a GPU was asked for the time in front of a
+    """History: over NCCL every message seemed to be there, and a GPU was asked for the time before a
     message that it would not get: with three stages nobody went on.
     """
     with pytest.raises(ConfigurationError, match=r"over NCCL.*use mode='planned' or None"):

@@ -19,7 +19,7 @@ RANKS = (0, 1)
 
 
 class Sums:
-    """Stands for `torch.distributed`: two ranks with the same gradients; the peer stops behind some sums.
+    """Stands for `torch.distributed`: two ranks with the same gradients; the peer stops after some sums.
 
     Args:
         num_until_lost: So many.
@@ -70,7 +70,7 @@ def poll(under_way):
 @pytest.mark.slow
 @pytest.mark.parametrize("polled", [False, True])
 def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled):
-    """History: what is filled into the wait ended with the first buckets, behind which the rest blocked."""
+    """History: what is filled into the wait ended with the first buckets, after which the rest blocked."""
     parameters, start = parts
     sums = Sums()
     monkeypatch.setattr(mesh, "dist", sums)
@@ -86,7 +86,7 @@ def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled
 @pytest.mark.parametrize("num_until_lost", [0, 15, 16, 39])
 @pytest.mark.parametrize("polled", [False, True])
 def test_a_peer_lost_in_any_bucket_is_told_alike(parts, monkeypatch, num_until_lost, polled):
-    """History: behind the first 16 buckets a lost peer ended the run in gloo's own error, without a rank."""
+    """History: after the first 16 buckets a lost peer ended the run in gloo's own error, without a rank."""
     _, start = parts
     monkeypatch.setattr(mesh, "dist", Sums(num_until_lost))
     under_way = start()

@@ -84,7 +84,7 @@ def test_names_of_earlier_steps_cost_nothing(sharing):
 
 @pytest.mark.parametrize("number", [numpy.float32(3), numpy.float64(3), numpy.int64(3), True])
 def test_numbers_of_any_kind_are_logged(sharing, number):
-    """History: the last rank refused what numpy's mean of float32 gives, behind minutes of planning."""
+    """History: the last rank refused what numpy's mean of float32 gives, after minutes of planning."""
     assert shared(sharing, works({"a": number})) == (1.0, {"a": float(number)})
 
 

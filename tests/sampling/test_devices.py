@@ -32,7 +32,7 @@ class Board:
 
 
 class Receive:
-    """A receive that begins behind those posted before it on its edge."""
+    """A receive that begins after those posted before it on its edge."""
 
     def __init__(self, device: Device, incoming: Any, source: int) -> None:
         self.device, self.incoming, self.source, self.has_begun = device, incoming, source, False

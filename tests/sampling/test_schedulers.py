@@ -138,7 +138,7 @@ def test_trying_leaves_the_random_state_alone():
 
 
 def test_scaling_inputs_draws_nothing_from_outside(tiny):
-    """Though a copy of the scheduler is stepped to know what it is in front of each step."""
+    """Though a copy of the scheduler is stepped to know what it is before each step."""
     request = request_for("pixart", make("EulerAncestralDiscreteScheduler"), tiny=tiny)
     before = torch.get_rng_state()
     InputScaler(request)

@@ -71,7 +71,7 @@ class ReturnsMore(TinyDiffusion):
 @pytest.mark.slow
 @pytest.mark.parametrize("module_class", [ReturnsMore, TinyDiffusion])
 def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn):
-    """History: it was dropped without a word, and a callback got a KeyError behind the first step."""
+    """History: it was dropped without a word, and a callback got a KeyError after the first step."""
     trainer = quiet_trainer(devices=1, strategy=quick_strategy(), max_steps=2)
     trainer.fit(build(Settings(module_class=module_class)), datamodule=Data())
     said = [str(w.message) for w in recwarn if "only the loss leaves" in str(w.message)]

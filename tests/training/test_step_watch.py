@@ -192,7 +192,7 @@ def test_looking_behind_a_validation_finds_the_step_as_it_was(late, without_grad
 
 @pytest.mark.parametrize("name", ["dropping", "norm"])
 def test_modes_that_change_what_is_drawn_or_written_are_refused(name):
-    """History: dropout switched on behind the probe drew masks that depended on where the layers were cut."""
+    """History: dropout switched on after the probe drew masks that depended on where the layers were cut."""
     ranks, module, watch = pipeline()
     ranks.close()
     watch.before_step(BATCH, ())

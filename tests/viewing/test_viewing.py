@@ -134,7 +134,7 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     profile, cluster, plan = plan_of()
     explanation = explain(plan, profile, cluster)
     assert explanation.bottleneck == "pipeline warm-up and cooldown"
-    assert [part.name for part in explanation.parts][1] == "frozen work in front of the pipeline"
+    assert [part.name for part in explanation.parts][1] == "frozen work before the pipeline"
     descriptions = [change.description for change in explanation.changes]
     assert descriptions[0].startswith("the best of all plans")
     assert "8 microbatches" in descriptions
@@ -218,7 +218,7 @@ def test_the_profile_of_another_model_gives_no_advice(num_layers, complaint):
 
 
 def test_the_readers_of_an_encoding_move_with_the_layers():
-    """History: when a layer was split in two, the readers behind it stayed a layer too far in front."""
+    """History: when a layer was split in two, the readers after it stayed a layer too far in front."""
     profile, _, plan = plan_of()
     layers = list(profile.backbones[0].layers)
     layers[3] = replace(layers[3], forward_s=layers[3].forward_s.scaled(2))
@@ -334,7 +334,7 @@ def test_an_unbalanced_stage_is_named():
 
 
 def test_frozen_work_that_fits_no_bubble_is_named():
-    """Encoding a sample takes 36 s, each rank's bubble 24: all 32 samples come behind the pipeline."""
+    """Encoding a sample takes 36 s, each rank's bubble 24: all 32 samples come after the pipeline."""
     options = PlanOptions(32, num_stages=2, num_microbatches=8, filling="shares")
     plan = find_plan(equal_profile(4, frozen_share=3.0), Cluster(2), options)
     explanation = explain(plan)

@@ -23,7 +23,7 @@ from .double import in_double
 SEED = 1234
 FLOOR = 1e-4
 """Gradients below this share of the largest one are judged by it. Deep U-Nets have gradients that
-vanish in exact arithmetic (biases in front of a group norm), and twenty layers of rounding in them."""
+vanish in exact arithmetic (biases before a group norm), and twenty layers of rounding in them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def samples_apart(root: DenoisingStep, batch: Batch, num_samples: int) -> bool |
 
 
 def idle_blocks(root: nn.Module, gradients: Gradients) -> tuple[str, ...]:
-    """Entries of outermost module lists few of whose parameters have a gradient: behind a closed
+    """Entries of outermost module lists few of whose parameters have a gradient: after a closed
     gate, say. Lists that are idle as a whole are unused or locked."""
     lists = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [n for n in lists if not any(n.startswith(other + ".") for other in lists)]

@@ -31,7 +31,7 @@ _NAN = float("nan")
 
 @dataclass(frozen=True)
 class JointKeys:
-    """Keys of the image and of texts in one sequence: how many texts before and behind it."""
+    """Keys of the image and of texts in one sequence: how many texts before and after it."""
 
     before: int
     after: int

@@ -73,7 +73,7 @@ class Window:
     Attributes:
         reach: Inputs from the first to the last one a kernel reads, less one.
         stride: Inputs from one output to the next.
-        padding: Zeros in front of and behind the axis.
+        padding: Zeros before and after the axis.
     """
 
     reach: int
@@ -87,12 +87,12 @@ class Window:
 
     @property
     def above(self) -> int:
-        """Inputs read in front of a band."""
+        """Inputs read before a band."""
         return self.padding
 
     @property
     def below(self) -> int:
-        """Inputs read behind a band; negative if some of its own are not."""
+        """Inputs read after a band; negative if some of its own are not."""
         return self.reach - self.padding - self.stride + 1
 
     def outputs(self, size: int) -> int:

@@ -1,6 +1,6 @@
 """Marking rows with NaN and watching how far they get: one run of the model, in which nothing mixes rows.
 
-NaN survives arithmetic, so what is NaN behind a function has been reached by what was NaN in front of it.
+NaN survives arithmetic, so what is NaN after a function has been reached by what was NaN before it.
 Operators that mix rows, and for which bands have a rule, are replaced by stand-ins of the same shapes that do
 not. A mark then stays in its rows; if it does not, the model mixes rows in a way that no rule knows.
 
@@ -41,10 +41,10 @@ class Marks:
     Attributes:
         keys: For each attention call, which positions of the keys are marked.
         unreached: Linear layers, by their position among linear layers, whose input has tokens and no mark.
-        units: Rows of the latents for one row behind each convolution.
-        spreader: The first function that had marked and clean rows in front of it and none clean behind it.
-        num_untouched: Linear layers in front of the first attention that tells texts of the image, which its
-            stand-in does not: behind it, what is not marked may depend on the image all the same.
+        units: Rows of the latents for one row after each convolution.
+        spreader: The first function that had marked and clean rows before it and none clean after it.
+        num_untouched: Linear layers before the first attention that tells texts of the image, which its
+            stand-in does not: after it, what is not marked may depend on the image all the same.
     """
 
     keys: list[Tensor] = field(default_factory=list)

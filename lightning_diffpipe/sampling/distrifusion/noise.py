@@ -24,7 +24,7 @@ from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, 
 def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
     """A context in which default generators of all processes go on from where those of rank 0 are; collective.
 
-    On other ranks they are as they were behind it. Threads, which share theirs, are left alone.
+    On other ranks they are as they were after it. Threads, which share theirs, are left alone.
     """
     if not isinstance(links, ProcessLinks) or links.num_ranks == 1:
         yield

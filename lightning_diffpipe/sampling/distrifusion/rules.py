@@ -3,7 +3,7 @@
 | seen beyond the band | function | rule |
 |---|---|---|
 | kernels wider than one row | `conv2d` | rows of the neighbours; zeros only outside the picture |
-| asymmetric padding | `F.pad` | rows of the neighbours instead of zeros; the convolution behind it adds none |
+| asymmetric padding | `F.pad` | rows of the neighbours instead of zeros; the convolution after it adds none |
 | the first convolution | `conv2d` | its rows are cut from the whole latents, which every rank has: no message |
 | statistics of the picture | `F.group_norm` | moments of all bands (`moments.py`) |
 | self- and joint attention | `F.scaled_dot_product_attention` | keys and values of all bands; texts are local |

@@ -103,7 +103,7 @@ def _agrees(plain: Tensor, mine: Tensor, bands: Bands, tolerance: float) -> bool
 
 def refusal(error: float, tolerance: float, bands: Bands, name: str | None) -> GraphError:
     """The error for a model that bands change."""
-    where = f" (first seen behind {name}())" if name else ""
+    where = f" (first seen after {name}())" if name else ""
     return GraphError(
         f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on the "
         f"whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; sample it with PipeFusion, "

@@ -80,7 +80,7 @@ def test_order_of_text_positions_and_sliced_arguments_are_found(
 def test_texts_that_have_seen_the_image_are_no_constants(name):
     """History: all of their layers were copied in the first step, and compared and dropped in the second.
 
-    In front of the first joint attention are the layer that embeds the text and its query, key and value.
+    Before the first joint attention are the layer that embeds the text and its query, key and value.
     """
     assert len(facts_of(name).constant) == 4
 
@@ -123,7 +123,7 @@ class Plainly(nn.Module):
 
 REFUSALS = {
     "squeeze and excite": (SqueezeExcite, r"mean\(\) mixes rows"),
-    "coordinates": (Coordinates, r"relative error .* \(first seen behind arange\(\)\)"),
+    "coordinates": (Coordinates, r"relative error .* \(first seen after arange\(\)\)"),
     "attention by hand": (Plainly, r"softmax\(\) mixes rows"),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), "mixes rows"),
     "transposed": (lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1), "conv_transpose2d mixes rows"),
