@@ -83,6 +83,7 @@ def batch_signature(batch: Any) -> str:
     Values of numbers and strings do not count, booleans and None do, as they steer control flow.
 
     Example:
+        >>> import torch
         >>> batch_signature({"x": torch.zeros(2, 3), "captions": ["a", "b"], "null": None})
         "{'captions': [str, str], 'null': None, 'x': float32[2, 3]}"
     """
