@@ -50,14 +50,10 @@ from lightning_diffpipe.model_sources import (
 )
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import (
-    Identity,
-    refuse_other_models,
-    refuse_other_request,
-)
+from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.memory import forget_variables, release_memory
-from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
-from lightning_diffpipe.sampling.report import RankReport, SamplingReport, merge
+from lightning_diffpipe.sampling.methods import MethodOptions, RankReport, Worker, fitted
+from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm

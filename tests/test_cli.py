@@ -385,9 +385,15 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
             ["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
             "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture",
         ),
-        (["sample", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
+        (
+            ["sample", "sampler.num_patches=0"],
+            "sampler.num_patches must be a whole number >= 1; got 0",
+        ),
         (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number; got"),
-        (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be at least 0; got -1"),
+        (
+            ["sample", "sampler.warmup_steps=-1"],
+            "sampler.warmup_steps must be a whole number >= 0; got -1",
+        ),
         (["sample", "sampler.warmup_steps=abc"], "sampler.warmup_steps='abc'; choose a number, 0"),
         (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
         (["sample", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),

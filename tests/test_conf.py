@@ -14,8 +14,7 @@ from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ 
 from lightning_diffpipe.cli.training import _build_trainer
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))

@@ -37,9 +37,8 @@ from lightning_diffpipe.planning.sampling.choice import choose_sampling
 from lightning_diffpipe.planning.sampling.wish import SamplingWish
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 BLOCKS, ROWS, WIDTH, STEPS = 16, 256, 64, 10
 LINKS = {

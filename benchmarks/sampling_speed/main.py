@@ -33,9 +33,8 @@ from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.planning.sampling.choice import choose_sampling
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 
 STEPS, WARMUP, TEXT = 8, 1, 64
 BESIDE, PATCHED = "one rank beside another", "one rank in patches"

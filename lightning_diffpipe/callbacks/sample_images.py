@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.run_folder import run_folder
-from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.arguments import refuse_unless_whole
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.training.drawing import draw_on_stages
 
 _NUM_CAPTIONS = 8
@@ -82,7 +81,7 @@ class SampleImages(L.Callback):
             raise ConfigurationError(
                 f"every_n_steps must be at least 1, or None; got {every_n_steps}"
             )
-        refuse_unless_whole("num_patches", num_patches, 1)
+        require_number("num_patches", num_patches, 1, whole=True)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
         self.conditions: Tensor | None = None

@@ -3,7 +3,13 @@
 A `Request` says what is sampled; a `Sampler` says how. All samplers return the same full latents on every
 rank, and each has an emulator: the same code in one process.
 
-Reading order: `loop.py`, `record.py`, `outline.py`, `call.py`, `request.py`, `comm/links.py`, `tokens.py`,
-`layout.py`, `probe.py`, `patch.py`, `kv_cache.py`, `stages.py`, `pipefusion.py`, `pipefusion_run.py`,
-`sequence_parallel.py`.
+    prompts      predictor · source · skeleton · loras        a model without weights, and those of one rank
+       │
+    the loop     call · loop · record · outline · schedulers  a pipeline's own `__call__`, run step by step
+       │
+    a request    request · one_process                        what every method is given, and is compared with
+       │
+    methods      pipefusion/ · distrifusion/                  by `methods.py` on the axes of `mesh.py`; `auto.py`
+       │                                                      chooses one
+    a model      tracing/                                     how a transformer can be run in parts
 """

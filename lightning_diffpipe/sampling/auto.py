@@ -33,15 +33,19 @@ from lightning_diffpipe.planning.sampling.candidates import (
 from lightning_diffpipe.planning.sampling.choice import choose_sampling
 from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.distrifusion.geometry import windows_of
-from lightning_diffpipe.sampling.layout import Layout
-from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory, release_memory
+from lightning_diffpipe.sampling.distrifusion.bands import windows_of
+from lightning_diffpipe.sampling.memory import (
+    failing,
+    is_out_of_memory,
+    needing_memory,
+    release_memory,
+)
 from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.rehearsal import failing
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import divides_text
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.sequence_attention import divides_text
+from lightning_diffpipe.sampling.tracing.layout import Layout
 
 _REPEATS = 3
 

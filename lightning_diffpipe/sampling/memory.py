@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, LayoutError
+
+REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller pictures at a time"
+REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
 
 @contextlib.contextmanager
@@ -36,6 +39,33 @@ def needing_memory(where: str, remedy: str) -> Iterator[None]:
         ) from error
     finally:
         release_memory()
+
+
+@contextlib.contextmanager
+def failing(
+    where: str, remedy: str = REMEDY_OF_PATCHES, cause: str = "a block expects all tokens"
+) -> Iterator[None]:
+    """Gives a reason for errors of a model that runs on all tokens, but not otherwise.
+
+    Args:
+        where: How it is run.
+        remedy: What to do about it.
+        cause: What is most likely.
+
+    Raises:
+        LayoutError: The model failed.
+        ConfigurationError: Memory did not suffice, which says nothing of the model.
+    """
+    try:
+        with needing_memory(where, REMEDY_OF_MEMORY):
+            yield
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"{where} this model fails, most likely because {cause}: "
+            f"{type(error).__name__}: {error}; {remedy}"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

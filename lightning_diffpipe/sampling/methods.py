@@ -24,22 +24,19 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links, Traffic
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
 from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.report import RankReport
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import refuse_mode
+from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.request import Request, Sampler
-from lightning_diffpipe.sampling.sequence_attention import refuse_mode
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
-from lightning_diffpipe.sampling.stages import resident_parameters
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.world import World
 
@@ -98,10 +95,10 @@ class MethodOptions:
                 f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
             )
         if self.warmup_steps not in (None, "auto"):
-            refuse_unless_whole("warmup_steps", self.warmup_steps, 0)
+            require_number("warmup_steps", self.warmup_steps, 0, whole=True)
         for name in ("num_patches", "data", "guidance", "parallel", "sequence"):
             if getattr(self, name) is not None:
-                refuse_unless_whole(name, getattr(self, name), 1)
+                require_number(name, getattr(self, name), 1, whole=True)
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
             raise ConfigurationError(
                 f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
@@ -114,6 +111,29 @@ class MethodOptions:
         if self.warmup_steps is None:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did in one request.
+
+    Attributes:
+        options: What was decided.
+        num_steps: Denoising steps.
+        statistics: Of the sampler; empty on ranks without a prompt.
+        around: What was sent outside the sampler: between halves of guidance, and final latents to rank 0.
+        resident_bytes: Bytes of the denoiser's parameters on this rank.
+        whole_bytes: Bytes of all its parameters.
+        is_finite: Whether the final latents of this rank's share of the prompts are.
+    """
+
+    options: MethodOptions
+    num_steps: int
+    statistics: SamplingStatistics
+    around: Traffic
+    resident_bytes: int
+    whole_bytes: int
+    is_finite: bool
 
 
 def options_taken(method: str) -> set[str]:

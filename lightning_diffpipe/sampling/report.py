@@ -16,45 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_diffpipe.comm.links import Traffic
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
-
-if TYPE_CHECKING:
-    from lightning_diffpipe.sampling.mesh import SamplingMesh
-    from lightning_diffpipe.sampling.methods import MethodOptions
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank did in one request.
-
-    Attributes:
-        options: What was decided.
-        num_steps: Denoising steps.
-        statistics: Of the sampler; empty on ranks without a prompt.
-        around: What was sent outside the sampler: between halves of guidance, and final latents to rank 0.
-        resident_bytes: Bytes of the denoiser's parameters on this rank.
-        whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are.
-    """
-
-    options: MethodOptions
-    num_steps: int
-    statistics: SamplingStatistics
-    around: Traffic
-    resident_bytes: int
-    whole_bytes: int
-    is_finite: bool
+from lightning_diffpipe.sampling.mesh import SamplingMesh
+from lightning_diffpipe.sampling.methods import RankReport
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import SamplingError
-from lightning_diffpipe.sampling.schedulers import InputScaler, PatchSchedulers
+from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -187,6 +187,45 @@ class PlainLoop:
         out = self._scheduler.step(prediction, t, self.sample, **request.step_kwargs)
         self.sample = out.prev_sample if hasattr(out, "prev_sample") else out[0]
         return self.sample
+
+
+class InputScaler:
+    """`scale_model_input` on ranks that never step the scheduler.
+
+    Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
+    model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
+    scaled by what the copy was before it.
+
+    Args:
+        request: Its scheduler is copied.
+    """
+
+    def __init__(self, request: Request) -> None:
+        wanted = request.scale_input and hasattr(request.scheduler, "scale_model_input")
+        self._before = _before_steps(request) if wanted else None
+
+    def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
+        """What `denoise` is given at a step."""
+        if self._before is None:
+            return latents
+        scaled: Tensor = self._before[step].scale_model_input(latents, t)
+        return scaled
+
+
+def _before_steps(request: Request) -> list[Any] | None:
+    """The scheduler as it is before each step; None if it gives the model the latents as they are."""
+    scheduler = copy.deepcopy(request.scheduler)
+    x = request.latents.new_zeros((1,) * request.latents.ndim)
+    if scheduler.scale_model_input(x, request.timesteps[0]) is x:
+        return None
+    options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for t in request.timesteps:
+            scheduler.scale_model_input(x, t)
+            found.append(copy.copy(scheduler))
+            scheduler.step(x, t, x, **options)
+    return found
 
 
 class Sampler(Protocol):

@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,9 +26,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_diffpipe.sampling.request import Request
 
 
 class PatchSchedulers:
@@ -105,58 +102,21 @@ class PatchSchedulers:
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
 
 
-class InputScaler:
-    """`scale_model_input` on ranks that never step the scheduler.
-
-    Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
-    model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
-    scaled by what the copy was before it.
+def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
+    """Tries whether patches can be stepped apart; see `is_elementwise`.
 
     Args:
-        request: Its scheduler is copied.
-    """
-
-    def __init__(self, request: Request) -> None:
-        wanted = request.scale_input and hasattr(request.scheduler, "scale_model_input")
-        self._in_front = _in_front_of_steps(request) if wanted else None
-
-    def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
-        """What `denoise` is given at a step."""
-        if self._in_front is None:
-            return latents
-        scaled: Tensor = self._in_front[step].scale_model_input(latents, t)
-        return scaled
-
-
-def _in_front_of_steps(request: Request) -> list[Any] | None:
-    """The scheduler as it is before each step; None if it gives the model the latents as they are."""
-    scheduler = copy.deepcopy(request.scheduler)
-    x = request.latents.new_zeros((1,) * request.latents.ndim)
-    if scheduler.scale_model_input(x, request.timesteps[0]) is x:
-        return None
-    options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
-    found = []
-    with torch.random.fork_rng(devices=[]):
-        for t in request.timesteps:
-            scheduler.scale_model_input(x, t)
-            found.append(copy.copy(scheduler))
-            scheduler.step(x, t, x, **options)
-    return found
-
-
-def refuse_unless_elementwise(request: Request, axis: int) -> None:
-    """Tries whether patches can be stepped apart.
-
-    Args:
-        request: Nothing in it is changed.
+        scheduler: Not changed.
+        timesteps: Of its steps.
+        ndim: Axes of the latents.
         axis: Of the latents, that is cut.
 
     Raises:
         ConfigurationError: They cannot; names the scheduler.
     """
-    if not is_elementwise(request.scheduler, request.timesteps, request.latents.ndim, axis):
+    if not is_elementwise(scheduler, timesteps, ndim, axis):
         raise ConfigurationError(
-            f"{type(request.scheduler).__name__} looks at all rows of the latents in one step "
+            f"{type(scheduler).__name__} looks at all rows of the latents in one step "
             "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
             "apart; switch that off, or use another scheduler such as FlowMatchEulerDiscreteScheduler, "
             "DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or UniPCMultistepScheduler"

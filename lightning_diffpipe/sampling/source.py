@@ -23,16 +23,16 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DiffPipeError,
+    require_number,
+)
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import as_texts
-from lightning_diffpipe.sampling.loop import (
-    PipelineCall,
-    denoisers_among,
-    settings_restored,
-)
+from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
 from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.skeleton import (
@@ -86,8 +86,8 @@ class Settings:
         counted |= {k: v for k, v in self.options.items() if k in _PER_PROMPT}
         for name, value in counted.items():
             if value is not None:
-                refuse_unless_whole(name, value, 1)
-        refuse_unless_whole("seed", self.seed)
+                require_number(name, value, 1, whole=True)
+        require_number("seed", self.seed, whole=True)
         if not -(2**63) <= self.seed < 2**64:
             raise ConfigurationError(f"seed must have 64 bits; got {self.seed}")
         if not isinstance(self.guidance_scale, Real | None):
@@ -470,7 +470,7 @@ def refuse_prompts(
         if option == "prompt" and not isinstance(prompt, str):
             raise ConfigurationError(f"prompts of this model are texts, in quotes; got {prompt!r}")
         if option == "class_labels":
-            refuse_unless_whole("a prompt of this model, a class,", prompt, 0)
+            require_number("a prompt of this model, a class,", prompt, 0, whole=True)
             if num_classes is not None and prompt > num_classes:
                 raise ConfigurationError(
                     f"{prompt} is none of the {num_classes} classes of this model; choose 0 .. {num_classes - 1}, "

@@ -29,12 +29,12 @@ from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placehold
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
+from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.schedulers import random_states
 from lightning_diffpipe.sampling.source import drawn_by
-from lightning_diffpipe.sampling.stages import resident_parameters
+from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.training.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)

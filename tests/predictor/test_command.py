@@ -429,7 +429,7 @@ def test_two_processes_draw_and_report(tmp_path):
     ("wrong", "message"),
     [
         ("dtype=fp8", "dtype='fp8'; choose"),
-        ("+sampler.warmup_steps=-1", "warmup_steps must be at least 0; got -1"),
+        ("+sampler.warmup_steps=-1", "warmup_steps must be a whole number >= 0; got -1"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_told_by_the_first(

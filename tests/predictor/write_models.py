@@ -22,9 +22,8 @@ from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
 from tests.zoo import CASES
 
 PATH = Path(__file__).parents[2] / "docs" / "sampling_models.md"

@@ -113,7 +113,7 @@ import torch
 from lightning_diffpipe.graph.memo import module_digest
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.cache import profile_path
-from lightning_diffpipe.sampling.rounding import tolerance_of
+from lightning_diffpipe.sampling.one_process import tolerance_of
 from tests.profiling.toys import toy
 module, _, _, graph = toy()
 path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.outline import outline_of
-from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.probe import probe
 
 B = 2  # prompts
 STEPS = 4

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention_taken_early
 
-from lightning_diffpipe.sampling.attention_by_name import AttentionByName
-from lightning_diffpipe.sampling.layout import BETWEEN
-from lightning_diffpipe.sampling.layouts import fits
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.probe import probe
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.layout import BETWEEN
+from lightning_diffpipe.sampling.tracing.probe import fits, probe
+from lightning_diffpipe.sampling.tracing.values import AttentionByName
 from tests.sampling.models import build, normal, request_for, scheduler_for
 
 

@@ -13,8 +13,7 @@ from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from tests.sampling.models import STEPS, pixart_call
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
 from tests.sampling.distrifusion import models as banded

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_diffpipe.sampling import partial_attention
-from lightning_diffpipe.sampling.partial_attention import attention_part, merged
+from lightning_diffpipe.sampling.pipefusion import partial_attention
+from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from tests.sampling.models import normal
 
 QUERIES, KEYS = 96, 160

@@ -10,9 +10,8 @@ import torch
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-from lightning_diffpipe.sampling.stages import resident_parameters
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from tests.ranks import RankError, run_ranks
 from tests.sampling.models import STEPS, build, request_for, sample_plainly
 

@@ -15,9 +15,8 @@ from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import InputScaler, Request
 from lightning_diffpipe.sampling.schedulers import (
-    InputScaler,
     PatchSchedulers,
     for_samples,
     is_elementwise,
@@ -121,11 +120,11 @@ def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
     whole.sample(request)  # one patch is the whole
 
 
-def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name(tiny):
+def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name():
     """History: one that takes a predicted variance ended in a TypeError."""
     scheduler = make("DDPMScheduler", variance_type="learned_range")
     with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
-        refuse_unless_elementwise(request_for("pixart", scheduler, tiny=tiny), -2)
+        refuse_unless_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
 
 
 def test_trying_leaves_the_random_state_alone():

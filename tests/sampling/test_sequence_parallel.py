@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling.sequence import AttentionSize, ring_bytes, ulysses_bytes
-from lightning_diffpipe.sampling.partial_attention import attention_part, merged
-from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES
-from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 

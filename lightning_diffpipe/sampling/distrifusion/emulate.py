@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.distrifusion.noise import OwnGenerators
 from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.schedulers import takes_generator
 
 
 def emulate(
@@ -61,3 +63,49 @@ def emulate(
                 "it a generator or a seed of its own, or sample with processes"
             )
     return latents, [sampler for _, sampler in results]
+
+
+class OwnGenerators:
+    """Generators for threads that each run a request, as if each were a process.
+
+    Args:
+        request: What they run.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        given = request.step_kwargs.get("generator")
+        self._default = None
+        if given is None and takes_generator(request.scheduler):
+            self._default = _default_generator(request.latents.device)
+        self._copies: list[torch.Generator] = []
+
+    def of_each(self, num_threads: int) -> list[Request]:
+        """The request with generators of its own, for each thread."""
+        return [self._copied() for _ in range(num_threads)]
+
+    def finish(self) -> None:
+        """The default generator goes on where the first thread's copy is, as in one process."""
+        if self._default is not None:
+            self._default.set_state(self._copies[0].get_state())
+
+    def _copied(self) -> Request:
+        copies: dict[int, torch.Generator] = {}  # samples may share one
+
+        def copy(x: Any) -> Any:
+            return (
+                copies.setdefault(id(x), x.clone_state()) if isinstance(x, torch.Generator) else x
+            )
+
+        arguments = pytree.tree_map(copy, dict(self._request.step_kwargs))
+        if self._default is not None:
+            self._copies.append(self._default.clone_state())
+            arguments["generator"] = self._copies[-1]
+        return dataclasses.replace(self._request, step_kwargs=arguments)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = torch.cuda.default_generators
+    return generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -6,9 +6,9 @@ r"""DistriFusion: every rank denoises its band of rows, and sees the others as t
     rank 1   [ band 1 ]  [ band 1 ]  [ band 1 ]  [ band 1 ]     \: sent during one step, read in the next
              synchronous  displaced   displaced   displaced
 
-The model's own forward runs on the band; operators that see beyond it are intercepted (`rules.py`). Neighbouring
-steps of a sampler differ little, so stale activations cost little quality, and their transport hides behind
-a whole step of computation. Predictions are put together at the end of each step, and every rank steps the
+The model's own forward runs on the band; operators that see beyond it are intercepted (`band_call.py`).
+Neighbouring steps of a sampler differ little, so stale activations cost little quality, and their transport hides
+behind a whole step of computation. Predictions are put together at the end of each step, and every rank steps the
 scheduler on the whole latents.
 
 Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
@@ -20,25 +20,25 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.links import Links, ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind, Track
+from lightning_diffpipe.sampling.distrifusion.calls import Tracks
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
-from lightning_diffpipe.sampling.distrifusion.noise import drawing_alike
-from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
-from lightning_diffpipe.sampling.distrifusion.tracks import Tracks
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.request import Loop, Request
-from lightning_diffpipe.sampling.schedulers import InputScaler
+from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
+from lightning_diffpipe.sampling.schedulers import drawing_from, random_states
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 
 Mode = Literal["displaced", "synchronous", "naive"]
@@ -226,6 +226,56 @@ class _Loop:
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Passes on."""
         return original(*args, **kwargs)
+
+
+class _Holder(nn.Module):
+    """A module around the model, so that calls of the model itself are seen, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+_lock = threading.Lock()
+_shared: dict[int, tuple[Interception, int]] = {}
+
+
+@contextlib.contextmanager
+def intercepted(model: nn.Module) -> Iterator[Interception]:
+    """Intercepts a model for as long as somebody samples.
+
+    The ranks of an emulator are threads that share one model, so its modules are intercepted once, by the first that
+    begins, and released by the last that ends. Who answers a call is decided per thread.
+    """
+    with _lock:
+        interception, users = _shared.get(id(model)) or (Interception(_Holder(model), {MODEL}), 0)
+        interception.install()
+        _shared[id(model)] = (interception, users + 1)
+    try:
+        yield interception
+    finally:
+        with _lock:
+            interception, users = _shared.pop(id(model))
+            if users > 1:
+                _shared[id(model)] = (interception, users - 1)
+            else:
+                interception.uninstall()
+
+
+@contextlib.contextmanager
+def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
+    """A context in which default generators of all processes go on from where those of rank 0 are; collective.
+
+    Every band steps the whole latents, so all must draw the same. A generator in the request is the same on all
+    ranks, as the request is; where a scheduler is given none, it draws from the default ones. On other ranks they
+    are as they were after it. Threads, which share theirs, are left alone: `emulate` gives each a copy.
+    """
+    if not isinstance(links, ProcessLinks) or links.num_ranks == 1:
+        yield
+        return
+    states = links.broadcast_object(lambda: random_states(device))
+    with drawing_from(states, device) if links.rank else contextlib.nullcontext():
+        yield
 
 
 def _check(option: str, value: str, allowed: tuple[str, ...]) -> None:

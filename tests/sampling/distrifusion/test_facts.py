@@ -11,10 +11,11 @@ from torch import nn
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion.analysis import Facts, JointKeys, find_facts
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
-from lightning_diffpipe.sampling.distrifusion.facts import Facts, JointKeys, find_facts
-from lightning_diffpipe.sampling.distrifusion.sites import MODEL, intercepted
-from lightning_diffpipe.sampling.distrifusion.verification import relative_error
+from lightning_diffpipe.sampling.distrifusion.calls import relative_error
+from lightning_diffpipe.sampling.distrifusion.sampler import intercepted
 from tests.sampling.distrifusion.models import (
     Inside,
     build,

@@ -27,8 +27,8 @@ from torch import nn
 from lightning_diffpipe.errors import LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.cut import balanced_positions
-from lightning_diffpipe.sampling.layout import Layout
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.layout import Layout
 
 
 @dataclass(frozen=True)

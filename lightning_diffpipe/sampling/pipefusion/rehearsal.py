@@ -10,83 +10,97 @@ each with its own blocks, so no rank needs all weights.
     two steps        | all tokens | patch 0 | patch 1 | patch 2 | ...      -> prediction, the same but for rounding
 
 Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides. If predictions
-differ, NaN is sent through the model once more, to name the operator that mixes tokens, if one does (`leaks.py`).
+differ, NaN is sent through the model once more, to name the operator that mixes tokens, if one does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_diffpipe.errors import DiffPipeError, LayoutError
-from lightning_diffpipe.sampling.leaks import mixing_operator
-from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory
-from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
-from lightning_diffpipe.sampling.probe import finite_placeholders
-from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.rounding import tolerance_of
-from lightning_diffpipe.sampling.schedulers import InputScaler
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.sampling.memory import (
+    REMEDY_OF_MEMORY,
+    REMEDY_OF_PATCHES,
+    failing,
+    is_out_of_memory,
+    needing_memory,
+)
+from lightning_diffpipe.sampling.one_process import OneProcess, tolerance_of
+from lightning_diffpipe.sampling.request import InputScaler, Request
+from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.probe import finite_placeholders
+from lightning_diffpipe.sampling.tracing.values import mixing_operator
 
-if TYPE_CHECKING:
-    from lightning_diffpipe.sampling.layout import Layout
-    from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
-    from lightning_diffpipe.sampling.sequence_parallel import SequenceParallel
-
-_REMEDY = "sample it in one process or with num_patches=1"
 _REMEDY_OF_SHARING = "sample it with method=single"
-_REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller pictures at a time"
 _log = logging.getLogger(__name__)
 
 
-def rehearse(sampler: PipeFusion, request: Request, setting: PipeFusionSetting) -> None:
+class Rehearsed(Protocol):
+    """A sampler that computes a request in parts."""
+
+    model: nn.Module
+    links: Links
+
+
+Predict = Callable[[Request], Tensor]
+"""What a sampler makes of a request that shows the model the same latents in every step: its last prediction."""
+
+
+def rehearse(
+    sampler: Rehearsed, request: Request, layout: Layout, num_patches: int, predict: Predict
+) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
     Args:
-        sampler: Whose options count.
+        sampler: Whose model is compared.
         request: The first of its layout; nothing in it is changed.
-        setting: What was decided about it.
+        layout: Of the request.
+        num_patches: Parts of a step after the first, which is synchronous.
+        predict: By the sampler.
 
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails in patches, where it does.
         ConfigurationError: Memory does not suffice, where it does not.
     """
-    with needing_memory("in a synchronous step", _REMEDY_OF_MEMORY):
-        whole = _prediction(sampler, request, setting, 1)
+    with needing_memory("in a synchronous step", REMEDY_OF_MEMORY):
+        whole = predict(_showing(request, 1))
     if not whole.isfinite().all():
         return  # nothing to compare with; final latents that are not finite are refused with a reason of their own
-    where = f"in {len(setting.patches)} patches"
-    with failing(where, _REMEDY):
-        patches = _prediction(sampler, request, setting, 2)
+    where = f"in {num_patches} patches"
+    with failing(where):
+        patches = predict(_showing(request, 2))
     error = _relative_error(patches, whole)
-    _refuse_if_other(sampler, request, setting.layout, where, error, _REMEDY)
+    _refuse_if_other(sampler, request, layout, where, error, REMEDY_OF_PATCHES)
 
 
-def rehearse_sharing(sampler: SequenceParallel, request: Request, layout: Layout) -> None:
+def rehearse_sharing(
+    sampler: Rehearsed, request: Request, layout: Layout, predict: Predict
+) -> None:
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
     Where all tokens at once do not fit into rank 0's memory, nothing is compared.
 
     Args:
-        sampler: Whose options count.
+        sampler: Whose model is compared.
         request: The first of its layout; nothing in it is changed.
         layout: Of the request.
+        predict: By the sampler.
 
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
         ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
     """
-    still, where = _showing(request, 1), f"with tokens shared by {sampler.links.num_ranks} ranks"
-    watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
+    where = f"with tokens shared by {sampler.links.num_ranks} ranks"
     with failing(where, _REMEDY_OF_SHARING):
-        shared = sampler.run(still, layout, watch)
+        shared = predict(_showing(request, 1))
 
     def error_of_sharing() -> float:
         try:
@@ -109,7 +123,7 @@ def _relative_error(found: Tensor, whole: Tensor) -> float:
 
 
 def _refuse_if_other(
-    sampler: PipeFusion | SequenceParallel,
+    sampler: Rehearsed,
     request: Request,
     layout: Layout,
     where: str,
@@ -134,45 +148,6 @@ def _refuse_if_other(
         f"{where} this model computes something else than on all tokens: relative error {error:.1e}, allowed "
         f"are {tolerance:.0e}; {cause}; {remedy}, or pass verify=False if you accept this"
     )
-
-
-@contextlib.contextmanager
-def failing(
-    where: str, remedy: str = _REMEDY, cause: str = "a block expects all tokens"
-) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on all tokens, but not otherwise.
-
-    Args:
-        where: How it is run.
-        remedy: What to do about it.
-        cause: What is most likely.
-
-    Raises:
-        LayoutError: The model failed.
-        ConfigurationError: Memory did not suffice, which says nothing of the model.
-    """
-    try:
-        with needing_memory(where, _REMEDY_OF_MEMORY):
-            yield
-    except DiffPipeError:
-        raise
-    except Exception as error:
-        raise LayoutError(
-            f"{where} this model fails, most likely because {cause}: "
-            f"{type(error).__name__}: {error}; {remedy}"
-        ) from error
-
-
-def _prediction(
-    sampler: PipeFusion, request: Request, setting: PipeFusionSetting, num_steps: int
-) -> Tensor:
-    """Of the first model input, in a synchronous step, or in patches after one."""
-    plan = replace(setting.plan, num_steps=num_steps, warmup_steps=1, automatic=False)
-    if num_steps == 1:
-        plan = replace(plan, warmup_microbatches=1)
-    watch = Stopwatch(SamplingStatistics(), sampler.links.rank, request.latents.device)
-    run = PipeFusionRun(sampler, _showing(request, num_steps), replace(setting, plan=plan), watch)
-    return run.run(None)
 
 
 def _showing(request: Request, num_steps: int) -> Request:

@@ -1,7 +1,7 @@
 """What code between blocks does with the results of blocks, so that little of it runs for every patch.
 
-Glue sees full shapes (`patch.py`), but most of it never looks into what a block returns: it hands it to the next.
-One run with stubbed blocks follows every result as an object through the glue:
+Glue sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a block returns: it hands it to
+the next. One run with stubbed blocks follows every result as an object through the glue:
 
     block 0 ── x ── block 1 ── y ── norm_out ── proj_out ── unpatchify
 
@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
-from lightning_diffpipe.sampling.layout import BETWEEN, Block, Glue, LocalCall, Place
-from lightning_diffpipe.sampling.tokens import TokenAxis
+from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Block, Glue, LocalCall, Place
+from lightning_diffpipe.sampling.tracing.tokens import TokenAxis
 
 _LOOKS_AT_NO_NUMBER = {
     *(

@@ -32,11 +32,11 @@ from lightning_diffpipe.comm.links import Links, exchange
 from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.sampling.sequence import share
-from lightning_diffpipe.sampling.kv_cache import AttentionCall, KeysInShares, KvCache
-from lightning_diffpipe.sampling.layout import Layout
-from lightning_diffpipe.sampling.partial_attention import attention_part, merged
-from lightning_diffpipe.sampling.tokens import Part, Selection
-from lightning_diffpipe.sampling.tracing import Attend
+from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
+from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
+from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
+from lightning_diffpipe.sampling.tracing.values import Attend
 
 Mode = Literal["ulysses", "ring"]
 

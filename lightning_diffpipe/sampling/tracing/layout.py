@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.sampling.sequence import AttentionSize
-from lightning_diffpipe.sampling.tokens import WHOLE, Part, TokenAxis, Units, ranges_of
+from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, TokenAxis, Units, ranges_of
 
 BETWEEN = -1
 """Stands for a call of a block where something happens between blocks."""

@@ -1,6 +1,6 @@
 """What each axis of a block's arguments and results counts: tokens, samples, or neither.
 
-Every axis of every argument is marked with code words (`tracing.py`). Indices that reach the keys of an attention
+Every axis of every argument is marked with code words (`values.py`). Indices that reach the keys of an attention
 call one-to-one are tokens: of the image, of the text, of rope tables, of per-token modulation. Those that reach
 the key axis of its mask one-to-one are a key mask. Those that reach neither, but a token of a result, are
 per-token residuals. Indices that reach the samples of keys, masks or results one-to-one count samples.
@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward
-from lightning_diffpipe.sampling.layout import Block
-from lightning_diffpipe.sampling.tokens import NOBODY, Part, TokenAxis
-from lightning_diffpipe.sampling.tracing import (
+from lightning_diffpipe.sampling.tracing.layout import Block
+from lightning_diffpipe.sampling.tracing.tokens import NOBODY, Part, TokenAxis
+from lightning_diffpipe.sampling.tracing.values import (
     AttentionIntercepted,
     CodeWords,
     InkOnly,

@@ -9,7 +9,7 @@ Attention is replaced by "return the query", so that a transformer is local to a
    attention mixes tokens: the model is refused, and the operator named;
 3. one clean run traces the arguments of each kind of block (`blocks.py`);
 4. blocks are stubbed, and the result of one after the other is marked: who reads it through code between blocks?
-5. runs with all latents marked find modules whose result need not be computed for every patch (`kept.py`); one
+5. runs with all latents marked find modules whose result need not be computed for every patch (`constants.py`); one
    with stubs finds results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 8` runs of the model, most of which follow NaN only and multiply nothing. Weights do
@@ -31,31 +31,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
+from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.sampling.sequence import AttentionSize
-from lightning_diffpipe.sampling.attention_by_name import AttentionByName
-from lightning_diffpipe.sampling.blocks import BlockTracer
-from lightning_diffpipe.sampling.glue import find_glue
-from lightning_diffpipe.sampling.kept import find_kept
-from lightning_diffpipe.sampling.layout import Block, Layout, shapes_of
-from lightning_diffpipe.sampling.leaks import mixing_operator
+from lightning_diffpipe.sampling.memory import failing
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tokens import TokenAxis, text_token
-from lightning_diffpipe.sampling.tracing import (
+from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
+from lightning_diffpipe.sampling.tracing.constants import find_kept
+from lightning_diffpipe.sampling.tracing.glue import find_glue
+from lightning_diffpipe.sampling.tracing.layout import Block, Layout, shapes_of
+from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
+from lightning_diffpipe.sampling.tracing.values import (
     MIXED,
+    AttentionByName,
     AttentionHandler,
     AttentionIntercepted,
     CodeWords,
     InkOnly,
     lines,
     marked,
+    mixing_operator,
     token_local,
 )
 
+MAX_LAYOUTS = 8
+"""Of one model, that are known at a time."""
+
 _NAN = float("nan")
 _MAX_ROWS_OF_A_TOKEN = 4  # what reaches more than that, and everything, is no token
+_WRITES = "code between blocks writes into what a block returned"
 _Log = list[tuple[Tensor, Tensor | None]]
 _Owners = list[TokenAxis | None]
+_Key = tuple[torch.Size, torch.dtype, str]
 
 
 def probe(request: Request, axis: int | None = None) -> Layout:
@@ -385,3 +392,71 @@ def finite_placeholders(model: nn.Module) -> Iterator[None]:
     finally:
         for scalar in scalars:
             scalar.fill_(_NAN)
+
+
+class LayoutStore:
+    """Layouts of one model, newest first, so that the next request of the same shapes need not be probed.
+
+    What the shapes of a request are is only known inside the user's closure: the length of a prompt, a control
+    image. So a known layout is tried on, by running the closure with all blocks stubbed and comparing the shapes
+    of their arguments; that costs no more than the code between blocks.
+
+    Args:
+        axis: Of the latents, that is cut; None for the default.
+    """
+
+    def __init__(self, axis: int | None = None) -> None:
+        self._axis = axis
+        self._known: list[tuple[_Key, Layout]] = []
+
+    def layout_for(self, request: Request) -> Layout:
+        """A layout that fits the request: a known one, or one found by probing.
+
+        Raises:
+            LayoutError: The model cannot be sampled in parts, or fails while it is probed.
+            ConfigurationError: Memory does not suffice to probe it.
+        """
+        key = _key(request)
+        for known, layout in self._known:
+            if known == key and fits(layout, request):
+                return layout
+        with failing("while it is probed", "sample it with method=single", _WRITES):
+            layout = probe(request, self._axis)
+        self.add(request, layout)
+        return layout
+
+    def add(self, request: Request, layout: Layout) -> None:
+        """Makes the layout of a request known."""
+        self._known = [(_key(request), layout), *self._known][:MAX_LAYOUTS]
+
+
+def _key(request: Request) -> _Key:
+    # A model whose attention processors were exchanged since is looked at anew.
+    return request.latents.shape, request.latents.dtype, settings_digest(request.model)
+
+
+def fits(layout: Layout, request: Request) -> bool:
+    """Whether blocks are called as the layout says, on the same shapes, with the same code between them."""
+    calls: list[tuple[str, Any]] = []
+
+    def run(answer: Callable[..., Any]) -> Tensor:
+        def make(name: str, forward: Forward) -> Forward:
+            def stubbed(*args: Any, **kwargs: Any) -> Any:
+                calls.append((name, shapes_of((args, kwargs))))
+                return answer(name, forward, args, kwargs)
+
+            return stubbed
+
+        with forward_replaced(request.model, layout.block_names, make):
+            return request.denoise(request.latents, request.timesteps[0])
+
+    kept = layout.constants.keys() | layout.step_constants.keys()
+    try:
+        with request.inferring():
+            glue = find_glue(
+                run, request.model, layout.blocks, kept, request.latents.device, layout.glue.local
+            )
+    except (IndexError, RuntimeError, ValueError):
+        return False
+    same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]
+    return same_calls and glue.same_as(layout.glue)

@@ -18,80 +18,30 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from typing import Literal
 
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
-from lightning_diffpipe.planning.sampling.sequence import attention_bytes, attention_messages
-from lightning_diffpipe.sampling.arguments import refuse_unless_whole
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.layout import Layout
-from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.pipefusion_run import PipeFusionRun
-from lightning_diffpipe.sampling.rehearsal import rehearse
+from lightning_diffpipe.sampling.pipefusion.rehearsal import rehearse
+from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
+    SEQUENCE_MODES,
+    Mode,
+    refuse_mode,
+)
+from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
-from lightning_diffpipe.sampling.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
-from lightning_diffpipe.sampling.tokens import Part, ranges_of
-
-
-@dataclass(frozen=True)
-class PipeFusionSetting:
-    """Everything decided about a request before it runs; the same on all ranks.
-
-    Attributes:
-        layout: Of the model, for the request's shapes.
-        stages: Who runs which blocks.
-        patches: What each patch computes.
-        shares: For each patch, what each rank of a stage computes of it.
-        plan: Turns, bytes and messages; of synchronous steps only while W is to be found.
-    """
-
-    layout: Layout
-    stages: Stages
-    patches: tuple[Part, ...]
-    shares: tuple[tuple[Part, ...], ...]
-    plan: PipeFusionPlan
-
-    def attention_bytes(self, mode: Mode) -> tuple[int, int]:
-        """What the ranks of a stage trade in one synchronous step and in one of patches, all stages together.
-
-        Args:
-            mode: How they do it.
-        """
-        q, n = self.plan.ranks_per_stage, self.plan.warmup_microbatches
-        # The rows that are a rank's own in patches are its own in synchronous steps.
-        whole = [
-            Part(tuple(s for shares in self.shares for s in ranges_of(shares[k].units)), (k, q))
-            for k in range(q)
-        ]
-        synchronous = sum(self._bytes_of(mode, whole, (k, n)) for k in range(n))
-        return synchronous, sum(self._bytes_of(mode, shares, (0, 1)) for shares in self.shares)
-
-    def _bytes_of(self, mode: Mode, parts: Sequence[Part], samples: tuple[int, int]) -> int:
-        if len(parts) == 1:
-            return 0
-        total = 0
-        for block in self.layout.blocks:
-            for tokens, size in zip(block.attention, block.sizes, strict=True):
-                if tokens is not None:
-                    here = Part(samples=samples).samples_of(size.batch)
-                    fewer = replace(size, batch=here.stop - here.start)
-                    owned = [len(tokens.owned(part, block.num_text)) for part in parts]
-                    total += attention_bytes(mode, fewer, owned)
-        return total
-
-    def attention_messages(self, mode: Mode) -> int:
-        """Messages of one turn inside all stages."""
-        calls = sum(t is not None for block in self.layout.blocks for t in block.attention)
-        return calls * attention_messages(mode, self.plan.ranks_per_stage)
+from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
+from lightning_diffpipe.sampling.tracing.tokens import Part
 
 
 class PipeFusion:
@@ -156,7 +106,7 @@ class PipeFusion:
                 f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
             )
         if warmup_microbatches is not None:
-            refuse_unless_whole("warmup_microbatches", warmup_microbatches, 1)
+            require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
         if not isinstance(settled, Real):
             raise ConfigurationError(f"settled must be a number; got {settled!r}")
         refuse_mode(sequence_mode, "sequence_mode")
@@ -277,7 +227,17 @@ class PipeFusion:
             return
         number = next(n for n, layout in self._told.items() if layout is setting.layout)
         if number not in self._rehearsed:
-            rehearse(self, request, setting)
+
+            def predict(still: Request) -> Tensor:
+                plan = replace(
+                    setting.plan, num_steps=still.num_steps, warmup_steps=1, automatic=False
+                )
+                if still.num_steps == 1:
+                    plan = replace(plan, warmup_microbatches=1)
+                watch = Stopwatch(SamplingStatistics(), self.links.rank, request.latents.device)
+                return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
+
+            rehearse(self, request, setting.layout, self.num_patches, predict)
             self._rehearsed.add(number)
 
     def _news(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
@@ -294,7 +254,10 @@ class PipeFusion:
             layout.split_range(units, self.sequence_links.num_ranks)
         SEQUENCE_MODES[self.sequence_mode].refuse(layout, self.sequence_links.num_ranks)
         if self.num_patches > 1:
-            refuse_unless_elementwise(request, layout.axis)
+            latents = request.latents
+            refuse_unless_elementwise(
+                request.scheduler, request.timesteps, latents.ndim, layout.axis
+            )
         if self.split is not None:
             split = self.split(layout) if callable(self.split) else self.split
             if len(split) != self.links.num_ranks - 1:

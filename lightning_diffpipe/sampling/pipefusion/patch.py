@@ -11,8 +11,8 @@ except on the last rank, which makes the prediction.
     rank 1     all rows    dummy      received   patch      patch      all rows      prediction
 
 Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
-without memory, and whoever gets this object takes the tokens instead (`glue.py`). Modules that make the same for
-every patch are run once (`kept.py`).
+without memory, and whoever gets this object takes the tokens instead (`tracing/glue.py`). Modules that make the
+same for every patch are run once (`tracing/constants.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.sampling.attention_by_name import AttentionByName
-from lightning_diffpipe.sampling.blocks import cut_arguments
-from lightning_diffpipe.sampling.kv_cache import AttentionCall, PartAttention
-from lightning_diffpipe.sampling.layout import BETWEEN, Block, Layout, Place, shapes_of_call
-from lightning_diffpipe.sampling.stages import Stage
-from lightning_diffpipe.sampling.tokens import WHOLE, Part, Selection, TokenAxis
-from lightning_diffpipe.sampling.tracing import Attend, AttentionIntercepted
+from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
+from lightning_diffpipe.sampling.pipefusion.stages import Stage
+from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
+from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Block, Layout, Place, shapes_of_call
+from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.tracing.values import Attend, AttentionByName, AttentionIntercepted
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""

@@ -28,14 +28,19 @@ from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling.sequence import attention_bytes, prediction_bytes
-from lightning_diffpipe.sampling.layout import Layout, Part
-from lightning_diffpipe.sampling.layouts import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.patch import PartRunner, Slices
-from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
+from lightning_diffpipe.sampling.pipefusion.patch import PartRunner, Slices
+from lightning_diffpipe.sampling.pipefusion.rehearsal import rehearse_sharing
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
+    SEQUENCE_MODES,
+    Mode,
+    refuse_mode,
+)
+from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Loop, Request
-from lightning_diffpipe.sampling.sequence_attention import SEQUENCE_MODES, Mode, refuse_mode
-from lightning_diffpipe.sampling.stages import Stages
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
+from lightning_diffpipe.sampling.tracing.tokens import Part
 
 
 class SequenceParallel:
@@ -111,7 +116,12 @@ class SequenceParallel:
             return all(known is not layout for known in self._rehearsed)
 
         if self.verify and self.links.num_ranks > 1 and self.links.broadcast_object(is_new):
-            rehearse_sharing(self, request, layout)
+
+            def predict(still: Request) -> Tensor:
+                watch = Stopwatch(SamplingStatistics(), self.links.rank, request.latents.device)
+                return self.run(still, layout, watch)
+
+            rehearse_sharing(self, request, layout, predict)
             if self.links.rank == 0:
                 self._rehearsed = [*self._rehearsed, layout][-MAX_LAYOUTS:]
 
