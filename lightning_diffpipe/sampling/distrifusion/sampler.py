@@ -244,8 +244,8 @@ _shared: dict[int, tuple[Interception, int]] = {}
 def intercepted(model: nn.Module) -> Iterator[Interception]:
     """Intercepts a model for as long as somebody samples.
 
-    The ranks of an emulator are threads that share one model, so its modules are intercepted once, by the first that
-    begins, and released by the last that ends. Who answers a call is decided per thread.
+    The ranks of an emulator are threads that share one model, so its modules are intercepted once, by the first
+    that begins, and released by the last that ends. Who answers a call is decided per thread.
     """
     with _lock:
         interception, users = _shared.get(id(model)) or (Interception(_Holder(model), {MODEL}), 0)
