@@ -58,7 +58,7 @@ class Chooser:
         link: Between any two ranks.
         num_ranks: Ranks there are.
         memory_bytes: What every rank has left; None means that it is no limit.
-        options: Wishes, which are kept.
+        options: Wishes, which are left as they are.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Chooser:
         mixes = isinstance(error, GraphError)
         axes = None if mixes or options.mesh is None else asdict(options.mesh)
         # Functions after it hold a worker and latents.
-        kept = error.with_traceback(None)
-        self._refused.append((Refusal(options.method, _short(error), axes), kept))
+        refusal = error.with_traceback(None)
+        self._refused.append((Refusal(options.method, _short(error), axes), refusal))
 
     def _decided(self, choice: SamplingChoice) -> MethodOptions:
         options = self._options
@@ -253,7 +253,7 @@ def _profile(
 
 
 def _num_calls(layout: Layout) -> int:
-    """Calls of the model in one step, told by its blocks."""
+    """Calls of the model in one step, counted by its blocks."""
     return max(Counter(block.name for block in layout.blocks).values())
 
 

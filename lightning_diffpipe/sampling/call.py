@@ -461,7 +461,7 @@ def _given(seen: Tensor, latents: Tensor) -> Tensor:
     """
     given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
     for axis in range(1, seen.ndim):
-        behind = seen.shape[axis] - given.shape[axis]
-        if behind > 0:
-            return torch.cat([given, seen.narrow(axis, given.shape[axis], behind)], axis)
+        missing = seen.shape[axis] - given.shape[axis]
+        if missing > 0:
+            return torch.cat([given, seen.narrow(axis, given.shape[axis], missing)], axis)
     return given

@@ -136,7 +136,7 @@ def refuse_other_models(world: World, mine: Identity) -> None:
         mine: Of this rank.
 
     Raises:
-        ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks alike.
+        ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks.
     """
     if len(set(world.gather(mine.digest))) == 1:
         return

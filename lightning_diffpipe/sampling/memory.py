@@ -1,4 +1,4 @@
-"""Running out of memory, told apart from faults of a model."""
+"""Running out of memory, and other failures of a model that runs in parts, kept apart."""
 
 from __future__ import annotations
 

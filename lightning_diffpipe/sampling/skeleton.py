@@ -192,12 +192,12 @@ def skeleton(
     _refuse_quantized(cls, config)
     with _parameters_without_memory(), created_in(dtype):
         model = cls.from_config(dict(config))
-    kept = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
+    in_float32 = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
 
     def wanted(name: str, tensor: Tensor) -> torch.dtype:
         if not tensor.dtype.is_floating_point:
             return tensor.dtype
-        return torch.float32 if kept & set(name.split(".")) else dtype
+        return torch.float32 if in_float32 & set(name.split(".")) else dtype
 
     stand_ins: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for path, module in model.named_modules():

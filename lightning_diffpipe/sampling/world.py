@@ -1,7 +1,7 @@
 """All ranks of a predictor: what travels between any of them, and how they agree that something worked.
 
 rank 0 | make ... worked                      | waits ......... | raises LayoutError, too
-rank 1 | make ... LayoutError: told to all    | waits ......... | raises LayoutError
+rank 1 | make ... LayoutError: sent to all    | waits ......... | raises LayoutError
 rank 2 | make ... waits for rank 1, which breaks its links      | raises LayoutError, too
 """
 

@@ -17,7 +17,7 @@ from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing import constants
 from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
-from lightning_diffpipe.sampling.tracing.values import MIXED, UNREACHED, CodeWords, InkOnly
+from lightning_diffpipe.sampling.tracing.values import MIXED, UNREACHED, CodeWords, WithoutProducts
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 
@@ -177,7 +177,9 @@ def test_ink_alone_finds_what_numbers_would(name, monkeypatch):
     """Linear layers that multiply nothing carry NaN to the same places."""
     tiny = build(name)
     found = as_data(layout_of(name))
-    monkeypatch.setattr(InkOnly, "_linear", lambda self, *args, **kwargs: F.linear(*args, **kwargs))
+    monkeypatch.setattr(
+        WithoutProducts, "_linear", lambda self, *args, **kwargs: F.linear(*args, **kwargs)
+    )
     assert found == as_data(probe(request_for(name, tiny=tiny), tiny.axis))
 
 
@@ -185,11 +187,11 @@ def test_ink_goes_where_a_product_takes_it():
     x, weight = torch.randn(2, 5, 4), torch.randn(3, 4)
     x[0, 1, 2] = x[1, 4] = float("nan")
     expected = F.linear(x, weight)
-    with InkOnly():
+    with WithoutProducts():
         assert torch.equal(F.linear(x, weight).isnan(), expected.isnan())
         broken = F.linear(x[0, :1], torch.full((3, 4), float("nan")))
     assert broken.isnan().all()
-    with InkOnly(exactly=True):
+    with WithoutProducts(exactly=True):
         torch.testing.assert_close(F.linear(x, weight), expected, rtol=0, atol=0, equal_nan=True)
         assert F.linear(x[1, 4:], weight).isnan().all()
 

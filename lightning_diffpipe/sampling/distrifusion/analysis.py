@@ -3,7 +3,7 @@
 The model runs two or three times on whole latents with NaN in some rows and stand-ins for operators that mix
 rows. From where the marks end up, it is read
 
-* which arguments beside the latents grow with the rows (position ids, residuals of a ControlNet), on which axis;
+* which arguments besides the latents grow with the rows (position ids, residuals of a ControlNet), on which axis;
 * which modules embed the latents together with their position (a band alone would get the position of the top);
 * for each attention, which keys are the image's and which the text's, in which order;
 * which linear layers see the text only;
@@ -58,7 +58,7 @@ class JointKeys:
 
 
 @dataclass
-class Facts:
+class CallAnalysis:
     """About one call of a model, for one shape of its arguments. Plain data.
 
     Attributes:
@@ -81,20 +81,20 @@ class Facts:
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Two calls with equal signatures have equal facts."""
+    """Of two calls with equal signatures the analysis is the same."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     return str(tree), tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves
     )
 
 
-def find_facts(
+def analyse(
     interception: Interception,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     latents: Tensor,
-) -> Facts:
+) -> CallAnalysis:
     """Looks at one call of a model.
 
     Args:
@@ -109,19 +109,19 @@ def find_facts(
         ConfigurationError: Its strides do not divide the rows.
     """
     look = _Look(interception, forward, args, kwargs, latents.shape[-2])
-    facts = Facts(sample=look.find_sample(latents))
-    marks, facts.embedders, facts.outputs = look.mark_rows(facts.sample)
-    facts.unit = _unit(marks.units, look.num_rows)
-    marks, _, _ = look.run(facts.sample, None)
-    facts.keys = [_keys(positions) for positions in marks.keys]
+    analysis = CallAnalysis(sample=look.find_sample(latents))
+    marks, analysis.embedders, analysis.outputs = look.mark_rows(analysis.sample)
+    analysis.unit = _unit(marks.units, look.num_rows)
+    marks, _, _ = look.run(analysis.sample, None)
+    analysis.keys = [_keys(positions) for positions in marks.keys]
     untouched = marks.num_untouched
-    facts.constant = frozenset(
+    analysis.constant = frozenset(
         layer for layer in marks.unreached if untouched is None or layer < untouched
     )
-    for leaf, axis in look.candidates(facts.sample):
-        if leaf not in facts.sliced and look.follows_rows(leaf, axis, facts.outputs):
-            facts.sliced[leaf] = axis
-    return facts
+    for leaf, axis in look.candidates(analysis.sample):
+        if leaf not in analysis.sliced and look.follows_rows(leaf, axis, analysis.outputs):
+            analysis.sliced[leaf] = axis
+    return analysis
 
 
 class _Look:
@@ -175,12 +175,12 @@ class _Look:
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
         part.fill_(_NAN)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        ink = Ink(self.num_rows, name_spreaders)
-        watch = _Watch(self, ink, marked)
+        stand_ins = StandIns(self.num_rows, name_spreaders)
+        watch = _Watch(self, stand_ins, marked)
         names = {name for name, _ in self._interception.root.named_modules() if name}
-        with self._interception.also_watching(names), self._interception.running(watch), ink:
+        with self._interception.also_watching(names), self._interception.running(watch), stand_ins:
             out = self._forward(*args, **kwargs)
-        return ink.marks, watch.embedders, out
+        return stand_ins.marks, watch.embedders, out
 
     def axes(self, tree: Any) -> dict[int, int]:
         """Results with marks in exactly the last part of one axis, and that axis."""
@@ -225,17 +225,17 @@ class _Watch:
 
     checkpointing = checkpointed = False
 
-    def __init__(self, look: _Look, ink: Ink, sample: Tensor) -> None:
-        self._look, self._ink, self._sample = look, ink, sample
+    def __init__(self, look: _Look, stand_ins: StandIns, sample: Tensor) -> None:
+        self._look, self._stand_ins, self._sample = look, stand_ins, sample
         self.embedders: dict[str, dict[int, int]] = {}
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Looks at one call of a module."""
-        before = self._ink.num_exchanging
+        before = self._stand_ins.num_exchanging
         out = site.diffpipe_original(*args, **kwargs)
         takes_sample = any(x is self._sample for x in (*args, *kwargs.values()))
         has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
-        if takes_sample and has_positions and self._ink.num_exchanging == before:
+        if takes_sample and has_positions and self._stand_ins.num_exchanging == before:
             inside = site.name + "."
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
             self.embedders[site.name] = self._look.axes(out)
@@ -289,7 +289,7 @@ class Marks:
         unreached: Linear layers, by their position among linear layers, whose input has tokens and no mark.
         units: Rows of the latents for one row after each convolution.
         spreader: The first function that had marked and clean rows before it and none clean after it.
-        num_untouched: Linear layers before the first attention that tells texts of the image, which its
+        num_untouched: Linear layers before the first attention that gives texts something of the image, which its
             stand-in does not: after it, what is not marked may depend on the image all the same.
     """
 
@@ -300,7 +300,7 @@ class Marks:
     num_untouched: int | None = None
 
 
-class Ink(TorchFunctionMode):
+class StandIns(TorchFunctionMode):
     """Lets the model run with stand-ins, and takes notes.
 
     Args:

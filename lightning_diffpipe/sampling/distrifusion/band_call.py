@@ -1,7 +1,7 @@
 """One call of the model on a band of rows, and what is remembered of it from step to step.
 
-`Track` follows one call of the model over the steps of a request: with guidance by two calls per step there are two
-tracks, each with its own buffers. `BandCall` is one call in one step: while the model's own forward runs on the
+`CallState` follows one call of the model over the steps of a request: with guidance by two calls per step there are
+two states, each with its own buffers. `BandCall` is one call in one step: while the model's own forward runs on the
 band, it answers the functions that have a rule (`RULES`):
 
 | seen beyond the band | function | rule |
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Site
-from lightning_diffpipe.sampling.distrifusion.analysis import Facts, JointKeys
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys
 from lightning_diffpipe.sampling.distrifusion.bands import (
     Bands,
     input_first,
@@ -59,11 +59,11 @@ MODEL = "model"
 
 
 @dataclass
-class Track:
-    """One call of the model, followed over the steps.
+class CallState:
+    """Of one call of the model, over the steps of a request.
 
     Attributes:
-        facts: About the call.
+        analysis: About the call.
         bands: Of all ranks.
         exchange: With the other bands.
         group_norm: Rule in displaced steps.
@@ -73,7 +73,7 @@ class Track:
         freshness: Where to note how old is what the band reads; None if nobody asks.
     """
 
-    facts: Facts
+    analysis: CallAnalysis
     bands: Bands
     exchange: Exchange
     group_norm: GroupNormRule
@@ -92,7 +92,7 @@ class StepKind:
         index: From 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
-        keep: What the next step may read is kept, or sent.
+        keep: What the next step may read is stored, or sent.
     """
 
     index: int
@@ -105,16 +105,16 @@ class BandCall(TorchFunctionMode):
     """Runs the model's forward on this rank's band.
 
     Args:
-        track: Of this call.
+        state: Of this call.
         step: What kind of step it is.
     """
 
     checkpointing = checkpointed = False
 
-    def __init__(self, track: Track, step: StepKind) -> None:
+    def __init__(self, state: CallState, step: StepKind) -> None:
         super().__init__()
-        self._track, self._step = track, step
-        self._bands = track.bands
+        self._state, self._step = state, step
+        self._bands = state.bands
         self._num_calls = self._num_attentions = self._num_linears = 0
         self._suspended = False
         self._layer = ""
@@ -133,20 +133,20 @@ class BandCall(TorchFunctionMode):
             kwargs: Whole.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        facts, exchange = self._track.facts, self._track.exchange
-        self._whole = leaves[facts.sample]
+        analysis, exchange = self._state.analysis, self._state.exchange
+        self._whole = leaves[analysis.sample]
         self._band = self._cut(self._whole, -2).contiguous()
         leaves = [self._band if x is self._whole else x for x in leaves]
-        for leaf, axis in facts.sliced.items():
+        for leaf, axis in analysis.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
         exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
-        self._track.constants.start_step()
+        self._state.constants.start_step()
         with self:
             out = forward(*band_args, **band_kwargs)
         exchange.stop_step()
         results, tree = pytree.tree_flatten(out)
-        for i, axis in facts.outputs.items():
+        for i, axis in analysis.outputs.items():
             results[i] = self._all_bands(results[i].contiguous(), axis)
         return pytree.tree_unflatten(results, tree)
 
@@ -164,7 +164,7 @@ class BandCall(TorchFunctionMode):
             args, kwargs = input_first(args, kwargs)
             return rule(self, *args, **kwargs)
         out = func(*args, **kwargs)
-        self._track.constants.follow(func, args, kwargs, out)
+        self._state.constants.follow(func, args, kwargs, out)
         return out
 
     # ------------------------------------------------------------ modules
@@ -179,7 +179,7 @@ class BandCall(TorchFunctionMode):
 
     def _answered(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Modules that embed the latents embed all of them."""
-        axes = self._track.facts.embedders.get(site.name)
+        axes = self._state.analysis.embedders.get(site.name)
         given = (*args, *kwargs.values())
         if self._suspended or axes is None or not any(x is self._band for x in given):
             return site.diffpipe_original(*args, **kwargs)
@@ -206,7 +206,7 @@ class BandCall(TorchFunctionMode):
         return original(*args, **kwargs)
 
     def _set_grid(self, tokens: Tensor, axis: int) -> None:
-        rows, rest = divmod(self._bands.num_rows, self._track.facts.unit)
+        rows, rest = divmod(self._bands.num_rows, self._state.analysis.unit)
         if tokens.ndim == 3 and not rest and tokens.shape[axis] % rows == 0:
             self.grid = self._bands.part_of(rows)[1], tokens.shape[axis] // rows
 
@@ -234,9 +234,7 @@ class BandCall(TorchFunctionMode):
             self._note("halo", rows, there, 0)
             return whole.narrow(-2, bands.start, above + rows + below)
         fewest = min(bands.resized(rows, rank) for rank in range(bands.num_bands))
-        if (
-            max(above, below) > fewest
-        ):  # on all ranks alike, so that none waits for those who refuse
+        if max(above, below) > fewest:  # on all ranks, so that none waits for those who refuse
             raise GraphError(
                 f"a convolution reads {max(above, below)} rows beyond its band, but the smallest band has "
                 f"{fewest} rows: use fewer ranks"
@@ -248,7 +246,7 @@ class BandCall(TorchFunctionMode):
         if not self._step.alone:
             # The upper neighbour reads `below` rows of this band, the lower one `above` rows.
             mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
-            got = self._track.exchange.swap(
+            got = self._state.exchange.swap(
                 "halo",
                 self._count(),
                 {peer: _private(mine[peer]) for peer in neighbours if mine[peer].numel()},
@@ -261,7 +259,7 @@ class BandCall(TorchFunctionMode):
 
     def next_keys(self, key: Tensor) -> JointKeys | None:
         """Where the image is among the keys of this attention; None if it may stay as it is."""
-        joint = self._track.facts.keys[self._num_attentions]
+        joint = self._state.analysis.keys[self._num_attentions]
         self._num_attentions += 1
         if joint is not None and self._step.alone:
             self._note_keys(key, joint)
@@ -272,7 +270,7 @@ class BandCall(TorchFunctionMode):
         """Keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
         start, stop = joint.before, key.shape[-2] - joint.after
         mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
-        others = self._track.exchange.swap(
+        others = self._state.exchange.swap(
             "key_value",
             self._count(),
             dict.fromkeys(self._bands.peers, mine),
@@ -290,8 +288,8 @@ class BandCall(TorchFunctionMode):
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
         """Moments of the whole picture, as the rule has it; None if the band is all it may know."""
-        track, step = self._track, self._step
-        rule = "synchronous" if step.synchronous else track.group_norm
+        state, step = self._state, self._step
+        rule = "synchronous" if step.synchronous else state.group_norm
         call = (
             self._count()
         )  # in every kind of step, so that positions of later calls stay the same
@@ -301,49 +299,49 @@ class BandCall(TorchFunctionMode):
             return None
         now = Moments.of(x, num_groups)
         mine = now.packed(torch.promote_types(x.dtype, torch.float32))
-        others = track.exchange.swap(
+        others = state.exchange.swap(
             "statistics",
             call,
             dict.fromkeys(self._bands.peers, mine),
             dict.fromkeys(self._bands.peers, TensorShape.of(mine)),
             TensorShape.of(x),
-            fresh=track.group_norm == "synchronous",
+            fresh=state.group_norm == "synchronous",
         )
         self._note("statistics", self._bands.size, other_rows, self._age)
-        own, track.own_moments[call] = track.own_moments.get(call), now
+        own, state.own_moments[call] = state.own_moments.get(call), now
         if others is None:
             return None
         received = Moments.unpacked(self._in_order(mine, others))
         if rule == "synchronous":
-            track.moments[call] = _latest(track.moments.get(call), step.index, received)
+            state.moments[call] = _latest(state.moments.get(call), step.index, received)
             return received.combined(self._bands.shares)
         assert own is not None
         before = received.with_band(self._bands.rank, own)
-        known = _latest(track.moments.get(call), step.index - 1, before)
-        track.moments[call] = known
+        known = _latest(state.moments.get(call), step.index - 1, before)
+        state.moments[call] = known
         return self._whole_moments(before, known.get(step.index - 2), now)
 
     def _whole_moments(self, before: Moments, earlier: Moments | None, now: Moments) -> Moments:
         band, shares = self._bands.rank, self._bands.shares
-        if self._track.group_norm == "predicted":
+        if self._state.group_norm == "predicted":
             return predicted(before, earlier, now, band, shares)
-        if self._track.group_norm == "corrected":
+        if self._state.group_norm == "corrected":
             moments, fallbacks = corrected(before, now, band, shares)
-            self._track.fallbacks = self._track.fallbacks + fallbacks  # read on the host at the end
+            self._state.fallbacks = self._state.fallbacks + fallbacks  # read on the host at the end
             return moments
         return stale(before, now, band, shares)
 
     def constant(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns, remembered if its input is a text that stays the same."""
         self._num_linears += 1
-        return self._track.constants.get(self._num_linears - 1, x, compute)
+        return self._state.constants.get(self._num_linears - 1, x, compute)
 
     # ------------------------------------------------------------ freshness
 
     @property
     def _age(self) -> int | None:
-        """Of what other bands have just told."""
-        return None if self._step.alone else self._track.exchange.age
+        """Of what other bands have just sent."""
+        return None if self._step.alone else self._state.exchange.age
 
     def _note_keys(self, key: Tensor, joint: JointKeys) -> None:
         tokens = key.shape[-2] - joint.before - joint.after
@@ -352,11 +350,11 @@ class BandCall(TorchFunctionMode):
 
     def _note(self, kind: str, own: int, others: int, age: int | None) -> None:
         """Notes a read: what is this band's own is fresh, what is of others has an age."""
-        if self._track.freshness is not None:
+        if self._state.freshness is not None:
             ages: Counter[int | None] = Counter({0: own})
             ages[age] += others
             step, band = self._step.index, self._bands.rank
-            self._track.freshness.note(step, self._layer, kind, band, ages)
+            self._state.freshness.note(step, self._layer, kind, band, ages)
 
     # ------------------------------------------------------------ helpers
 
@@ -383,7 +381,7 @@ class BandCall(TorchFunctionMode):
     def _all_bands(self, mine: Tensor, axis: int) -> Tensor:
         shapes = self._shapes(mine, axis) | {self._bands.rank: TensorShape.of(mine)}
         ordered = [shapes[rank] for rank in range(self._bands.num_bands)]
-        return torch.cat(self._track.exchange.gather(mine, ordered), axis)
+        return torch.cat(self._state.exchange.gather(mine, ordered), axis)
 
 
 def _private(x: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.sampling.distrifusion.analysis import Facts, find_facts, signature
-from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, StepKind, Track
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, analyse, signature
+from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, CallState, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
@@ -44,8 +44,8 @@ _WITHOUT_A_LOOK = (
 )
 
 
-class Tracks:
-    """One track for each call of the model in a step.
+class CallStates:
+    """One state for each call of the model in a step.
 
     Args:
         links: To the ranks of the other bands.
@@ -59,20 +59,20 @@ class Tracks:
     ) -> None:
         self._links, self._group_norm = links, group_norm
         self._calls_per_message, self._verify = calls_per_message, verify
-        self._facts: dict[Any, Facts] = {}
-        self._tracks: list[tuple[Any, Track]] = []
+        self._analyses: dict[Any, CallAnalysis] = {}
+        self._states: list[tuple[Any, CallState]] = []
 
     def start_request(
         self, stopwatch: Stopwatch, freshness: Freshness | None, settings: str
     ) -> None:
         """Begins with nothing of an earlier request; a model of other settings is looked at anew."""
-        self._tracks, self._stopwatch, self._freshness = [], stopwatch, freshness
+        self._states, self._stopwatch, self._freshness = [], stopwatch, freshness
         self._settings = settings
 
     def stop_request(self) -> int:
         """Forgets everything of the request; returns how many negative variances there were."""
-        fallbacks = sum(int(track.fallbacks) for _, track in self._tracks)
-        self._tracks = []
+        fallbacks = sum(int(state.fallbacks) for _, state in self._states)
+        self._states = []
         return fallbacks
 
     def get(
@@ -84,36 +84,36 @@ class Tracks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         latents: Tensor,
-    ) -> Track:
-        """The track of the `index`-th call of a step; the first step opens tracks.
+    ) -> CallState:
+        """The state of the `index`-th call of a step; the first step opens states.
 
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
         """
         kind = (signature(args, kwargs), tuple(latents.shape), self._settings)
-        if index < len(self._tracks):
-            before, track = self._tracks[index]
+        if index < len(self._states):
+            before, state = self._states[index]
             if before != kind:
                 raise GraphError(
                     f"call {index} of a step got arguments of other shapes than in the first step; bands "
                     "keep what was sent from step to step, and need the same shapes in every step"
                 )
-            return track
+            return state
         if step > 0:
             self.check_number_of_calls(index + 1, step)
-        if kind not in self._facts:
+        if kind not in self._analyses:
             with self._stopwatch.learning():
                 self._learn(kind, interception, forward, args, kwargs, latents)
-        track = self._new_track(self._facts[kind], latents)
-        track.freshness = self._freshness
-        self._tracks.append((kind, track))
-        return track
+        state = self._new_state(self._analyses[kind], latents)
+        state.freshness = self._freshness
+        self._states.append((kind, state))
+        return state
 
     def check_number_of_calls(self, num_calls: int, step: int) -> None:
         """Every step must call the model as often as the first."""
-        if num_calls != len(self._tracks):
+        if num_calls != len(self._states):
             raise GraphError(
-                f"step {step} called the model {num_calls} times, the first step {len(self._tracks)} times: "
+                f"step {step} called the model {num_calls} times, the first step {len(self._states)} times: "
                 "bands keep what was sent from step to step, and need the same calls in every step"
             )
 
@@ -126,24 +126,24 @@ class Tracks:
         kwargs: dict[str, Any],
         latents: Tensor,
     ) -> None:
-        def look() -> Facts:
+        def look() -> CallAnalysis:
             with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
-                facts = find_facts(interception, forward, args, kwargs, latents)
-            Bands.split(latents.shape[-2], self._links.num_ranks, facts.unit, 0)
-            return facts
+                analysis = analyse(interception, forward, args, kwargs, latents)
+            Bands.split(latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
+            return analysis
 
-        facts: Facts = self._links.broadcast_object(look)
+        analysis: CallAnalysis = self._links.broadcast_object(look)
         if self._verify:
             traffic = self._links.traffic.copy()
-            self._compare(facts, interception, forward, args, kwargs, latents)
+            self._compare(analysis, interception, forward, args, kwargs, latents)
             self._links.traffic.bytes_sent = traffic.bytes_sent
             self._links.traffic.bytes_received = traffic.bytes_received
             self._links.traffic.messages_sent = traffic.messages_sent
-        self._facts[kind] = facts
+        self._analyses[kind] = analysis
 
     def _compare(
         self,
-        facts: Facts,
+        analysis: CallAnalysis,
         interception: Interception,
         forward: Forward,
         args: tuple[Any, ...],
@@ -156,15 +156,15 @@ class Tracks:
         """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_track(facts, latents), StepKind(0, True))
-            with interception.also_watching(set(facts.embedders)), interception.running(call):
+            call = BandCall(self._new_state(analysis, latents), StepKind(0, True))
+            with interception.also_watching(set(analysis.embedders)), interception.running(call):
                 return call.run(forward, args, kwargs)
 
         def plain() -> Any:
             with interception.running(None):
                 return forward(*args, **kwargs)
 
-        bands = self._new_track(facts, latents).bands
+        bands = self._new_state(analysis, latents).bands
         tolerance = tolerance_of(interception.root, latents, convolves_parts=True)
         with failing_on(bands):
             result = on_bands()
@@ -180,20 +180,20 @@ class Tracks:
             self._links.finish()  # all ranks refuse together, with nothing under way
             raise refusal(error, tolerance, bands, names[0] or name)
 
-    def _new_track(self, facts: Facts, latents: Tensor) -> Track:
-        return Track(
-            facts=facts,
+    def _new_state(self, analysis: CallAnalysis, latents: Tensor) -> CallState:
+        return CallState(
+            analysis=analysis,
             bands=Bands.split(
-                latents.shape[-2], self._links.num_ranks, facts.unit, self._links.rank
+                latents.shape[-2], self._links.num_ranks, analysis.unit, self._links.rank
             ),
             exchange=Exchange(self._links, self._calls_per_message, self._stopwatch),
             group_norm=self._group_norm,
-            constants=Constants(facts.constant),
+            constants=Constants(analysis.constant),
         )
 
 
 def relative_error(bands: Any, plain: Any) -> float:
-    """The largest relative difference among the results of two calls; one that overflows anyway tells nothing."""
+    """The largest relative difference among the results of two calls; one that overflows anyway says nothing."""
     errors = [0.0]
     for a, b in zip(pytree.tree_leaves(bands), pytree.tree_leaves(plain), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
@@ -207,7 +207,7 @@ def relative_error(bands: Any, plain: Any) -> float:
 
 
 def error_beside(plain: Callable[[], Any], bands: Any) -> float:
-    """The relative error of results on bands beside a plain call; 0 where memory does not suffice for one."""
+    """The relative error of results on bands against a plain call; 0 where memory does not suffice for one."""
     try:
         return relative_error(bands, plain())
     except RuntimeError as error:

@@ -55,7 +55,7 @@ class Constants:
 
     def __init__(self, candidates: frozenset[int]) -> None:
         self._candidates = set(candidates)
-        self._kept: dict[int, tuple[Tensor, Tensor, Any]] = {}
+        self._stored: dict[int, tuple[Tensor, Tensor, Any]] = {}
         # Copied in this step, by id, as layers share inputs; compared last, by id of the copy.
         self._copied: dict[int, _Seen] = {}
         self._compared: dict[int, _Seen] = {}
@@ -64,7 +64,7 @@ class Constants:
         self.num_reused = 0
 
     def start_step(self) -> None:
-        """Inputs of the step before are let go of, but for one beside each copy."""
+        """Inputs of the step before are let go of, but for one next to each copy."""
         self._copied.clear()
         self._origins.clear()
 
@@ -92,16 +92,16 @@ class Constants:
         """
         if layer not in self._candidates or x.is_inference():
             return compute()
-        if layer not in self._kept:
+        if layer not in self._stored:
             copy, origin, out = self._copy(x), self._origin(x), compute()
-            self._kept[layer] = (copy, out.clone(), origin)  # the model may write into its own
+            self._stored[layer] = (copy, out.clone(), origin)  # the model may write into its own
             return self._note(out, layer)
-        before, out, origin = self._kept[layer]
+        before, out, origin = self._stored[layer]
         if (origin is not None and origin == self._origin(x)) or self._same(x, before):
             self.num_reused += 1
             return self._note(out.clone(), layer)
         self._candidates.discard(layer)
-        del self._kept[layer]
+        del self._stored[layer]
         return compute()
 
     def _note(self, x: Tensor, origin: Any) -> Tensor:
@@ -125,7 +125,7 @@ class Constants:
     def _same(self, x: Tensor, before: Tensor) -> bool:
         seen = self._compared[id(before)]
         if not seen.is_of(x):
-            alike = (x.shape, x.dtype) == (before.shape, before.dtype)
-            seen = _Seen(x, x._version, before, alike and torch.equal(x, before))
+            same_form = (x.shape, x.dtype) == (before.shape, before.dtype)
+            seen = _Seen(x, x._version, before, same_form and torch.equal(x, before))
             self._compared[id(before)] = seen
         return seen.equal

@@ -1,4 +1,4 @@
-"""What bands tell each other, in this step or for the next one.
+"""What bands send each other, in this step or for the next one.
 
 Operators that see beyond the band are *calls*, identified by their position in the forward, so that shared
 weights and functional calls need no names. A call hands in its own fresh data and gets those of other bands:
@@ -104,7 +104,7 @@ class Exchange:
         Args:
             step: From 0.
             synchronous: Calls wait for the data of this step, and read nothing of the step before.
-            keep: Whether what bands tell each other in this step may be read by the step after it.
+            keep: Whether what bands send each other in this step may be read by the step after it.
         """
         self._step, self._synchronous, self._keep = step, synchronous, keep
         if synchronous:

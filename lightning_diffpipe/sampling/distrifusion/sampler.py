@@ -33,8 +33,8 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind, Track
-from lightning_diffpipe.sampling.distrifusion.calls import Tracks
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, CallState, StepKind
+from lightning_diffpipe.sampling.distrifusion.calls import CallStates
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
@@ -87,7 +87,7 @@ class DistriFusion:
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
         self.num_synchronous = 0
-        self._tracks = Tracks(links, group_norm, calls_per_message, verify)
+        self._states = CallStates(links, group_norm, calls_per_message, verify)
 
     @torch.no_grad()  # inference mode would make tensors without versions, see `constants.py`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
@@ -102,7 +102,7 @@ class DistriFusion:
         self.statistics = SamplingStatistics(freshness=freshness)
         stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
         settings = self.links.broadcast_object(lambda: settings_digest(self.model))
-        self._tracks.start_request(stopwatch, freshness, settings)
+        self._states.start_request(stopwatch, freshness, settings)
         before = self.links.traffic.copy()
         with (
             drawing_alike(self.links, request.latents.device),
@@ -112,7 +112,7 @@ class DistriFusion:
                 latents = _Loop(self, request, interception, stopwatch).run(on_step)
                 self.links.finish()
             finally:
-                self.num_fallbacks = self._tracks.stop_request()
+                self.num_fallbacks = self._states.stop_request()
         stopwatch.stop()
         self.statistics.num_synchronous = self.num_synchronous
         self.statistics.traffic = self.links.traffic.since(before)
@@ -132,7 +132,7 @@ class _Loop:
         stopwatch: Stopwatch,
     ) -> None:
         self._sampler, self._request = sampler, request
-        self._tracks, self._links = sampler._tracks, sampler.links
+        self._states, self._links = sampler._states, sampler.links
         self._interception, self._stopwatch = interception, stopwatch
         self._settled = False
         self._num_calls = 0
@@ -173,7 +173,7 @@ class _Loop:
         self._num_calls = 0
         with self._interception.running(self):
             prediction = loop.predict()
-        self._tracks.check_number_of_calls(self._num_calls, self._step.index)
+        self._states.check_number_of_calls(self._num_calls, self._step.index)
         return loop.guided(prediction)
 
     def _watch_change(self, inputs: Tensor, before: Tensor | None) -> None:
@@ -195,7 +195,7 @@ class _Loop:
         forward = site.diffpipe_original
         if site.name != MODEL or self._links.num_ranks == 1:
             return forward(*args, **kwargs)
-        track = self._tracks.get(
+        state = self._states.get(
             self._num_calls,
             self._step.index,
             self._interception,
@@ -205,17 +205,17 @@ class _Loop:
             self._request.latents,
         )
         self._num_calls += 1
-        band_call = BandCall(track, self._step)
+        band_call = BandCall(state, self._step)
         with (
-            self._interception.also_watching(self._watched(track)),
+            self._interception.also_watching(self._watched(state)),
             self._interception.running(band_call),
         ):
             return band_call.run(forward, args, kwargs)
 
-    def _watched(self, track: Track) -> set[str]:
+    def _watched(self, state: CallState) -> set[str]:
         """Modules a call on a band must know of: all of them, if layers are to be named."""
-        if track.freshness is None:
-            return set(track.facts.embedders)
+        if state.freshness is None:
+            return set(state.analysis.embedders)
         names = {name for name, _ in self._interception.root.named_modules()}
         return names - {"", MODEL}
 

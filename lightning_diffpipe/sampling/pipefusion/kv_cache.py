@@ -74,26 +74,26 @@ class KeysInShares:
     """Keys and values of one attention call that come one share after the other.
 
     Attributes:
-        kept: Keys and values over all tokens, into which shares are written; None if nobody will read them.
+        whole: Keys and values over all tokens, into which shares are written; None if nobody will read them.
         mask: Over all keys, if there is one.
         others: Keys that are there already, of other patches; None in a synchronous step.
     """
 
-    kept: tuple[Tensor, Tensor] | None
+    whole: tuple[Tensor, Tensor] | None
     mask: Tensor | None
     others: Selection | None = None
 
     def put(self, place: Selection, k: Tensor, v: Tensor) -> None:
         """Writes a share to its place among all tokens."""
-        for whole, x in zip(self.kept or (), (k, v), strict=False):
-            place.put(whole, whole.ndim - 2, x)
+        for buffer, x in zip(self.whole or (), (k, v), strict=False):
+            place.put(buffer, buffer.ndim - 2, x)
 
     def of_others(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Keys, values and mask of other patches; None if there are none."""
         others = self.others
-        if others is None or self.kept is None or not len(others):
+        if others is None or self.whole is None or not len(others):
             return None
-        key, value = (others.take(x, x.ndim - 2) for x in self.kept)
+        key, value = (others.take(x, x.ndim - 2) for x in self.whole)
         mask = None if self.mask is None else others.take(self.mask, self.mask.ndim - 1)
         return key, value, mask
 
@@ -148,7 +148,7 @@ class KvCache:
             raise LayoutError(f"{where.block.name} attends causally; patches would see the future")
         if where.part.units is None:
             if self._keep:
-                key, value = self._kept_samples(where, k, v, attn_mask)
+                key, value = self._place_of_samples(where, k, v, attn_mask)
                 key.copy_(k)
                 value.copy_(v)
             self._note_synchronous(where)
@@ -177,7 +177,7 @@ class KvCache:
             mask: Over the keys of the part, or over all keys.
         """
         if where.part.units is None:
-            views = self._kept_samples(where, k, v, mask) if self._keep else None
+            views = self._place_of_samples(where, k, v, mask) if self._keep else None
             self._note_synchronous(where)
             return KeysInShares(views, mask)
         buffer = self._buffer(where, k, v, k.shape)
@@ -188,7 +188,7 @@ class KvCache:
         self._look(where, buffer)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
-    def _kept_samples(
+    def _place_of_samples(
         self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Where to store what a synchronous step computes for all tokens of some samples."""
@@ -197,12 +197,12 @@ class KvCache:
         buffer = self._buffer(where, k, v, (num_samples, *k.shape[1:]))
         # Only masks made from tokens will be needed; they have one row for all queries.
         if mask is not None and mask.shape[-1] == where.tokens.size and mask.shape[-2] == 1:
-            self._keep_mask(where, buffer, mask)
+            self._store_mask(where, buffer, mask)
         buffer.written = dict.fromkeys(self._patches, self._step)
         samples = where.part.samples_of(num_samples)
         return buffer.key[samples], buffer.value[samples]
 
-    def _keep_mask(self, where: AttentionCall, buffer: _Buffer, mask: Tensor) -> None:
+    def _store_mask(self, where: AttentionCall, buffer: _Buffer, mask: Tensor) -> None:
         if where.part.samples is None:
             buffer.mask = mask.clone()
             return

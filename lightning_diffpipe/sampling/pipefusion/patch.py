@@ -52,7 +52,7 @@ class PartRunner:
     Attributes:
         layout: Of the model.
         stage: What this rank runs.
-        interception: Of the model's blocks, and of modules whose results are kept.
+        interception: Of the model's blocks, and of modules whose results are stored.
         attention: How tokens attend.
         device: Where it runs.
         fill: Value of everything that must not be read.
@@ -91,8 +91,8 @@ class PartRunner:
             self._same[key] = one is other or same
         return self._same[key]
 
-    def kept_at(self, place: Place) -> tuple[dict[Any, Any], Any] | None:
-        """Results kept of a place, with the shapes of its arguments on all tokens; None if none are."""
+    def stored_at(self, place: Place) -> tuple[dict[Any, Any], Any] | None:
+        """Results stored for a place, with the shapes of its arguments on all tokens; None if none are."""
         if place in self.layout.constants:
             return self._of_request, self.layout.constants[place]
         if place in self.layout.step_constants:
@@ -154,7 +154,7 @@ class PartRun:
         self._received: set[int] = set()
         self._inside: int | None = None
         self._turns: Counter[tuple[int, str]] = Counter()
-        self._keeping = False
+        self._storing = False
         # Objects that stand for tokens of this part, by identity.
         self._tokens_of: dict[int, _Known] = {}
         self._cut: dict[Any, Tensor] = {}
@@ -165,8 +165,8 @@ class PartRun:
     # --- what an interception asks ------------------------------------------------------------------
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers the call of a block, or of a module whose result may be kept."""
-        if self._keeping:  # inside a module whose result will be kept
+        """Answers the call of a block, or of a module whose result may be stored."""
+        if self._storing:  # inside a module whose result will be stored
             return site.diffpipe_original(*args, **kwargs)
         if self._inside is None and site.name in self.runner.block_names:
             return self._block(site, args, kwargs)
@@ -320,25 +320,25 @@ class PartRun:
     def _dummy(self, block: Block) -> list[Any]:
         return block.dummy(self.runner.fill, self.runner.device)
 
-    # --- modules whose result is kept -----------------------------------------------------------------
+    # --- modules whose result is stored -----------------------------------------------------------------
 
     def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = BETWEEN if self._inside is None else self._inside
         place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        kept = self.runner.kept_at(place)
-        if kept is None:
+        stored = self.runner.stored_at(place)
+        if stored is None:
             return self._made_between(place, site, args, kwargs)
-        results, shapes = kept
+        results, shapes = stored
         # What was cut is of this part only, and must not be taken for another's.
         is_whole = where == BETWEEN or shapes == shapes_of_call(args, kwargs)
         key = (place, None if is_whole else self.part)
         if key not in results:
-            self._keeping = True
+            self._storing = True
             try:
                 results[key] = site.diffpipe_original(*args, **kwargs)
             finally:
-                self._keeping = False
+                self._storing = False
         return results[key]
 
     def _made_between(

@@ -1,8 +1,8 @@
 """One request of PipeFusion on one rank: the loop over turns, and what it sends and waits for.
 
 With an automatic warm-up, what comes after a synchronous step is not known before its prediction is. The last
-rank compares what the model will be given next with what it was given, and tells the others; until they know, they
-post no receive for what may be of another shape.
+rank compares what the model will be given next with what it was given, and sends the others the outcome; before
+they have it, they post no receive for what may be of another shape.
 """
 
 from __future__ import annotations
@@ -325,11 +325,11 @@ class PipeFusionRun:
             assert before is not None
             settled = self._change(before, self._given(latents, turn.step + 1)) < self._settled
             for rank in range(last):
-                told = torch.tensor([settled], dtype=torch.uint8, device=links.device)
-                links.send(told, rank, "control")
+                decision = torch.tensor([settled], dtype=torch.uint8, device=links.device)
+                links.send(decision, rank, "control")
         else:
-            told = links.receive(TensorShape((1,), torch.uint8), last, "control").wait()
-            settled = bool(told.item())
+            decision = links.receive(TensorShape((1,), torch.uint8), last, "control").wait()
+            settled = bool(decision.item())
         if settled:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
@@ -442,7 +442,7 @@ class _Announced(NamedTuple):
 
 @dataclass
 class _Inbox:
-    """Messages of one kind from one rank, in order; a receive is posted one message ahead.
+    """Messages of one kind from one rank, in order; a receive is posted one message early.
 
     Attributes:
         links: Of this rank.

@@ -63,13 +63,13 @@ class PipeFusion:
             there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
             these steps; it cuts nothing where the result has the bits of one process: with one patch, or with
             W >= steps. A number need not divide the samples, but there must be as many. Without effect on models
-            whose samples cannot be told apart.
+            whose samples cannot be separated.
         sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch.
             Then `links` join the ranks of equal position in their stages.
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, check the age of all keys, and rehearse the first
-            request of a layout: a step in patches beside a synchronous one (`rehearsal.py`).
+            request of a layout: a step in patches against a synchronous one (`rehearsal.py`).
         record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
     Example:
@@ -119,25 +119,25 @@ class PipeFusion:
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self._layouts = LayoutStore(axis)
-        self._told: dict[int, Layout] = {}  # the same on all ranks
-        self._kept: dict[tuple[str, ...], tuple[int, ...]] = {}  # where to cut, by names of blocks
+        self._by_number: dict[int, Layout] = {}  # the same on all ranks
+        self._cuts: dict[tuple[str, ...], tuple[int, ...]] = {}  # where to cut, by names of blocks
         self._rehearsed: set[int] = set()  # numbers of layouts, the same on all ranks
 
     def prepare(self, request: Request) -> PipeFusionSetting:
-        """Decides everything about a request; collective. Rank 0 probes, the others are told.
+        """Decides everything about a request; collective. Rank 0 probes, and broadcasts the layout.
 
         Raises:
             ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
             LayoutError: The model cannot be sampled in patches; on all ranks.
         """
-        # Rank 0 of the first stage decides for all of its stage, and each of these tells its pipeline.
+        # Rank 0 of the first stage decides for all of its stage, and each of these broadcasts to its pipeline.
         number, layout, self.positions = self.links.broadcast_object(
-            lambda: self.sequence_links.broadcast_object(lambda: self._news(request))
+            lambda: self.sequence_links.broadcast_object(lambda: self._to_broadcast(request))
         )
         if layout is not None:
-            self._told[number] = layout
-            self._told.pop(number - MAX_LAYOUTS, None)
-        return self.setting(self._told[number], self.positions, request)
+            self._by_number[number] = layout
+            self._by_number.pop(number - MAX_LAYOUTS, None)
+        return self.setting(self._by_number[number], self.positions, request)
 
     def know(self, request: Request, layout: Layout) -> None:
         """Spares this rank from finding a layout that is known from elsewhere."""
@@ -225,7 +225,7 @@ class PipeFusion:
         patches_flow = plan.automatic or plan.num_synchronous < plan.num_steps
         if not self.verify or self.num_patches == 1 or not patches_flow:
             return
-        number = next(n for n, layout in self._told.items() if layout is setting.layout)
+        number = next(n for n, layout in self._by_number.items() if layout is setting.layout)
         if number not in self._rehearsed:
 
             def predict(still: Request) -> Tensor:
@@ -240,13 +240,13 @@ class PipeFusion:
             rehearse(self, request, setting.layout, self.num_patches, predict)
             self._rehearsed.add(number)
 
-    def _news(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
+    def _to_broadcast(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
         """Number of the layout, the layout if others do not have it yet, and where to cut."""
         layout, positions = self._decide(request)
-        for number, known in self._told.items():
+        for number, known in self._by_number.items():
             if known is layout:
                 return number, None, positions
-        return max(self._told, default=-1) + 1, layout, positions
+        return max(self._by_number, default=-1) + 1, layout, positions
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self._layouts.layout_for(request)
@@ -269,7 +269,7 @@ class PipeFusion:
         if self.links.num_ranks == 1:
             return layout, ()
         names = tuple(layout.block_names)
-        if names not in self._kept:
+        if names not in self._cuts:
             costs = measured_costs(layout, request)
-            self._kept[names] = balanced_split(layout, self.links.num_ranks, costs)
-        return layout, self._kept[names]
+            self._cuts[names] = balanced_split(layout, self.links.num_ranks, costs)
+        return layout, self._cuts[names]

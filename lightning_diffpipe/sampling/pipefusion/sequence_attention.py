@@ -309,9 +309,9 @@ class Ring(_OverRanks):
                     TensorShape((*x.shape[:-2], len(owned[following]), x.shape[-1]), x.dtype)
                     for x in (k, v)
                 ]
-                before, behind = (me - 1) % n, (me + 1) % n
+                before, after = (me - 1) % n, (me + 1) % n
                 expected = {before: packed_shape(shapes)}
-                coming = links.start_exchange({behind: pack([k, v])}, expected, "sequence")[before]
+                coming = links.start_exchange({after: pack([k, v])}, expected, "sequence")[before]
             others = keys.of_others() if turn == 0 else None
             if others is not None:
                 total = attention_part(q, *others, scale)

@@ -74,7 +74,7 @@ class SequenceParallel:
         ] = []  # on rank 0, which finds layouts; as many as it knows again
 
     def prepare(self, request: Request) -> Layout:
-        """Finds the layout; collective. Rank 0 probes, the others are told.
+        """Finds the layout; collective. Rank 0 probes, and broadcasts the layout.
 
         Raises:
             ConfigurationError: There are more ranks than rows, or than heads for Ulysses; on all ranks.

@@ -155,7 +155,7 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
     """Seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
-    Blocks of one kind, told by their arithmetic, get the median of all of them, so that noise does not decide
+    Blocks of one kind, known by their arithmetic, get the median of all of them, so that noise does not decide
     about the split. What the last block is followed by until the prediction is out is added to it.
 
     Args:

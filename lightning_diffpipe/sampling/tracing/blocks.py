@@ -24,7 +24,7 @@ from lightning_diffpipe.sampling.tracing.tokens import NOBODY, Part, TokenAxis
 from lightning_diffpipe.sampling.tracing.values import (
     AttentionIntercepted,
     CodeWords,
-    InkOnly,
+    WithoutProducts,
     can_be_marked,
     lines,
     marked,
@@ -48,8 +48,8 @@ class BlockTracer:
     def __init__(self, block: Block, forward: Forward, flat: list[Any], spec: Any) -> None:
         self._block, self._forward, self._flat, self._spec = block, forward, flat, spec
         self._base = self._reached(flat)
-        self._ink = InkOnly()
-        with self._ink:
+        self._without_products = WithoutProducts()
+        with self._without_products:
             self._inked_base = self._reached(flat)
 
     def trace(self) -> None:
@@ -112,7 +112,7 @@ class BlockTracer:
 
     def _runs(self, flat: list[Any]) -> Any:
         try:
-            with self._ink:  # only shapes are asked for
+            with self._without_products:  # only shapes are asked for
                 return self._run(flat, [])
         except (RuntimeError, IndexError, ValueError):
             return None
@@ -164,7 +164,7 @@ class BlockTracer:
         flat[leaf] = marked(flat[leaf], axis, mask)
         # A flipped boolean changes numbers, which must be real ones then.
         base = self._base if boolean else self._inked_base
-        with contextlib.nullcontext() if boolean else self._ink:
+        with contextlib.nullcontext() if boolean else self._without_products:
             found = self._reached(flat)
         return {
             target: _changed(found[target], target[2], base[target], boolean)

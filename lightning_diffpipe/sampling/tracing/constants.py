@@ -1,6 +1,6 @@
 """Which modules give the same result for every patch of a step, or in every step of a request.
 
-Their results are kept: the embedding of the timestep and what blocks make of it for modulation are computed once
+Their results are stored: the embedding of the timestep and what blocks make of it for modulation are computed once
 per step instead of once per patch; keys and values of cross-attention, the projected prompt and tables of rope once
 per request. Four runs tell which. Attention lets one NaN in a key reach every output, and
 
@@ -12,7 +12,7 @@ per request. Four runs tell which. Attention lets one NaN in a key reach every o
 A result without NaN that is the same without NaN in the latents does not depend on them, not even by a comparison.
 Nor does one on the timestep that is the same at another one and no NaN at NaN; equal numbers alone would not do, as
 weights may be a placeholder, one number for all, and what two timesteps make of it differ by less than rounding.
-Of modules inside each other the outermost one is kept. What is changed in place later on is not kept.
+Of modules inside each other the outermost one is stored. What is changed in place later on is not stored.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Place, shapes_of_call
-from lightning_diffpipe.sampling.tracing.values import InkOnly, all_to_all
+from lightning_diffpipe.sampling.tracing.values import WithoutProducts, all_to_all
 
 Run = Callable[..., Tensor]
 """`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
 
-Kept = dict[Place, tuple[Any, ...] | None]
+Constants = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
 _SEARCHES = {"bucketize", "searchsorted"}
 
 
-def find_kept(
+def find_constants(
     run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
-) -> tuple[Kept, Kept]:
+) -> tuple[Constants, Constants]:
     """Finds the places whose results are the same in every step, and those that are so within one.
 
     Args:
@@ -61,7 +61,7 @@ def find_kept(
     def record(x: Tensor, at: Tensor, among: list[_Call] | None = None) -> list[_Call]:
         recorder = _Recorder(among)
         # What is not known stays so; equal numbers are looked for in the rest.
-        with InkOnly(exactly=True), forward_replaced(model, names, recorder.make):
+        with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
         return recorder.calls
 
@@ -142,7 +142,7 @@ class _Recorder:
     """Notes the calls of one run, in order.
 
     Args:
-        among: Calls of an earlier run. Only what came out without NaN there is kept: of latents that are no NaN
+        among: Calls of an earlier run. Only what came out without NaN there is stored: of latents that are no NaN
             it would be every activation of the model, twice. None keeps all.
     """
 
@@ -186,7 +186,7 @@ class _Recorder:
         return recorded
 
     def _is_wanted(self, index: int) -> bool:
-        """Whether it may be kept, as far as the earlier run says."""
+        """Whether it may be stored, as far as the earlier run says."""
         if self._among is None:
             return True
         return index < len(self._among) and bool(self._among[index].copies)
@@ -227,14 +227,14 @@ def _around(calls: list[_Call], i: int) -> list[int]:
 
 
 def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict[int, Place]:
-    """Names for what is kept. Calls inside those are not counted, since they come but once."""
-    kept = in_request | in_step
+    """Names for what is stored. Calls inside those are not counted, since they come but once."""
+    chosen = in_request | in_step
     turns: Counter[tuple[int, str]] = Counter()
     places: dict[int, Place] = {}
     for i, call in enumerate(calls):
-        if any(p in kept for p in _around(calls, i)):
+        if any(p in chosen for p in _around(calls, i)):
             continue
-        if i in kept:
+        if i in chosen:
             places[i] = (call.where, call.name, turns[call.where, call.name])
         turns[call.where, call.name] += 1
     return places

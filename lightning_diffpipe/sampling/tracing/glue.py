@@ -43,7 +43,7 @@ def find_glue(
     run: Callable[[Callable[..., Any]], Tensor],
     model: nn.Module,
     blocks: list[Block],
-    kept: Collection[Place],
+    constants: Collection[Place],
     device: torch.device,
     tried: Mapping[Place, LocalCall] | None = None,
 ) -> Glue:
@@ -53,11 +53,11 @@ def find_glue(
         run: Runs the request's closure; its argument answers the calls of blocks.
         model: The denoiser.
         blocks: Its calls of blocks.
-        kept: Places whose results are kept anyway.
+        constants: Places whose results are stored anyway.
         device: Where it runs.
         tried: The local calls there can be; None to try all.
     """
-    follower = _Follower(model, blocks, kept, device, tried)
+    follower = _Follower(model, blocks, constants, device, tried)
     with forward_replaced(model, _outside(model, blocks), follower.make), follower:
         follower.touch(run(follower.answer))
     return follower.found()
@@ -92,19 +92,19 @@ class _Follower(TorchFunctionMode):
         self,
         model: nn.Module,
         blocks: list[Block],
-        kept: Collection[Place],
+        constants: Collection[Place],
         device: torch.device,
         tried: Mapping[Place, LocalCall] | None,
     ) -> None:
         super().__init__()
-        self._model, self._blocks, self._kept, self._device = model, blocks, kept, device
+        self._model, self._blocks, self._constants, self._device = model, blocks, constants, device
         self._tried = tried
         self._known: dict[int, _Known] = {}
         self._touched: set[Any] = set()
         self._local: dict[Place, LocalCall] = {}
         self._made_for: dict[Place, tuple[set[int], TensorShape]] = {}
         self._turns: Counter[str] = Counter()
-        self._position, self._inside, self._keeping = 0, 0, False
+        self._position, self._inside, self._storing = 0, 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes whose numbers are looked at."""
@@ -135,12 +135,12 @@ class _Follower(TorchFunctionMode):
         """Makes the wrapper of a module between blocks."""
 
         def followed(*args: Any, **kwargs: Any) -> Any:
-            if self._keeping:
+            if self._storing:
                 return forward(*args, **kwargs)
             place = (BETWEEN, name, self._turns[name])
             self._turns[name] += 1
-            if place in self._kept:
-                return self._within("_keeping", forward, args, kwargs)
+            if place in self._constants:
+                return self._within("_storing", forward, args, kwargs)
             if self._inside:
                 return forward(*args, **kwargs)
             return self._outermost(place, forward, args, kwargs)
@@ -194,7 +194,7 @@ class _Follower(TorchFunctionMode):
                 return None
             return known.made.axis if torch.equal(known.given.owner, tokens.owner) else None
         module = self._model.get_submodule(place[1])
-        with _Aside(self):
+        with _NotFollowing(self):
             return _Trial(module, flat, spec, leaf, tokens.axis).axis_of_tokens()
 
     def _within(self, flag: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class _Follower(TorchFunctionMode):
         self._known[id(x)] = _Known(x, key, tokens, num_text)
 
 
-class _Aside:
+class _NotFollowing:
     """What runs meanwhile is none of the request's."""
 
     def __init__(self, follower: _Follower) -> None:
@@ -217,11 +217,11 @@ class _Aside:
 
     def __enter__(self) -> None:
         follower = self._follower
-        self._before = follower._known, follower._keeping
-        follower._known, follower._keeping = {}, True
+        self._before = follower._known, follower._storing
+        follower._known, follower._storing = {}, True
 
     def __exit__(self, *error: object) -> None:
-        self._follower._known, self._follower._keeping = self._before
+        self._follower._known, self._follower._storing = self._before
 
 
 class _Trial:

@@ -37,7 +37,7 @@ from lightning_diffpipe.planning.sampling.sequence import AttentionSize
 from lightning_diffpipe.sampling.memory import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
-from lightning_diffpipe.sampling.tracing.constants import find_kept
+from lightning_diffpipe.sampling.tracing.constants import find_constants
 from lightning_diffpipe.sampling.tracing.glue import find_glue
 from lightning_diffpipe.sampling.tracing.layout import Block, Layout, shapes_of
 from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
@@ -47,7 +47,7 @@ from lightning_diffpipe.sampling.tracing.values import (
     AttentionHandler,
     AttentionIntercepted,
     CodeWords,
-    InkOnly,
+    WithoutProducts,
     lines,
     marked,
     mixing_operator,
@@ -94,7 +94,7 @@ class _Probe:
         self._axis = (default if axis is None else axis) % ndim - ndim
         self._names = _block_candidates(self._model)
         self._by_name = True
-        self._ink = InkOnly()
+        self._without_products = WithoutProducts()
 
     def run(self) -> Layout:
         num_rows = self._latents.shape[self._axis]
@@ -109,7 +109,7 @@ class _Probe:
         self._names = [name for name in self._names if name in used]
         blocks, ghost, cuts_samples = self._blocks([c for name, c in owners if name in used])
         readers, glue_parameters = self._readers(blocks)
-        constants, step_constants = find_kept(
+        constants, step_constants = find_constants(
             self._run, self._model, self._names, self._latents, self._t, self._other_t
         )
         glue = find_glue(
@@ -189,7 +189,7 @@ class _Probe:
             look(name, log)
             return out
 
-        with self._ink:
+        with self._without_products:
             return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
 
     def _mixes(self, what: str) -> LayoutError:
@@ -252,7 +252,7 @@ class _Probe:
                 fill = _NAN if here == source else 0.0
                 return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
 
-            with self._ink, touched if source == 0 else contextlib.nullcontext():
+            with self._without_products, touched if source == 0 else contextlib.nullcontext():
                 out = self._run(self._latents, self._t, wrap)
             if out.isnan().any():
                 reading.add(len(blocks))
@@ -450,11 +450,16 @@ def fits(layout: Layout, request: Request) -> bool:
         with forward_replaced(request.model, layout.block_names, make):
             return request.denoise(request.latents, request.timesteps[0])
 
-    kept = layout.constants.keys() | layout.step_constants.keys()
+    constants = layout.constants.keys() | layout.step_constants.keys()
     try:
         with request.inferring():
             glue = find_glue(
-                run, request.model, layout.blocks, kept, request.latents.device, layout.glue.local
+                run,
+                request.model,
+                layout.blocks,
+                constants,
+                request.latents.device,
+                layout.glue.local,
             )
     except (IndexError, RuntimeError, ValueError):
         return False

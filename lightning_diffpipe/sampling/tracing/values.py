@@ -11,7 +11,7 @@ indices shows too many marks and can never be mistaken for a third:
 Booleans cannot be NaN; they are flipped and compared with an unmarked run.
 
 Nearly all time of a run goes into the products of linear layers, whose numbers nobody looks at: one NaN in a row
-makes the whole row NaN, whatever the weights are. `InkOnly` therefore multiplies nothing.
+makes the whole row NaN, whatever the weights are. `WithoutProducts` therefore multiplies nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def answer_attention(
     return handler(attend, query, key, value, **options)
 
 
-class InkOnly(TorchFunctionMode):
+class WithoutProducts(TorchFunctionMode):
     """Runs linear layers without multiplying: NaN goes where it would go, all other numbers mean nothing.
 
     Weights that are NaN themselves, and types that are cast on the way, are left to torch.
@@ -84,7 +84,7 @@ class InkOnly(TorchFunctionMode):
             the weights are a placeholder, one number for all, or a norm after would make anything the same.
 
     Example:
-        >>> with InkOnly():
+        >>> with WithoutProducts():
         ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, _NAN]]), torch.ones(3, 2)).isnan().any(1)
         tensor([False,  True])
     """

@@ -161,13 +161,13 @@ def test_texts_may_change_in_the_middle(tiny_models):
 @pytest.mark.parametrize("name", ["sd", "sd, two calls"])
 def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_models, monkeypatch):
     """History: the report of one or two steps said that a step takes as long as looking and comparing, too."""
-    look, took_s = calls.find_facts, 0.3
+    look, took_s = calls.analyse, 0.3
 
     def slowly(*args):
         time.sleep(took_s)
         return look(*args)
 
-    monkeypatch.setattr(calls, "find_facts", slowly)
+    monkeypatch.setattr(calls, "analyse", slowly)
     _, samplers = emulate(request_for(name, tiny_models(name), num_steps=1), 2)
     for sampler in samplers:
         statistics = sampler.statistics

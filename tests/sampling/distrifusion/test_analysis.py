@@ -11,7 +11,7 @@ from torch import nn
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.distrifusion.analysis import Facts, JointKeys, find_facts
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys, analyse
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.calls import relative_error
@@ -26,7 +26,7 @@ from tests.sampling.distrifusion.models import (
 )
 
 
-def facts_of(name: str) -> Facts:
+def analysis_of(name: str) -> CallAnalysis:
     """Of the first call of the model in the first step."""
     tiny, found = build(name), []
 
@@ -36,7 +36,7 @@ def facts_of(name: str) -> Facts:
         def call(self, site, args, kwargs):
             forward = site.diffpipe_original
             if not found and site.name == MODEL:
-                found.append(find_facts(interception, forward, args, kwargs, tiny.latents))
+                found.append(analyse(interception, forward, args, kwargs, tiny.latents))
             return forward(*args, **kwargs)
 
     with (
@@ -49,12 +49,12 @@ def facts_of(name: str) -> Facts:
 
 
 def test_a_unet_has_image_keys_text_keys_and_texts_that_stay():
-    facts = facts_of("sd")
-    assert facts.unit == 4
-    assert set(map(str, facts.keys)) == {"None", str(JointKeys(0, 0))}
-    assert len(facts.constant) == 2 * facts.keys.count(None)
-    assert not facts.sliced
-    assert not facts.embedders, "a convolution has no positions"
+    analysis = analysis_of("sd")
+    assert analysis.unit == 4
+    assert set(map(str, analysis.keys)) == {"None", str(JointKeys(0, 0))}
+    assert len(analysis.constant) == 2 * analysis.keys.count(None)
+    assert not analysis.sliced
+    assert not analysis.embedders, "a convolution has no positions"
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_order_of_text_positions_and_sliced_arguments_are_found(
     name, keys, embedders, num_sliced, unit
 ):
     """These were declared by hand once: which text comes first, and which arguments grow with the rows."""
-    facts = facts_of(name)
-    assert set(facts.keys) == keys
-    assert set(facts.embedders) == embedders
-    assert len(facts.sliced) == num_sliced
-    assert facts.unit == unit
+    analysis = analysis_of(name)
+    assert set(analysis.keys) == keys
+    assert set(analysis.embedders) == embedders
+    assert len(analysis.sliced) == num_sliced
+    assert analysis.unit == unit
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
@@ -83,12 +83,12 @@ def test_texts_that_have_seen_the_image_are_no_constants(name):
 
     Before the first joint attention are the layer that embeds the text and its query, key and value.
     """
-    assert len(facts_of(name).constant) == 4
+    assert len(analysis_of(name).constant) == 4
 
 
 @pytest.mark.slow
 def test_residuals_of_every_resolution_are_sliced():
-    assert len(facts_of("controlled").sliced) == 7
+    assert len(analysis_of("controlled").sliced) == 7
 
 
 class SqueezeExcite(nn.Module):
