@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling.pipefusion import CHANGE_BYTES, PipeFusionPlan
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from tests.sampling.traffic import CHANGE_BYTES, pipefusion_bytes, pipefusion_messages
 
 
 def picture(plan: PipeFusionPlan, synchronous: int = 2, patch: int = 1) -> str:
@@ -63,7 +64,7 @@ def test_figures_of_the_paper():
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.integers(1, 5))
 def test_bytes_do_not_depend_on_patches_or_warmup(steps, warmup, patches, ranks):
     plan = PipeFusionPlan(steps, warmup, patches, ranks)
-    sent = plan.bytes_sent([100] * (ranks - 1), 7)
+    sent = pipefusion_bytes(plan, [100] * (ranks - 1), 7)
     expected = {
         "hidden": steps * (ranks - 1) * 100,
         "latents": (steps - 1) * 7,
@@ -77,7 +78,7 @@ def test_messages(steps, warmup, patches, ranks):
     """(N - 1) (W + (S - W) M) between stages, W + (S - W - 1) M back."""
     if warmup >= steps:
         return
-    sent = PipeFusionPlan(steps, warmup, patches, ranks).messages_sent([1] * (ranks - 1))
+    sent = pipefusion_messages(PipeFusionPlan(steps, warmup, patches, ranks), [1] * (ranks - 1))
     turns = warmup + (steps - warmup) * patches
     assert sent["hidden"] == (ranks - 1) * turns
     assert sent["latents"] == turns - patches
@@ -86,7 +87,7 @@ def test_messages(steps, warmup, patches, ranks):
 def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
     """Two stages of two ranks: each pipeline carries half, and rows are put together once."""
     plan = PipeFusionPlan(10, 2, 2, num_ranks=2, automatic=True, ranks_per_stage=2)
-    assert plan.bytes_sent([100], 7, attention_bytes=(30, 40)) == {
+    assert pipefusion_bytes(plan, [100], 7, attention_bytes=(30, 40)) == {
         "hidden": 10 * 100,
         "latents": 9 * 7,
         "result": (1 + 2) * 7,
@@ -94,7 +95,7 @@ def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
         "statistics": 2 * 2 * CHANGE_BYTES,
         "control": 2 * 2,
     }
-    sent = plan.messages_sent([1], attention_messages=4)
+    sent = pipefusion_messages(plan, [1], attention_messages=4)
     turns = 2 + 8 * 2
     assert (sent["hidden"], sent["sequence"]) == (2 * turns, 4 * turns)
 

@@ -14,6 +14,12 @@ from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from tests.ranks import RankError, run_ranks
 from tests.sampling.models import STEPS, build, request_for, sample_plainly
+from tests.sampling.traffic import (
+    cut_bytes,
+    messages_per_call,
+    pipefusion_bytes,
+    pipefusion_messages,
+)
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -33,8 +39,10 @@ def pipefusion(rank, world_size, names):
         place_parameters(tiny.model, own, CPU)
         result = sampler.sample(request)
         latent_bytes = result.numel() * result.element_size()
-        planned = setting.plan.bytes_sent(setting.stages.cut_bytes(setting.layout), latent_bytes)
-        messages = setting.plan.messages_sent(setting.stages.messages_per_call())
+        planned = pipefusion_bytes(
+            setting.plan, cut_bytes(setting.stages, setting.layout), latent_bytes
+        )
+        messages = pipefusion_messages(setting.plan, messages_per_call(setting.stages))
         traffic = sampler.statistics.traffic
         sent = (dict(traffic.bytes_sent), dict(traffic.messages_sent))
         out[name] = (result, sent, (planned, messages))

@@ -12,12 +12,13 @@ from diffusers import DDPMScheduler
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.planning.sampling.sequence import AttentionSize, ring_bytes, ulysses_bytes
 from lightning_diffpipe.sampling.pipefusion import SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize
 from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
+from tests.sampling.traffic import ring_bytes, sequence_bytes, ulysses_bytes
 
 FAST = ("lumina2",)
 CASES = [
@@ -44,7 +45,7 @@ def test_it_is_exact(name, mode):
         layout = samplers[0].layout
         sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
         if name != "qwen":  # makes a mask from its tokens, which is collected besides
-            assert dict(sent) == samplers[0].bytes_sent(layout, request)
+            assert dict(sent) == sequence_bytes(samplers[0], layout, request)
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_ulysses_on_more_than_two_ranks(num_ranks, monkeypatch):
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
-    assert dict(sent) == samplers[0].bytes_sent(samplers[0].layout, request)
+    assert dict(sent) == sequence_bytes(samplers[0], samplers[0].layout, request)
 
 
 def test_any_scheduler_will_do():

@@ -1,6 +1,178 @@
-"""What the ranks of a PipeFusion pipeline have sent, against the formulas."""
+"""Bytes and messages of a request, as pure arithmetic: what ranks must have sent, as integers.
+
+Per call of attention with `t` tokens of width `h`, on N ranks that hold a part of them each, if heads and tokens
+divide evenly; the functions here count them as they are:
+
+    Ulysses     heads for tokens, and back:    4 (N - 1) / N   e B t h   bytes of all ranks together
+    ring        keys and values rotate:        2 (N - 1)       e B t h
+"""
+
+from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from lightning_diffpipe.sampling.pipefusion import PipeFusionSetting, SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.stages import Stages
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout
+from lightning_diffpipe.sampling.tracing.tokens import Part, ranges_of
+
+CHANGE_BYTES = 16
+"""Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
+
+
+def pipefusion_bytes(
+    plan: PipeFusionPlan,
+    cut_bytes: Sequence[int],
+    latent_bytes: int,
+    attention_bytes: tuple[int, int] = (0, 0),
+) -> dict[str, int]:
+    """Payload by kind, of all ranks; but for attention and a byte per decision independent of M, W and q.
+
+    Args:
+        plan: Of the request.
+        cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step: `e B p h`
+            with cross-attention, `e B (p + T) h` with text tokens in joint attention, more where
+            long skips cross. All visits together.
+        latent_bytes: Of the full latents.
+        attention_bytes: What the ranks of a stage send each other in one synchronous step, and in one of
+            patches, all stages together; where no mask is made from tokens.
+    """
+    n, q = plan.num_ranks, plan.ranks_per_stage
+    synchronous, patched = plan.num_synchronous, plan.num_steps - plan.num_synchronous
+    sent = {"hidden": plan.num_steps * sum(cut_bytes)}
+    if n > 1:
+        sent["latents"] = (plan.num_steps - 1) * latent_bytes
+    # The ranks of the last stage put their rows together; each then broadcasts in its own pipeline.
+    sent["result"] = (q - 1 + q * (n - 1)) * latent_bytes
+    sent["sequence"] = synchronous * attention_bytes[0] + patched * attention_bytes[1]
+    sent |= _of_decisions(plan, CHANGE_BYTES)
+    return {kind: size for kind, size in sent.items() if size}
+
+
+def pipefusion_messages(
+    plan: PipeFusionPlan, messages_per_call: Sequence[int], attention_messages: int = 0
+) -> dict[str, int]:
+    """Messages by kind, of all ranks.
+
+    Args:
+        plan: Of the request.
+        messages_per_call: For each cut, messages across it in one turn: G, unless nothing crosses.
+        attention_messages: Of one turn, all stages together.
+    """
+    n, q = plan.num_ranks, plan.ranks_per_stage
+    synchronous, patched = plan.num_synchronous, plan.num_steps - plan.num_synchronous
+    turns = synchronous * plan.warmup_microbatches + patched * plan.num_patches
+    back = synchronous + patched * plan.num_patches
+    sent = {"hidden": q * turns * sum(messages_per_call)}
+    if n > 1:
+        sent["latents"] = q * (back - (plan.num_patches if patched else 1))
+    sent["result"] = q * (q - 1) + q * (n - 1)
+    sent["sequence"] = turns * attention_messages
+    sent |= _of_decisions(plan, 1)
+    return {kind: count for kind, count in sent.items() if count}
+
+
+def _of_decisions(plan: PipeFusionPlan, of_change: int) -> dict[str, int]:
+    """The ranks of the last stage exchange their shares of a change; one byte then goes to all others."""
+    q, decisions = plan.ranks_per_stage, sum(map(plan.decides_after, plan.turns))
+    return {
+        "statistics": q * (q - 1) * decisions * of_change,
+        "control": decisions * (plan.num_ranks - 1) * q,
+    }
+
+
+def cut_bytes(stages: Stages, layout: Layout) -> list[int]:
+    """Bytes that cross each boundary between two ranks in one step, all tokens together."""
+    return [
+        sum(layout.blocks[call].output_bytes for visit in stage.outgoing for call in visit)
+        for stage in stages.stages[:-1]
+    ]
+
+
+def messages_per_call(stages: Stages) -> list[int]:
+    """Messages across each boundary in one call of `denoise`."""
+    return [sum(map(bool, stage.outgoing)) for stage in stages.stages[:-1]]
+
+
+def ulysses_bytes(size: AttentionSize, tokens: Sequence[int]) -> int:
+    """Bytes sent by all ranks for one call.
+
+    Args:
+        size: Of the call.
+        tokens: Of each rank.
+    """
+    n, total = len(tokens), 0
+
+    def share(heads: int, rank: int) -> int:
+        return heads * (rank + 1) // n - heads * rank // n
+
+    for rank in range(n):
+        for peer in range(n):
+            if peer == rank:
+                continue
+            key_heads = share(size.key_heads, peer)
+            there = share(size.heads, peer) * size.head_size
+            there += key_heads * (size.head_size + size.value_size)
+            back = share(size.heads, rank) * size.value_size
+            total += tokens[rank] * there + tokens[peer] * back
+    return total * size.batch * size.element_bytes
+
+
+def ring_bytes(size: AttentionSize, tokens: Sequence[int]) -> int:
+    """Bytes sent by all ranks for one call; see `ulysses_bytes`."""
+    width = size.key_heads * (size.head_size + size.value_size)
+    return (len(tokens) - 1) * sum(tokens) * width * size.batch * size.element_bytes
+
+
+def attention_bytes(
+    layout: Layout, mode: str, parts: Sequence[Part], samples: tuple[int, int] = (0, 1)
+) -> int:
+    """Bytes sent by the ranks that share the tokens of all blocks, for a share of the samples."""
+    if len(parts) == 1:
+        return 0
+    total, of_call = 0, {"ulysses": ulysses_bytes, "ring": ring_bytes}[mode]
+    for block in layout.blocks:
+        for tokens, size in zip(block.attention, block.sizes, strict=True):
+            if tokens is not None:
+                here = Part(samples=samples).samples_of(size.batch)
+                fewer = replace(size, batch=here.stop - here.start)
+                total += of_call(fewer, [len(tokens.owned(part, block.num_text)) for part in parts])
+    return total
+
+
+def bytes_inside_stages(setting: PipeFusionSetting, mode: str) -> tuple[int, int]:
+    """What the ranks of a stage send in one synchronous step and in one of patches, all stages together."""
+    q, n = setting.plan.ranks_per_stage, setting.plan.warmup_microbatches
+    # The rows that are a rank's own in patches are its own in synchronous steps.
+    whole = [
+        Part(tuple(s for shares in setting.shares for s in ranges_of(shares[k].units)), (k, q))
+        for k in range(q)
+    ]
+    synchronous = sum(attention_bytes(setting.layout, mode, whole, (k, n)) for k in range(n))
+    return synchronous, sum(attention_bytes(setting.layout, mode, each) for each in setting.shares)
+
+
+def messages_inside_stages(setting: PipeFusionSetting, mode: str) -> int:
+    """Of one turn: there and back with Ulysses, once round in a ring."""
+    calls = sum(t is not None for block in setting.layout.blocks for t in block.attention)
+    q = setting.plan.ranks_per_stage
+    return calls * (2 if mode == "ulysses" else 1) * q * (q - 1)
+
+
+def sequence_bytes(sampler: SequenceParallel, layout: Layout, request: Request) -> dict[str, int]:
+    """Payload of a whole request by kind, of all ranks together.
+
+    Neither masks that are made from tokens count, nor predictions before guidance, which loops are given that
+    bring rows together.
+    """
+    n, latents = sampler.links.num_ranks, request.latents
+    inside = attention_bytes(layout, sampler.mode, sampler._parts(layout))
+    out = (n - 1) * latents.numel() * latents.element_size()
+    return {"sequence": request.num_steps * inside, "prediction": request.num_steps * out}
 
 
 def assert_traffic_is_as_planned(samplers, request):
@@ -13,10 +185,12 @@ def assert_traffic_is_as_planned(samplers, request):
     layout = first._layouts.layout_for(request)
     setting, plan = first.setting(layout, first.positions, request), first.statistics.plan
     latent_bytes = request.latents.numel() * request.latents.element_size()
-    inside = setting.attention_bytes(first.sequence_mode)
+    inside = bytes_inside_stages(setting, first.sequence_mode)
     # What crosses the cut and what returns is spread over two links each, but is not more.
-    cut_bytes = setting.stages.cut_bytes(layout)
-    assert dict(num_bytes) == plan.bytes_sent(cut_bytes, latent_bytes, inside)
-    assert dict(num_messages) == plan.messages_sent(
-        setting.stages.messages_per_call(), setting.attention_messages(first.sequence_mode)
+    crossing = cut_bytes(setting.stages, layout)
+    assert dict(num_bytes) == pipefusion_bytes(plan, crossing, latent_bytes, inside)
+    assert dict(num_messages) == pipefusion_messages(
+        plan,
+        messages_per_call(setting.stages),
+        messages_inside_stages(setting, first.sequence_mode),
     )

@@ -1,4 +1,4 @@
-"""What PipeFusion costs: turns, bytes, messages and seconds of one request, as pure arithmetic.
+"""What PipeFusion costs: turns and seconds of one request, as pure arithmetic.
 
 A *turn* is one run of the model on one part of its tokens: all of them in a synchronous step, one patch in
 every other. Synchronous steps may be cut into microbatches of samples, so that ranks overlap in them, too. With
@@ -24,9 +24,6 @@ from lightning_diffpipe.planning.instruction import Compute, ForwardNoGrad
 from lightning_diffpipe.planning.schedule import Message, Schedule, as_placement
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
-
-CHANGE_BYTES = 16
-"""Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +107,6 @@ class PipeFusionPlan:
         return self.automatic and ends_step and self.may_be_last_synchronous(turn.step)
 
     @property
-    def num_decisions(self) -> int:
-        """How often the last rank tells the others."""
-        return sum(map(self.decides_after, self.turns))
-
-    @property
     def turns(self) -> tuple[Turn, ...]:
         """All turns, in order, the same on every rank."""
         out: list[Turn] = []
@@ -129,63 +121,6 @@ class PipeFusionPlan:
                 first, last = i == 0, i == len(parts) - 1
                 out.append(Turn(len(out), step, patch, share, first, last))
         return tuple(out)
-
-    # --- bytes and messages, of all ranks together --------------------------------------------------
-
-    def bytes_sent(
-        self, cut_bytes: Sequence[int], latent_bytes: int, attention_bytes: tuple[int, int] = (0, 0)
-    ) -> dict[str, int]:
-        """Payload on the wire by kind; but for attention and a byte per decision independent of M, W and q.
-
-        Args:
-            cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step: `e B p h`
-                with cross-attention, `e B (p + T) h` with text tokens in joint attention, more where
-                long skips cross. All visits together.
-            latent_bytes: Of the full latents.
-            attention_bytes: What the ranks of a stage send each other in one synchronous step, and in one of
-                patches, all stages together; where no mask is made from tokens.
-        """
-        n, q = self.num_ranks, self.ranks_per_stage
-        synchronous, patched = self.num_synchronous, self.num_steps - self.num_synchronous
-        sent = {"hidden": self.num_steps * sum(cut_bytes)}
-        if n > 1:
-            sent["latents"] = (self.num_steps - 1) * latent_bytes
-        # The ranks of the last stage put their rows together; each then tells its own pipeline.
-        sent["result"] = (q - 1 + q * (n - 1)) * latent_bytes
-        sent["sequence"] = synchronous * attention_bytes[0] + patched * attention_bytes[1]
-        sent["statistics"] = self._num_statistics * CHANGE_BYTES
-        return {kind: size for kind, size in (sent | self._control()).items() if size}
-
-    def messages_sent(
-        self, messages_per_call: Sequence[int], attention_messages: int = 0
-    ) -> dict[str, int]:
-        """Messages on the wire by kind.
-
-        Args:
-            messages_per_call: For each cut, messages across it in one turn: G, unless nothing crosses.
-            attention_messages: Of one turn, all stages together.
-        """
-        n, q = self.num_ranks, self.ranks_per_stage
-        synchronous, patched = self.num_synchronous, self.num_steps - self.num_synchronous
-        turns = synchronous * self.warmup_microbatches + patched * self.num_patches
-        back = synchronous + patched * self.num_patches
-        sent = {"hidden": q * turns * sum(messages_per_call)}
-        if n > 1:
-            sent["latents"] = q * (back - (self.num_patches if patched else 1))
-        sent["result"] = q * (q - 1) + q * (n - 1)
-        sent["sequence"] = turns * attention_messages
-        sent["statistics"] = self._num_statistics
-        return {kind: count for kind, count in (sent | self._control()).items() if count}
-
-    def _control(self) -> dict[str, int]:
-        """Messages of one byte."""
-        return {"control": self.num_decisions * (self.num_ranks - 1) * self.ranks_per_stage}
-
-    @property
-    def _num_statistics(self) -> int:
-        """What the ranks of the last stage tell each other about their shares of a change."""
-        pairs = self.ranks_per_stage * (self.ranks_per_stage - 1)
-        return pairs * self.num_decisions
 
     # --- time ---------------------------------------------------------------------------------------
 
@@ -234,7 +169,7 @@ class PipeFusionPlan:
             synchronous_s: For each rank, its stage on all tokens of all samples, all visits together.
             patch_s: For each rank, its stage on one patch, all visits together.
             link: Between consecutive ranks, and from the last to the first; free if None.
-            cut_bytes: As for `bytes_sent`.
+            cut_bytes: For each of the N - 1 cuts, bytes of everything that crosses it in one step.
             latent_bytes: Of the full latents.
         """
         turns = [turn for turn in self.turns for _ in range(self.num_visits)]

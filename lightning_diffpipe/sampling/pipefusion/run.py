@@ -23,7 +23,6 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan, Turn
-from lightning_diffpipe.planning.sampling.sequence import attention_bytes, attention_messages
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, Mode
@@ -32,7 +31,7 @@ from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.statistics import Stopwatch
 from lightning_diffpipe.sampling.tracing.layout import Layout
-from lightning_diffpipe.sampling.tracing.tokens import Part, Units, ranges_of
+from lightning_diffpipe.sampling.tracing.tokens import Part, Units
 
 _NAN = float("nan")
 
@@ -46,7 +45,7 @@ class PipeFusionSetting:
         stages: Who runs which blocks.
         patches: What each patch computes.
         shares: For each patch, what each rank of a stage computes of it.
-        plan: Turns, bytes and messages; of synchronous steps only while W is to be found.
+        plan: Its turns; of synchronous steps only while W is to be found.
     """
 
     layout: Layout
@@ -54,39 +53,6 @@ class PipeFusionSetting:
     patches: tuple[Part, ...]
     shares: tuple[tuple[Part, ...], ...]
     plan: PipeFusionPlan
-
-    def attention_bytes(self, mode: Mode) -> tuple[int, int]:
-        """What the ranks of a stage trade in one synchronous step and in one of patches, all stages together.
-
-        Args:
-            mode: How they do it.
-        """
-        q, n = self.plan.ranks_per_stage, self.plan.warmup_microbatches
-        # The rows that are a rank's own in patches are its own in synchronous steps.
-        whole = [
-            Part(tuple(s for shares in self.shares for s in ranges_of(shares[k].units)), (k, q))
-            for k in range(q)
-        ]
-        synchronous = sum(self._bytes_of(mode, whole, (k, n)) for k in range(n))
-        return synchronous, sum(self._bytes_of(mode, shares, (0, 1)) for shares in self.shares)
-
-    def _bytes_of(self, mode: Mode, parts: Sequence[Part], samples: tuple[int, int]) -> int:
-        if len(parts) == 1:
-            return 0
-        total = 0
-        for block in self.layout.blocks:
-            for tokens, size in zip(block.attention, block.sizes, strict=True):
-                if tokens is not None:
-                    here = Part(samples=samples).samples_of(size.batch)
-                    fewer = replace(size, batch=here.stop - here.start)
-                    owned = [len(tokens.owned(part, block.num_text)) for part in parts]
-                    total += attention_bytes(mode, fewer, owned)
-        return total
-
-    def attention_messages(self, mode: Mode) -> int:
-        """Messages of one turn inside all stages."""
-        calls = sum(t is not None for block in self.layout.blocks for t in block.attention)
-        return calls * attention_messages(mode, self.plan.ranks_per_stage)
 
 
 class RunOptions(Protocol):

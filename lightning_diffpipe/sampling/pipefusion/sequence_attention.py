@@ -31,7 +31,6 @@ from torch import Tensor
 from lightning_diffpipe.comm.links import Links, exchange
 from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.planning.sampling.sequence import share
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
 from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tracing.layout import Layout
@@ -263,7 +262,7 @@ class Ulysses(_OverRanks):
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
-        return [share(total, rank, n) for rank in range(n)]
+        return [range(total * rank // n, total * (rank + 1) // n) for rank in range(n)]
 
 
 def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:

@@ -27,7 +27,6 @@ from lightning_diffpipe.comm.links import Alone, Links, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling.sequence import attention_bytes, prediction_bytes
 from lightning_diffpipe.sampling.pipefusion.patch import PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.rehearsal import rehearse_sharing
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
@@ -138,27 +137,6 @@ class SequenceParallel:
             return self._steps(request, layout, interception, watch, on_step)
         finally:
             interception.uninstall()
-
-    def bytes_sent(self, layout: Layout, request: Request) -> dict[str, int]:
-        """Payload of a whole request by kind, of all ranks together.
-
-        Neither masks that are made from tokens count, nor predictions before guidance, which loops are given that
-        bring rows together.
-        """
-        if self.links.num_ranks == 1:
-            return {}
-        parts, n = self._parts(layout), self.links.num_ranks
-        inside = sum(
-            attention_bytes(
-                self.mode, size, [len(tokens.owned(part, block.num_text)) for part in parts]
-            )
-            for block in layout.blocks
-            for tokens, size in zip(block.attention, block.sizes, strict=True)
-            if tokens is not None
-        )
-        latents = request.latents
-        out = prediction_bytes(latents.numel() * latents.element_size(), n)
-        return {"sequence": request.num_steps * inside, "prediction": request.num_steps * out}
 
     def _parts(self, layout: Layout) -> list[Part]:
         n = self.links.num_ranks

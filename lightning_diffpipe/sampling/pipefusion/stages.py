@@ -99,17 +99,6 @@ class Stages:
         """How often one call of `denoise` passes through the ranks."""
         return len(self.stages[0].ends)
 
-    def cut_bytes(self, layout: Layout) -> tuple[int, ...]:
-        """Bytes that cross each boundary between two ranks in one step, all tokens together."""
-        return tuple(
-            sum(layout.blocks[call].output_bytes for visit in stage.outgoing for call in visit)
-            for stage in self.stages[:-1]
-        )
-
-    def messages_per_call(self) -> tuple[int, ...]:
-        """Messages across each boundary in one call of `denoise`."""
-        return tuple(sum(map(bool, stage.outgoing)) for stage in self.stages[:-1])
-
 
 def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: int) -> set[str]:
     """Names of the parameters a rank reads: of its blocks, and of everything that is no block.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.sampling.sequence import AttentionSize
 from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, TokenAxis, Units, ranges_of
 
 BETWEEN = -1
@@ -27,6 +26,27 @@ BETWEEN = -1
 
 Place = tuple[int, str, int]
 """Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSize:
+    """One call of attention.
+
+    Attributes:
+        batch: Samples.
+        heads: Of queries.
+        key_heads: Of keys and values; fewer than `heads` with grouped queries.
+        head_size: Width of a query or key.
+        value_size: Width of a value.
+        element_bytes: Of one number.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    element_bytes: int
 
 
 @dataclass

@@ -33,13 +33,12 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
 from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.planning.sampling.sequence import AttentionSize
 from lightning_diffpipe.sampling.memory import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
 from lightning_diffpipe.sampling.tracing.constants import find_constants
 from lightning_diffpipe.sampling.tracing.glue import find_glue
-from lightning_diffpipe.sampling.tracing.layout import Block, Layout, shapes_of
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Block, Layout, shapes_of
 from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing.values import (
     MIXED,
