@@ -11,7 +11,7 @@ rank, that one included, makes a `Request` of it for its own copy, or its own pa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -402,7 +402,10 @@ class Call:
 
     def _on(self, device: torch.device | str) -> tuple[list[Phase], Tensor, Tensor]:
         """Phases, latents and timesteps on a device."""
-        to = _to(device)
+
+        def to(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
         phases = [replace(each, calls=pytree.tree_map(to, each.calls)) for each in self.phases]
         return phases, to(self.whole), to(self.timesteps)
 
@@ -415,10 +418,6 @@ class Call:
         """
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
-
-
-def _to(device: torch.device | str) -> Callable[[Any], Any]:
-    return lambda value: value.to(device) if isinstance(value, Tensor) else value
 
 
 def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:

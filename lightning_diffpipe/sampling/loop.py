@@ -410,14 +410,6 @@ Compute = Callable[[dict[str, Any]], Any]
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def _all_rows(x: Tensor) -> Tensor:
-    return x
-
-
-def _put_all(x: Tensor, values: Tensor) -> None:
-    x.copy_(values)
-
-
 class PipelineLoop:
     """A pipeline's call in the middle of its loop. One thread owns it.
 
@@ -565,7 +557,7 @@ class PipelineLoop:
         return Prediction((self._complete(self._asked.index(event), out[0]),))
 
     def guided(
-        self, prediction: Tensor, take: Rows = _all_rows, put: Callable[..., None] = _put_all
+        self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
     ) -> Tensor:
         """The prediction after guidance.
 

@@ -125,7 +125,8 @@ def _outlined(call: PipelineCall, num_steps: int | None) -> Outline:
         prediction, t, sample = list(arguments.values())[1:4]
         if not found.timesteps:
             _refuse_predicted_variance(scheduler, prediction, sample)
-            found.latents, found.scheduler = sample, _plain_copy(scheduler)
+            found.latents, found.scheduler = sample, copy.deepcopy(scheduler)
+            found.scheduler.__class__ = type(scheduler).__mro__[1]
             found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
             found.step_arguments.pop("return_dict", None)
             if sample.ndim > 3 and not prediction.isnan().any():
@@ -208,12 +209,6 @@ def _half_marked(x: Tensor) -> Tensor:
 def _without_callbacks(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Callbacks are for true latents."""
     return {name: value for name, value in arguments.items() if not name.startswith("callback")}
-
-
-def _plain_copy(scheduler: Any) -> Any:
-    twin = copy.deepcopy(scheduler)
-    twin.__class__ = type(scheduler).__mro__[1]
-    return twin
 
 
 def _refuse_predicted_variance(scheduler: Any, prediction: Tensor, sample: Tensor) -> None:

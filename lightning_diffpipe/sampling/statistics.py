@@ -52,21 +52,19 @@ class SamplingStatistics:
             replace(span, start_s=span.start_s + self.total_s, stop_s=span.stop_s + self.total_s)
             for span in other.spans
         ]
+        freshness = None
+        if self.freshness is not None and other.freshness is not None:
+            before = len(self.step_s)
+            reads = [replace(each, step=each.step + before) for each in other.freshness.reads]
+            freshness = Freshness([*self.freshness.reads, *reads])
         return SamplingStatistics(
             self.traffic.plus(other.traffic),
             self.step_s + other.step_s,
             self.spans + later,
             self.total_s + other.total_s,
             synchronous,
-            freshness=self._reads_of_both(other),
+            freshness=freshness,
         )
-
-    def _reads_of_both(self, other: SamplingStatistics) -> Freshness | None:
-        if self.freshness is None or other.freshness is None:
-            return None
-        before = len(self.step_s)
-        later = [replace(each, step=each.step + before) for each in other.freshness.reads]
-        return Freshness([*self.freshness.reads, *later])
 
 
 class Stopwatch:

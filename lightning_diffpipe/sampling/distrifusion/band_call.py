@@ -193,7 +193,10 @@ class BandCall(TorchFunctionMode):
             self._suspended = False
         leaves, tree = pytree.tree_flatten(out)
         for i, axis in axes.items():
-            self._set_grid(leaves[i], axis)
+            rows, rest = divmod(self._bands.num_rows, self._state.analysis.unit)
+            num_tokens = leaves[i].shape[axis]
+            if leaves[i].ndim == 3 and not rest and num_tokens % rows == 0:
+                self.grid = self._bands.part_of(rows)[1], num_tokens // rows
             leaves[i] = self._cut(leaves[i], axis).contiguous()
         return pytree.tree_unflatten(leaves, tree)
 
@@ -204,11 +207,6 @@ class BandCall(TorchFunctionMode):
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Passes on."""
         return original(*args, **kwargs)
-
-    def _set_grid(self, tokens: Tensor, axis: int) -> None:
-        rows, rest = divmod(self._bands.num_rows, self._state.analysis.unit)
-        if tokens.ndim == 3 and not rest and tokens.shape[axis] % rows == 0:
-            self.grid = self._bands.part_of(rows)[1], tokens.shape[axis] // rows
 
     # ------------------------------------------------------------ what rules ask for
 

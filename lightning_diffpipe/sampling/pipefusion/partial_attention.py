@@ -103,14 +103,11 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     for queries, block, norm, seen in zip(*blocks, masks, strict=True):
         scores = (queries.to(wide) @ keys).mul_(scale)
         if seen is not None:
-            scores = _masked(scores, seen)
+            hides = seen.dtype == torch.bool
+            scores = scores.masked_fill_(~seen, -math.inf) if hides else scores + seen
         norm.copy_(scores.logsumexp(-1, keepdim=True))
         block.copy_(_weights(scores, norm, norm) @ v)
     return out, norms
-
-
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class PipeFusionRun:
         """Latents as the loop of a turn is given them: the first rank reads them, the last one steps its rows."""
         if self._is_first:
             return latents
-        unread = self._unread(latents)
+        unread = torch.full_like(latents, self._fill)
         if self._is_last:
             layout, units = self._setting.layout, self._units(turn)
             layout.put_rows(unread, units, layout.take_rows(latents, units))
@@ -315,9 +315,6 @@ class PipeFusionRun:
             squares = torch.stack(gathered).sum(0)
         changed, size = squares.tolist()
         return math.sqrt(changed / size) if size else math.inf
-
-    def _unread(self, latents: Tensor) -> Tensor:
-        return torch.full_like(latents, self._fill)
 
     # --- hidden states, from rank to rank -------------------------------------------------------------
 

@@ -194,7 +194,9 @@ class BlockTracer:
                 if known.axis == reached:
                     there = source >= 0
                     known.owner[there] = block.inputs[leaf].owner[source[there]]
-            elif block.input_samples.get(leaf) == axis and _is_identity(source):
+            elif block.input_samples.get(leaf) == axis and torch.equal(
+                source, torch.arange(len(source))
+            ):
                 block.output_samples.setdefault(result, reached)
         for result, reached, source, leaf, axis in through:  # what reaches no key: residuals
             tokens = block.outputs.get(result)
@@ -250,10 +252,6 @@ def _place(size: int, source: Tensor, owner: Tensor) -> Tensor:
     result = torch.full((size,), NOBODY)
     result[source[source >= 0]] = owner[source >= 0]
     return result
-
-
-def _is_identity(source: Tensor) -> bool:
-    return torch.equal(source, torch.arange(len(source)))
 
 
 def _changed(x: Tensor, axis: int, base: Tensor, boolean: bool) -> Tensor:
