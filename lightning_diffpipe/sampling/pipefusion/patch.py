@@ -12,7 +12,7 @@ except on the last rank, which makes the prediction.
 
 Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
 without memory, and whoever gets this object takes the tokens instead (`tracing/glue.py`). Modules that make the
-same for every patch are run once (`tracing/constants.py`).
+same for every patch are run once (`tracing/invariants.py`).
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 Reading order: `tokens.py` (who owns which token), `layout.py` (all that is found, as plain data), `probe.py` (the
 runs that find it), `values.py` (the NaN that is followed), and what the probe asks of single blocks (`blocks.py`),
-of modules that give the same for every patch (`constants.py`) and of code between blocks (`glue.py`).
+of modules that give the same for every patch (`invariants.py`) and of code between blocks (`glue.py`).
 """

@@ -9,8 +9,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
    attention mixes tokens: the model is refused, and the operator named;
 3. one clean run traces the arguments of each kind of block (`blocks.py`);
 4. blocks are stubbed, and the result of one after the other is marked: who reads it through code between blocks?
-5. runs with all latents marked find modules whose result need not be computed for every patch (`constants.py`); one
-   with stubs finds results that code between blocks only passes on (`glue.py`).
+5. runs with all latents marked find modules whose result need not be computed for every patch (`invariants.py`);
+   one with stubs finds results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 8` runs of the model, most of which follow NaN only and multiply nothing. Weights do
 not matter, so placeholders will do.
@@ -36,8 +36,8 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.memory import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
-from lightning_diffpipe.sampling.tracing.constants import find_constants
 from lightning_diffpipe.sampling.tracing.glue import find_glue
+from lightning_diffpipe.sampling.tracing.invariants import find_invariants
 from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Block, Layout, shapes_of
 from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing.values import (
@@ -108,7 +108,7 @@ class _Probe:
         self._names = [name for name in self._names if name in used]
         blocks, ghost, cuts_samples = self._blocks([c for name, c in owners if name in used])
         readers, glue_parameters = self._readers(blocks)
-        constants, step_constants = find_constants(
+        constants, step_constants = find_invariants(
             self._run, self._model, self._names, self._latents, self._t, self._other_t
         )
         glue = find_glue(

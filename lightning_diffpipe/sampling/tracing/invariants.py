@@ -42,7 +42,7 @@ _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy
 _SEARCHES = {"bucketize", "searchsorted"}
 
 
-def find_constants(
+def find_invariants(
     run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
 ) -> tuple[Constants, Constants]:
     """Finds the places whose results are the same in every step, and those that are so within one.
