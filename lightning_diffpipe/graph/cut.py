@@ -86,14 +86,11 @@ class Cut:
         positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
         frozen: The frozen layers, as if they were a stage of their own.
         stages: The stages, in order.
-        shared_parameters: Trained parameters read on several stages, with these stages: their gradients
-            must be summed over them, and counted once in a norm.
     """
 
     positions: tuple[int, ...]
     frozen: StageCut
     stages: tuple[StageCut, ...]
-    shared_parameters: Mapping[str, tuple[int, ...]]
 
     @property
     def num_stages(self) -> int:
@@ -152,11 +149,7 @@ def cut(
         )
     results = tuple(sorted(k for k in set().union(*reads) if k[0] in frozen))
     frozen_cut = replace(_stage_cut(graph, -1, frozen, frozenset(), {}, False), sent=results)
-    holders = {
-        n: tuple(s.index for s in stages if n in s.parameters) for n in sorted(graph.trained)
-    }
-    shared = {name: where for name, where in holders.items() if len(where) > 1}
-    return Cut(tuple(positions), frozen_cut, stages, shared)
+    return Cut(tuple(positions), frozen_cut, stages)
 
 
 def _ways(

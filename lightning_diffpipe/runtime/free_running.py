@@ -60,11 +60,6 @@ class WeightVersions:
         self._stored: dict[int, list[torch.Tensor]] = {}
         self._latest = 0
 
-    @property
-    def num_stored(self) -> int:
-        """Versions there are now, the latest included."""
-        return 1 + len(self._stored)
-
     @contextlib.contextmanager
     def of(self, batch: int) -> Iterator[None]:
         """Restores inside the parameters that this batch is trained on."""

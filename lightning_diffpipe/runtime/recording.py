@@ -115,12 +115,9 @@ class Recording:
     @property
     def leftover_s(self) -> float:
         """Seconds of frozen work that bubbles of earlier batches had no room for."""
-        return sum(s.duration_s for s in self._outside_waits(early=True))
-
-    @property
-    def up_front_s(self) -> float:
-        """Seconds of frozen work of a batch that was not known before."""
-        return sum(s.duration_s for s in self._outside_waits(early=False))
+        waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
+        early = [e for e in self._entries if isinstance(e.instruction, Encode) and e.early]
+        return sum(s.duration_s for s in self._spans_of(early) if not _lies_in(s, waits))
 
     @property
     def encode_s(self) -> float:
@@ -130,15 +127,6 @@ class Recording:
     @property
     def _encodes(self) -> list[Span]:
         return [s for s in self.spans if isinstance(s.instruction, Encode)]
-
-    def _outside_waits(self, early: bool) -> list[Span]:
-        waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
-        chosen = [
-            entry
-            for entry in self._entries
-            if isinstance(entry.instruction, Encode) and entry.early == early
-        ]
-        return [s for s in self._spans_of(chosen) if not _lies_in(s, waits)]
 
 
 class _Entry(NamedTuple):

@@ -123,7 +123,8 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         recording, engine = trainer.strategy.last_step.recording, trainer.strategy.pipeline.engine
         self.losses.append(float(outputs["loss"]))
-        self.up_front.append(recording.up_front_s > 0)
+        early_s = recording.filled_s + recording.leftover_s
+        self.up_front.append(recording.encode_s - early_s > 1e-9)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         self.ahead.append(engine.num_prepared_after(number))
 

@@ -270,7 +270,6 @@ def test_a_recording_tells_where_frozen_work_ran():
     note(Encode(1), 9.5, 10, early=True)
     note(ShareResults(), 9.5, 10.5)
     note(Encode(1), 10.5, 12, early=True)
-    assert recording.up_front_s == pytest.approx(1)
     assert recording.filled_s == pytest.approx(2.75)
     assert recording.waiting_s == pytest.approx(1.5)
     assert recording.compute_s == pytest.approx(5)

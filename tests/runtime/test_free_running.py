@@ -83,7 +83,7 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
             assert loss == pytest.approx(expected, rel=1e-10), f"batch {index}"
             for scheduler in schedulers:
                 scheduler.step()
-            counts = [rank.engine.versions.num_stored for rank in pipeline.ranks]
+            counts = [1 + len(rank.engine.versions._stored) for rank in pipeline.ranks]
             stored = list(map(max, stored, counts))
             if index in drains or index == num_batches - 1:
                 pipeline.drain()

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import fold, probe
-from tests.graph.emulate import Gradients, emulate, relative_error, take_gradients
+from tests.graph.emulate import (
+    Gradients,
+    emulate,
+    relative_error,
+    shared_parameters,
+    take_gradients,
+)
 
 from .case import Batch, Case, DenoisingStep
 from .double import in_double
@@ -88,7 +94,7 @@ def measure(case: Case) -> Outcome:
                 got_loss, got = emulate(root, split, plan, step, batch, SEED)
                 errors.append(relative_error(expected, got, FLOOR))
                 loss_error = max(loss_error, abs(got_loss - loss).item() / abs(loss).item())
-                num_shared = max(num_shared, len(plan.shared_parameters))
+                num_shared = max(num_shared, len(shared_parameters(split, plan)))
     worst = max(errors)
     return Outcome(
         num_parameters=sum(p.numel() for p in root.parameters()),
