@@ -5,9 +5,9 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/outline.py, record.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/dry_run.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
-    all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion.py, distrifusion/
+    all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
     rank 0     latents -> autoencoder -> pictures, report               sampling/report.py
 
 Text encoders and autoencoder live on rank 0 only. Under PipeFusion a rank reads only the weights of its own

@@ -5,7 +5,7 @@ rank, and each has an emulator: the same code in one process.
 
     prompts      predictor · source · skeleton · loras        a model without weights, and those of one rank
        │
-    the loop     call · loop · record · outline · schedulers  a pipeline's own `__call__`, run step by step
+    the loop     call · loop · record · dry_run · schedulers  a pipeline's own `__call__`, run step by step
        │
     a request    request · one_process                        what every method is given, and is compared with
        │

@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.dry_run import DryRun, Phase
 from lightning_diffpipe.sampling.loop import (
     Exchange,
     PipelineCall,
@@ -30,7 +31,6 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     restored,
 )
-from lightning_diffpipe.sampling.outline import Outline, Phase
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
@@ -86,19 +86,19 @@ class Call:
     stepped: list[list[PatchSchedulers]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pipeline: PipelineCall, outline: Outline) -> Call:
+    def of(cls, pipeline: PipelineCall, dry_run: DryRun) -> Call:
         """What the first run of a pipeline's call has shown."""
-        rows, decoded = len(outline.latents), outline.record.num_decoded
+        rows, decoded = len(dry_run.latents), dry_run.record.num_decoded
         return cls(
-            replace(pipeline, record=outline.record),
-            outline.phases,
-            torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in outline.timesteps]),
-            outline.latents,
-            outline.scheduler,
+            replace(pipeline, record=dry_run.record),
+            dry_run.phases,
+            torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in dry_run.timesteps]),
+            dry_run.latents,
+            dry_run.scheduler,
             decoded if decoded and rows % decoded == 0 else rows,
-            outline.step_arguments,
-            outline.channels,
-            outline.mixes,
+            dry_run.step_arguments,
+            dry_run.channels,
+            dry_run.mixes,
         )
 
     @property

@@ -9,7 +9,7 @@
 So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and pictures
 as input are its own code. The call is run several times. The first run, of rank 0, has a denoiser that predicts
 zeros: it records what text encoders and the like answer (`record.py`), counts the steps and shows what the denoiser
-is called with (`outline.py`). Further runs, on any rank, are answered from that record. They always see latents of
+is called with (`dry_run.py`). Further runs, on any rank, are answered from that record. They always see latents of
 full shape; what this rank does not compute is NaN there.
 """
 

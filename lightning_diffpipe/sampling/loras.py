@@ -14,25 +14,16 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.sampling.skeleton import Weights
 
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
 _SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
-
-
-class _Weights(Protocol):
-    origin: str
-
-    def names(self) -> set[str]: ...
-
-    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]: ...
-
-    def digests(self) -> dict[str, str]: ...
 
 
 class Lora:
@@ -196,7 +187,7 @@ class AdaptedWeights:
         loras: What is added.
     """
 
-    def __init__(self, weights: _Weights, part: str, loras: Collection[Lora]) -> None:
+    def __init__(self, weights: Weights, part: str, loras: Collection[Lora]) -> None:
         self._weights, self._part, self._loras = weights, part, loras
         self.origin = weights.origin
 

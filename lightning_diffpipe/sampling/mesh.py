@@ -175,7 +175,7 @@ def refuse_axes(
         )
 
 
-class Place:
+class MeshLinks:
     """This rank's place in a mesh, with its links along the axes.
 
     Collective: all ranks make it at the same time.
@@ -234,7 +234,7 @@ class Place:
         return any(links.occupies_device and links.is_under_way for links in self._processes())
 
     def disconnect(self) -> None:
-        """Destroys the groups made for this place."""
+        """Destroys the groups made for this rank."""
         for links in self._processes():
             links.disconnect()
 

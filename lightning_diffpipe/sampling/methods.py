@@ -29,7 +29,7 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import Place, SamplingMesh, fit_mesh, refuse_axes
+from lightning_diffpipe.sampling.mesh import MeshLinks, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import refuse_mode
@@ -251,7 +251,7 @@ class Worker:
     ) -> None:
         assert options.mesh is not None
         self.options, self.world = options, world
-        self.place = Place(
+        self.place = MeshLinks(
             options.mesh, world.rank, device, world.backend, timeout_s, world.heartbeat
         )
         self._model, self._weights = source.denoiser, source.weights

@@ -32,9 +32,9 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import as_texts
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
-from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     Weights,
@@ -435,7 +435,7 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
     """
     try:
         with settings_restored(call.parts):
-            request = Call.of(call, outline_of(call))
+            request = Call.of(call, dry_run_of(call))
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise

@@ -1,7 +1,7 @@
 """Samples drawn in training by PipeFusion, on the stages that are there.
 
     all ranks     prompts -> text encoders -> start noise     in lock step, layers answered by who has them
-    each rank     denoising steps through its own blocks      sampling/pipefusion.py
+    each rank     denoising steps through its own blocks      sampling/pipefusion/
     all ranks     latents -> autoencoder -> samples           in lock step
 
 Blocks run where their weights lie in training. What lies between blocks, such as embeddings and the last

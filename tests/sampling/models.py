@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.probe import probe
@@ -340,7 +340,7 @@ def pixart_call():
     tiny = build("pixart")
     parts = {"transformer": tiny.model, "scheduler": scheduler_for("pixart")}
     call = PipelineCall(TwoPrompts(tiny), "__call__", {}, parts, tuple(parts), torch.device("cpu"))
-    return tiny.model, Call.of(call, outline_of(call))
+    return tiny.model, Call.of(call, dry_run_of(call))
 
 
 def sample_plainly(request: Request) -> Tensor:

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as attention_taken_
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN
+from lightning_diffpipe.sampling.tracing.marks import AttentionByName
 from lightning_diffpipe.sampling.tracing.probe import fits, probe
-from lightning_diffpipe.sampling.tracing.values import AttentionByName
 from tests.sampling.models import build, normal, request_for, scheduler_for
 
 

@@ -15,9 +15,9 @@ from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, resident_parameters
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing import invariants
+from lightning_diffpipe.sampling.tracing.marks import MIXED, UNREACHED, CodeWords, WithoutProducts
 from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
-from lightning_diffpipe.sampling.tracing.values import MIXED, UNREACHED, CodeWords, WithoutProducts
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 

@@ -12,8 +12,8 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError, LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import forward_replaced
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.tracing.marks import AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.tokens import Part
-from lightning_diffpipe.sampling.tracing.values import AttentionIntercepted
 from tests.sampling.models import (
     MAIN,
     MODELS,

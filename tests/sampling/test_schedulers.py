@@ -11,9 +11,9 @@ import torch
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.one_process import OneProcess
-from lightning_diffpipe.sampling.outline import outline_of
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import InputScaler, Request
 from lightning_diffpipe.sampling.schedulers import (
@@ -236,7 +236,7 @@ def call_with(generators):
     parts = {"scheduler": make("DDPMScheduler"), "unet": unet_of_one_layer()}
     arguments = {"generator": generators, "eta": 1.0}
     call = PipelineCall(OfTwo(), "__call__", arguments, parts, tuple(parts), torch.device("cpu"))
-    return Call.of(call, outline_of(call))
+    return Call.of(call, dry_run_of(call))
 
 
 def unet_of_one_layer():

@@ -19,7 +19,7 @@ not. A mark then stays in its rows; if it does not, the model mixes rows in a wa
     group norm               its input
     convolution              the pixel under the centre of the kernel, averaged over channels
 
-Reading: `tracing/values.py` follows single tokens through blocks of a transformer in the same way.
+Reading: `tracing/marks.py` follows single tokens through blocks of a transformer in the same way.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.tracing.layout import Block
+from lightning_diffpipe.sampling.tracing.marks import Attend
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection, TokenAxis
-from lightning_diffpipe.sampling.tracing.values import Attend
 
 
 @dataclass(frozen=True)

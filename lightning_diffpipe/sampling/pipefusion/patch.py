@@ -34,8 +34,8 @@ from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartA
 from lightning_diffpipe.sampling.pipefusion.stages import Stage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Block, Layout, Place, shapes_of_call
+from lightning_diffpipe.sampling.tracing.marks import Attend, AttentionByName, AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, Selection, TokenAxis
-from lightning_diffpipe.sampling.tracing.values import Attend, AttentionByName, AttentionIntercepted
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""

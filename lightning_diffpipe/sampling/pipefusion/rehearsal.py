@@ -36,8 +36,8 @@ from lightning_diffpipe.sampling.memory import (
 from lightning_diffpipe.sampling.one_process import OneProcess, tolerance_of
 from lightning_diffpipe.sampling.request import InputScaler, Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.marks import mixing_operator
 from lightning_diffpipe.sampling.tracing.probe import finite_placeholders
-from lightning_diffpipe.sampling.tracing.values import mixing_operator
 
 _REMEDY_OF_SHARING = "sample it with method=single"
 _log = logging.getLogger(__name__)

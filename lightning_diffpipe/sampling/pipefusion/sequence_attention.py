@@ -34,8 +34,8 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
 from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.marks import Attend
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
-from lightning_diffpipe.sampling.tracing.values import Attend
 
 Mode = Literal["ulysses", "ring"]
 

@@ -1,6 +1,6 @@
 """What each axis of a block's arguments and results counts: tokens, samples, or neither.
 
-Every axis of every argument is marked with code words (`values.py`). Indices that reach the keys of an attention
+Every axis of every argument is marked with code words (`marks.py`). Indices that reach the keys of an attention
 call one-to-one are tokens: of the image, of the text, of rope tables, of per-token modulation. Those that reach
 the key axis of its mask one-to-one are a key mask. Those that reach neither, but a token of a result, are
 per-token residuals. Indices that reach the samples of keys, masks or results one-to-one count samples.
@@ -20,8 +20,7 @@ from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward
 from lightning_diffpipe.sampling.tracing.layout import Block
-from lightning_diffpipe.sampling.tracing.tokens import NOBODY, Part, TokenAxis
-from lightning_diffpipe.sampling.tracing.values import (
+from lightning_diffpipe.sampling.tracing.marks import (
     AttentionIntercepted,
     CodeWords,
     WithoutProducts,
@@ -30,6 +29,7 @@ from lightning_diffpipe.sampling.tracing.values import (
     marked,
     token_local,
 )
+from lightning_diffpipe.sampling.tracing.tokens import NOBODY, Part, TokenAxis
 
 Target = tuple[str, int, int]
 """What can be reached: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""

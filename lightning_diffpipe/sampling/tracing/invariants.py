@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Place, shapes_of_call
-from lightning_diffpipe.sampling.tracing.values import WithoutProducts, all_to_all
+from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all
 
 Run = Callable[..., Tensor]
 """`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""

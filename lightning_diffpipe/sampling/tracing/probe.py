@@ -39,8 +39,7 @@ from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
 from lightning_diffpipe.sampling.tracing.glue import find_glue
 from lightning_diffpipe.sampling.tracing.invariants import find_invariants
 from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Block, Layout, shapes_of
-from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
-from lightning_diffpipe.sampling.tracing.values import (
+from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
     AttentionByName,
     AttentionHandler,
@@ -52,6 +51,7 @@ from lightning_diffpipe.sampling.tracing.values import (
     mixing_operator,
     token_local,
 )
+from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
 
 MAX_LAYOUTS = 8
 """Of one model, that are known at a time."""

@@ -1,4 +1,4 @@
-"""The first run of a pipeline's call, with a denoiser that predicts zeros: what its loop will do.
+"""A dry run of a pipeline's call, with a denoiser that predicts zeros: what its loop will do.
 
 It runs on the rank that has all parts. It records what these answer (`record.py`), counts the steps, shows what the
 denoiser is called with, and tells by NaN whether the loop's own code brings rows together.
@@ -48,7 +48,7 @@ class Phase:
 
 
 @dataclass
-class Outline:
+class DryRun:
     """What a loop will do, found by running it with a denoiser that predicts zeros.
 
     Attributes:
@@ -72,7 +72,7 @@ class Outline:
     record: Record = field(default_factory=Record)
 
 
-def outline_of(call: PipelineCall) -> Outline:
+def dry_run_of(call: PipelineCall) -> DryRun:
     """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
 
     Raises:
@@ -80,7 +80,7 @@ def outline_of(call: PipelineCall) -> Outline:
         Exception: What the pipeline's own checks raise.
     """
     quiet = replace(call, arguments=_without_callbacks(call.arguments))
-    found = _outlined(quiet, None)
+    found = _one_run(quiet, None)
     if not found.phases:
         raise ConfigurationError(
             f"{type(call.pipeline).__name__} ran {len(found.timesteps)} scheduler steps with no call of its "
@@ -89,9 +89,9 @@ def outline_of(call: PipelineCall) -> Outline:
     in_loop = found.record.in_loop
     if in_loop:  # which of these are controls?
         found.record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
-        again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
+        again = _one_run(replace(quiet, record=found.record), len(found.timesteps))
         if found.record.controls.keys() < in_loop:
-            again = _outlined(replace(quiet, record=found.record), len(found.timesteps))
+            again = _one_run(replace(quiet, record=found.record), len(found.timesteps))
         found.phases = again.phases
     here, num_steps = replace(quiet, record=found.record), min(2, len(found.timesteps))
     found.mixes = frozenset(
@@ -103,14 +103,14 @@ def outline_of(call: PipelineCall) -> Outline:
     return found
 
 
-def _outlined(call: PipelineCall, num_steps: int | None) -> Outline:
+def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
     """One run with a denoiser that predicts zeros.
 
     Args:
         call: Without callbacks.
         num_steps: Of the loop, after which to end; None if the run is to be recorded.
     """
-    found = Outline()
+    found = DryRun()
     waiting: dict[str, list[dict[str, Any]]] = {}
     begun = False
 
