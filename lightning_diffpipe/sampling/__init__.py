@@ -12,4 +12,7 @@ rank, and each has an emulator: the same code in one process.
     methods      pipefusion/ · distrifusion/                  by `methods.py` on the axes of `mesh.py`; `auto.py`
        │                                                      chooses one
     a model      tracing/                                     how a transformer can be run in parts
+
+Besides: `world.py` (all ranks), `digests.py` (have all the same model?), `memory.py` (what fails for want of it);
+`statistics.py`, `freshness.py` and `report.py` are what a request took.
 """

@@ -1,1 +1,1 @@
-"""Tests of displaced patch parallelism."""
+"""Tests of transformers that run in parts."""

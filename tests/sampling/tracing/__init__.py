@@ -1,1 +1,1 @@
-"""Tests of displaced patch parallelism."""
+"""Tests of following values through a transformer, and of what is found so."""
