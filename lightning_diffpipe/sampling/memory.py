@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, LayoutError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, LayoutError
 
 REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller pictures at a time"
 REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
@@ -43,26 +43,32 @@ def needing_memory(where: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing(
-    where: str, remedy: str = REMEDY_OF_PATCHES, cause: str = "a block expects all tokens"
+    where: str,
+    remedy: str = REMEDY_OF_PATCHES,
+    cause: str = "a block expects all tokens",
+    kind: type[GraphError] = LayoutError,
+    remedy_of_memory: str = REMEDY_OF_MEMORY,
 ) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on all tokens, but not otherwise.
+    """Gives a reason for errors of a model that runs on the whole, but not in parts.
 
     Args:
         where: How it is run.
         remedy: What to do about it.
         cause: What is most likely.
+        kind: Class of the error.
+        remedy_of_memory: What to do where memory does not suffice.
 
     Raises:
-        LayoutError: The model failed.
+        GraphError: The model failed; of that kind.
         ConfigurationError: Memory did not suffice, which says nothing of the model.
     """
     try:
-        with needing_memory(where, REMEDY_OF_MEMORY):
+        with needing_memory(where, remedy_of_memory):
             yield
     except DiffPipeError:
         raise
     except Exception as error:
-        raise LayoutError(
+        raise kind(
             f"{where} this model fails, most likely because {cause}: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.links import Links
-from lightning_diffpipe.errors import DiffPipeError, GraphError
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, analyse, signature
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, CallState, StepKind
@@ -29,7 +29,12 @@ from lightning_diffpipe.sampling.distrifusion.constants import Constants
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.memory import is_out_of_memory, needing_memory, release_memory
+from lightning_diffpipe.sampling.memory import (
+    failing,
+    is_out_of_memory,
+    needing_memory,
+    release_memory,
+)
 from lightning_diffpipe.sampling.one_process import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
@@ -39,6 +44,7 @@ Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
 
 _log = logging.getLogger(__name__)
+_REMEDY = "sample it with PipeFusion, sequence parallelism or one process"
 _WITHOUT_A_LOOK = (
     "sample it with PipeFusion or sequence parallelism, or with fewer prompts or rows at a time"
 )
@@ -166,7 +172,13 @@ class CallStates:
 
         bands = self._new_state(analysis, latents).bands
         tolerance = tolerance_of(interception.root, latents, convolves_parts=True)
-        with failing_on(bands):
+        with failing(
+            f"on a band of {bands.size} of {bands.num_rows} rows",
+            _REMEDY,
+            "it makes positions for all rows by itself",
+            GraphError,
+            "use more ranks",
+        ):
             result = on_bands()
         error: float = self._links.broadcast_object(lambda: error_beside(plain, result))
         if not error <= tolerance:
@@ -270,32 +282,9 @@ def refusal(error: float, tolerance: float, bands: Bands, name: str | None) -> G
     where = f" (first seen after {name}())" if name else ""
     return GraphError(
         f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on the "
-        f"whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; sample it with PipeFusion, "
-        "sequence parallelism or one process, or pass verify=False if you accept this"
+        f"whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; {_REMEDY}, or pass verify=False "
+        "if you accept this"
     )
-
-
-@contextlib.contextmanager
-def failing_on(bands: Bands) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on the whole, but not on a band.
-
-    Raises:
-        GraphError: The model failed.
-        ConfigurationError: It ran out of memory.
-    """
-    try:
-        with needing_memory(
-            f"on a band of {bands.size} of {bands.num_rows} rows", "use more ranks"
-        ):
-            yield
-    except DiffPipeError:
-        raise
-    except Exception as error:
-        raise GraphError(
-            f"on a band of {bands.size} of {bands.num_rows} rows this model fails, most likely because it makes "
-            f"positions for all rows by itself: {type(error).__name__}: {error}; sample it with PipeFusion, "
-            "sequence parallelism or one process"
-        ) from error
 
 
 def profiled(run: Callable[[], Any]) -> list[Profile]:
