@@ -177,19 +177,13 @@ class _Recorder:
             finally:
                 self._open.pop()
             leaves = pytree.tree_leaves(out)
-            if self._is_wanted(index) and all(
-                isinstance(x, Tensor) and not _has_nan(x) for x in leaves
-            ):
+            among = self._among
+            wanted = among is None or (index < len(among) and bool(among[index].copies))
+            if wanted and all(isinstance(x, Tensor) and not _has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 
         return recorded
-
-    def _is_wanted(self, index: int) -> bool:
-        """Whether it may be stored, as far as the earlier run says."""
-        if self._among is None:
-            return True
-        return index < len(self._among) and bool(self._among[index].copies)
 
 
 def _candidates(model: nn.Module, blocks: list[str]) -> set[str]:
