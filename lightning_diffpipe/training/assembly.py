@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,40 +60,56 @@ from lightning_diffpipe.training.mean_check import MeanCheck
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.refusals import refuse_own_generators
 from lightning_diffpipe.training.step_watch import StepWatch
-from lightning_diffpipe.training.verification import compare, run_whole
+from lightning_diffpipe.training.verification import WholeRun, compare, run_whole
 from lightning_diffpipe.viewing.ascii import waiting
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ProbedStep:
+    """A step on a batch, and the layers it was found to call.
+
+    Attributes:
+        module: The whole module, on the host, equal on all ranks.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        small: The batch the graph was probed with.
+        graph: The layers.
+        forms: Those that the step takes; the graph is that of the widest.
+    """
+
+    module: nn.Module
+    step: Step
+    batch: Any
+    small: Any
+    graph: LayerGraph
+    forms: Forms
+
+    @property
+    def widest(self) -> Step:
+        """The step in the form of the graph."""
+        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
+
+
 def assemble(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    small: Any,
-    graph: LayerGraph,
+    probed: ProbedStep,
     plan: PipelinePlan,
     process: Process,
     *,
     seed: int,
     check_finite: bool = False,
     verify: bool = False,
-    forms: Forms | None = None,
 ) -> Pipeline:
     """Cuts a module as planned and connects this rank; every rank calls it at the same time.
 
     Args:
-        module: The whole module, on the host, equal on all ranks.
-        step: Module and batch to loss.
-        batch: One pipeline's batch, on the host.
-        small: The batch the graph was probed with.
-        graph: Its layers, unfolded.
+        probed: The module and its step; layers unfolded.
         plan: What all ranks do.
         process: Where this rank runs.
         seed: Seed of the run.
         check_finite: Look for NaN and infinity at stage boundaries.
         verify: Compare one batch with the whole module.
-        forms: Those that the step takes; the graph is that of the widest. One, if not given.
 
     Raises:
         PlanError: The plan was made for other layers.
@@ -101,52 +117,37 @@ def assemble(
             its own.
         GraphError: `verify` found a difference.
     """
-    forms = forms or Forms()
-    exemplar = forms.widest
-    planned_step = exemplar.of_step(step) if exemplar else step
-    graph, positions, schedule, pieces = _cut_as_planned(module, planned_step, small, graph, plan)
+    probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
+    module, graph, placement = probed.module, probed.graph, schedule.placement
     if process.rank == 0:
-        warn_of_statistics(graph, pieces, schedule.placement)
+        warn_of_statistics(graph, pieces, placement)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
-
-    residents = residents_of(module, pieces, schedule.placement)
+    residents = residents_of(module, pieces, placement)
     resident = residents[mesh.local_rank]
-    owners = owners_of(module, pieces, residents, schedule.placement)
-    of_forms = [form.of_step(step) for form in forms.exemplars] if exemplar else [step]
-    known = _planned_graphs(module, of_forms, batch, graph, plan, process.device)
+    owners = owners_of(module, pieces, residents, placement)
+    known = _planned_graphs(probed, plan, process.device)
     interception = Interception(module).install()
     with interception.uninstalled_on_error():
-        if process.rank == 0:
-            check = MeanCheck(module, planned_step, batch, graph, interception)
-            if difference := check.difference(plan.num_microbatches):
-                rank_zero_warn(difference)
-        step_forms = _forms_of(module, step, small, graph, forms, interception)
-        whole = None
-        here = _on_device(batch, process.device) if verify else None
-        if verify:  # The last moment at which the module is whole.
-            # Where random numbers and types are those of training.
-            with placed(module, process.device):
-                whole = run_whole(
-                    module, step, graph, interception, here, plan.num_microbatches, seed, mesh.pipeline,
-                    exemplar,
-                )  # fmt: skip
+        if process.rank == 0:  # The last moment at which the module is whole.
+            _warn_unless_mean(probed, plan, interception)
+        step_forms = _forms_of(probed, interception)
+        whole = _run_whole(probed, plan, mesh, interception, seed) if verify else None
         place_parameters(module, resident, process.device)
-        interception.refuse(whereabouts(pieces, schedule.placement))
+        interception.refuse(whereabouts(pieces, placement))
 
         steps = PartitionedStepCache(
-            module, step, graph, positions, schedule.placement, mesh.local_rank, interception,
-            process.device, known, exemplar, step_forms, forms.throws_coins,
+            module, probed.step, graph, positions, placement, mesh.local_rank, interception,
+            process.device, known, probed.forms.widest, step_forms, probed.forms.throws_coins,
         )  # fmt: skip
         trained = _trained_here(module, resident & graph.trained)
-        layout = BatchLayout(module, step, schedule, steps, mesh, seed, _group_size(plan))
+        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, _group_size(plan))
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, check_finite, plan, list(trained.values()))
         if whole is not None:
-            compare(module, engine, here, trained, whole)
+            compare(module, engine, _on_device(probed.batch, process.device), trained, whole)
         relay = RelayView(module, interception, owners, RelayChannel(mesh))
         untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        idle = _idle_here(module, resident - graph.trained)
-        watch = StepWatch(module, layout, idle, trained)
+        watch = StepWatch(module, layout, _idle_here(module, resident - graph.trained), trained)
         return Pipeline(
             module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
             interception, relay,
@@ -197,9 +198,10 @@ def _require_own_parameters(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) 
 
 @raised_by_all()  # all have the same layers and plan
 def _cut_as_planned(
-    module: nn.Module, step: Step, small: Any, graph: LayerGraph, plan: PipelinePlan
-) -> tuple[LayerGraph, tuple[int, ...], Schedule, Cut]:
-    """The folded layers, the cut positions among them, the schedule, and the pieces, if all that can be run."""
+    probed: ProbedStep, plan: PipelinePlan
+) -> tuple[ProbedStep, tuple[int, ...], Schedule, Cut]:
+    """The step with folded layers, where they are cut, the schedule, and the pieces, if all that can be run."""
+    module, step, small, graph = probed.module, probed.widest, probed.small, probed.graph
     positions = cut_positions(plan, graph)
     _require_chains(
         plan, find_chains(module, step, small, graph) if plan.num_backbones > 1 else None
@@ -215,7 +217,7 @@ def _cut_as_planned(
     _require_own_parameters(plan, graph, pieces)
     require_one_home(graph, pieces)
     require_hooks_within_stages(graph, pieces)
-    return graph, positions, schedule, pieces
+    return replace(probed, graph=graph), positions, schedule, pieces
 
 
 def _connect(
@@ -231,24 +233,21 @@ def _connect(
 
 
 def _planned_graphs(
-    module: nn.Module,
-    steps: Sequence[Step],
-    batch: Any,
-    graph: LayerGraph,
-    plan: PipelinePlan,
-    device: torch.device,
+    probed: ProbedStep, plan: PipelinePlan, device: torch.device
 ) -> list[LayerGraph]:
     """Graphs of the microbatches of a batch, if the step can only be probed on values: soon they are gone."""
+    graph = probed.graph
     if not graph.needs_values:
         return []
-    here = _on_device(batch, device)
-    sizes = microbatch_sizes(num_samples(batch, graph.form), plan.num_microbatches)
-    parts = split(here, sizes, graph.form)
+    here = _on_device(probed.batch, device)
+    sizes = microbatch_sizes(num_samples(here, graph.form), plan.num_microbatches)
+    exemplars = probed.forms.exemplars if probed.forms.widest else ()
+    steps = [form.of_step(probed.step) for form in exemplars] or [probed.step]
     try:
-        with placed(module, device):
-            unlike = {batch_signature(part): part for part in parts}
+        with placed(probed.module, device):
+            unlike = {batch_signature(part): part for part in split(here, sizes, graph.form)}
             return [
-                reprobe(module, step, part, graph, any_form=len(steps) > 1)
+                reprobe(probed.module, step, part, graph, any_form=len(steps) > 1)
                 for part in unlike.values()
                 for step in steps
             ]
@@ -257,21 +256,35 @@ def _planned_graphs(
         return []
 
 
-def _forms_of(
-    module: nn.Module,
-    step: Step,
-    small: Any,
-    graph: LayerGraph,
-    forms: Forms,
-    interception: Interception,
-) -> list[StepForm]:
+def _warn_unless_mean(probed: ProbedStep, plan: PipelinePlan, interception: Interception) -> None:
+    check = MeanCheck(probed.module, probed.widest, probed.batch, probed.graph, interception)
+    if difference := check.difference(plan.num_microbatches):
+        rank_zero_warn(difference)
+
+
+def _run_whole(
+    probed: ProbedStep, plan: PipelinePlan, mesh: Mesh, interception: Interception, seed: int
+) -> WholeRun:
+    """One batch through all layers, where random numbers and types are those of training."""
+    batch = _on_device(probed.batch, mesh.device)
+    with placed(probed.module, mesh.device):
+        return run_whole(
+            probed.module, probed.step, probed.graph, interception, batch, plan.num_microbatches, seed,
+            mesh.pipeline, probed.forms.widest,
+        )  # fmt: skip
+
+
+def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
     """The forms that a step is known to take, in calls of the layers of a graph; empty if there is one only."""
+    module, graph, forms = probed.module, probed.graph, probed.forms
     if forms.widest is None:
         return []
     view, found = FormView(module, graph, interception), list[StepForm]()
     with untouched(module):
         for exemplar in forms.exemplars:
-            call = StepCall(exemplar.of_step(step), module, small, (), graph.batch_writes)
+            call = StepCall(
+                exemplar.of_step(probed.step), module, probed.small, (), graph.batch_writes
+            )
             found.append(view.exemplar(call, exemplar.seed)[0])
     return found
 

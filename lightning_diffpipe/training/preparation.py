@@ -48,7 +48,7 @@ from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import MOST_FORMS, Step, too_many_forms
 from lightning_diffpipe.runtime.seeding import microbatch_seed
-from lightning_diffpipe.training.assembly import assemble
+from lightning_diffpipe.training.assembly import ProbedStep, assemble
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
 from lightning_diffpipe.training.plan_source import plan_of_rank_0, planned_layers
@@ -101,21 +101,21 @@ def prepare(
             graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
             require_equal(graph.digest, world)
-    planned_step = forms.widest.of_step(step) if forms.widest else step
-    chains = find_chains(module, planned_step, small, graph)
+    probed = ProbedStep(module, step, batch, small, graph, forms)
+    chains = find_chains(module, probed.widest, small, graph)
     warn_of_whole_compiled(module, graph)
     with _phase("timing layers and links, and planning", process) as report:
         subject = Subject(
-            module, planned_step, batch, graph, device=process.device, progress=report,
+            module, probed.widest, batch, graph, device=process.device, progress=report,
             microbatch_size=_microbatch_size(size, options),
-            least_samples=_least_samples(module, planned_step, take_samples(batch, size, 1, own), size, graph),
+            least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)
     with liveness.inside("placing stages"):
         pipeline = assemble(
-            module, step, batch, small, graph, plan, process, seed=seed,
-            check_finite=options.check_finite, verify=options.verify, forms=forms,
+            probed, plan, process, seed=seed,
+            check_finite=options.check_finite, verify=options.verify,
         )  # fmt: skip
     return replace(pipeline, basis=basis)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +11,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.training.assembly import _planned_graphs
+from lightning_diffpipe.training.assembly import ProbedStep, _planned_graphs
 from tests.runtime.loopback import Loopback
 
 
@@ -58,11 +59,13 @@ def test_a_step_that_reads_values_is_probed_in_all_planned_sizes_while_they_are_
     """History: the first microbatch of another size was probed on NaN, and the user's own check ended it."""
     module, batch, plan = layers(), torch.randn(5, 4), SimpleNamespace(num_microbatches=2)
     graph = probe(module, guarded, batch[:2])
-    known = _planned_graphs(module, [guarded], batch, graph, plan, torch.device("cpu"))
+    probed = ProbedStep(module, guarded, batch, batch[:2], graph, Forms())
+    known = _planned_graphs(probed, plan, torch.device("cpu"))
     assert [other.num_samples for other in known] == [3, 2]
     assert known[0].layer_names == graph.layer_names
     plain = probe(module, lambda module, batch: module(batch).mean(), batch[:2])
-    assert not _planned_graphs(module, [], batch, plain, plan, torch.device("cpu"))
+    probed = replace(probed, graph=plain)
+    assert not _planned_graphs(probed, plan, torch.device("cpu"))
 
 
 def test_a_size_that_was_not_planned_says_why_values_are_missing():

@@ -14,6 +14,7 @@ from lightning_diffpipe import DiffPipeStrategy, find_plan
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
+from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
@@ -161,12 +162,18 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
 
     monkeypatch.setattr(assembly, "placed", placed)
     monkeypatch.setattr(assembly, "run_whole", run_whole)
-    mesh = SimpleNamespace(local_rank=0, pipeline=0, layout=RankLayout(2, PLAN.schedule.placement))
+    mesh = SimpleNamespace(
+        local_rank=0,
+        pipeline=0,
+        layout=RankLayout(2, PLAN.schedule.placement),
+        device=torch.device("meta"),
+    )
     monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
+    probed = assembly.ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
     with pytest.raises(StopIteration):
-        assembly.assemble(MODULE, step, batch, batch, GRAPH, PLAN, process, seed=0, verify=True)
+        assembly.assemble(probed, PLAN, process, seed=0, verify=True)
     assert places == [torch.device("meta"), "run"]
     # History: a run that failed here left its wrappers in torch for the next one.
     assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"
