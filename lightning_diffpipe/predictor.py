@@ -62,6 +62,7 @@ OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
+_SHARED_OPTIONS = ("num_patches", "warmup_steps", "data", "guidance", "parallel", "sequence")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -114,10 +115,6 @@ class Predictor:
         num_patches: int | None = None,
         warmup_steps: int | Literal["auto"] | None = 1,
         *,
-        data: int | None = None,
-        guidance: int | None = None,
-        parallel: int | None = None,
-        sequence: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         variant: str | None = None,
@@ -135,22 +132,13 @@ class Predictor:
         Args:
             path: A diffusers folder, a hub id that is on this machine, or a training checkpoint (`.ckpt`).
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
-                `"naive"` and `"synchronous"`; see docs/sampling.md. `"auto"` chooses at the first request, for
-                that one and all later ones, among what fits the arguments that are given besides, and again if the
-                model cannot be sampled as chosen.
+                `"naive"` and `"synchronous"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion, refused with other methods; None takes as many as stages.
             warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change;
-                None takes what suits the method: 1 for PipeFusion, 4 for DistriFusion, 0 for naive patches. The
-                default, 1, costs DistriFusion 5 to 6 dB on the built-in U-Net in 20 steps: take None or 4 there.
-                `method="auto"` cannot tell 1 from the default, and chooses by itself.
-            data: Ranks among which the prompts are divided.
-            guidance: 2 computes the branches of classifier-free guidance on two halves of the ranks.
-            parallel: Pipeline stages, or bands of rows; None takes the ranks that are left.
-            sequence: Ranks among which tokens are divided inside attention; under PipeFusion, those of a stage.
+                None takes what suits the method, which for DistriFusion is better than the default.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
-            variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`; says nothing of
-                `dtype`.
+            variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
@@ -160,43 +148,24 @@ class Predictor:
             vae_slicing: Let it work picture by picture.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, to draw with the parts of a
                 folder that names another.
-            further: Options of the method, such as `group_norm` of DistriFusion; or a part of the pipeline, the
-                same on all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of
-                Stable Diffusion 3.
+            further: The mesh (`data`, `guidance`, `parallel`, `sequence`, see `MethodOptions`) and options of the
+                method, such as `group_norm` of DistriFusion; or a part of the pipeline, the same on all ranks, such
+                as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of Stable Diffusion 3.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
         parts = {n: v for n, v in further.items() if _is_part(n, v)}
-        further = {name: value for name, value in further.items() if name not in parts}
+        given = {"num_patches": num_patches, "warmup_steps": warmup_steps, **further}
         with raised_by_all():
-            options = MethodOptions(
-                method, num_patches, warmup_steps, data, guidance, parallel, sequence, further
-            )
-            if dtype not in _DTYPES:
-                raise ConfigurationError(
-                    f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
-                )
-            if timeout_s <= 0:
-                raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
-        if not alone:
-            take_place_in_slurm()
-        where = _device(device)
+            options = _options_of(method, {n: v for n, v in given.items() if n not in parts})
+            _require_settings(dtype, timeout_s)
+        world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
-        world = World.alone(where) if alone else join_world(where, timeout_s)
-
-        def open_it() -> Source:
-            fitted(options, world.num_ranks)
-            leads = world.rank == 0
-            return open_source(
-                path, leads, where, dtype, ema, variant, parts, vae, loras, pipeline_class
-            )
-
-        source = world.agree("opening the model", open_it)
-        common = {"dtype": dtype, "ema": ema, "variant": variant, "parts": list(parts), "vae": vae}
-        common["pipeline_class"] = pipeline_class
-        _refuse_other_models(world, source, options, common)
+        loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
+        loading["pipeline_class"] = pipeline_class
+        source = _opened(path, options, world, where, loras, loading)
         return cls(source, options, world, where, timeout_s)
 
     @classmethod
@@ -209,15 +178,14 @@ class Predictor:
             module: The module; not changed.
             method: As in `from_pretrained`.
             timeout_s: Longest wait for a message, in seconds.
-            options: As in `from_pretrained`: `num_patches`, `warmup_steps`, `data`, `guidance`, `parallel`,
-                `sequence` and options of the method. Device, dtype and weights are those of the module.
+            options: As in `from_pretrained`: `num_patches`, `warmup_steps`, the mesh and options of the method.
+                Device, dtype and weights are those of the module.
 
         Raises:
             ConfigurationError: The module is of another kind, or divided into the stages of a training; or the
                 method, its options or the mesh cannot work; on all ranks.
         """
-        known = {k: options.pop(k) for k in tuple(options) if k in MethodOptions.__annotations__}
-        choice = MethodOptions(method, **known, further=options)
+        choice = _options_of(method, options)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
 
@@ -279,19 +247,7 @@ class Predictor:
         self._on_step = on_step
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
-        if self._world.rank == 0:
-            self._world.enter("encoding prompts")
-            pictures = self._lead(settle)
-        else:
-            self._world.enter("waiting for the request")
-            pictures = None
-            with raised_by_all():
-                texts, packed = self._world.links.broadcast_object(_not_here)
-
-            def compare() -> None:
-                refuse_other_request(self._world.rank, settle().as_texts(), texts)
-
-            self._sample(packed, compare)
+        pictures = self._lead(settle) if self._world.rank == 0 else self._follow(settle)
         self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
@@ -320,6 +276,7 @@ class Predictor:
     # ------------------------------------------------------------------------------ one request
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
+        self._world.enter("encoding prompts")
         self._announced = False
         try:
             settings = settle()
@@ -336,8 +293,18 @@ class Predictor:
 
     def _announce(self, settings: Settings, call: Call) -> Tensor:
         self._announced = True
-        told = self._world.links.broadcast_object(lambda: (settings.as_texts(), call.packed()))
-        return self._sample(told[1])
+        _, packed = self._world.links.broadcast_object(lambda: (settings.as_texts(), call.packed()))
+        return self._sample(packed)
+
+    def _follow(self, settle: Callable[[], Settings]) -> None:
+        self._world.enter("waiting for the request")
+        with raised_by_all():
+            texts, packed = self._world.links.broadcast_object(_not_here)
+
+        def compare() -> None:
+            refuse_other_request(self._world.rank, settle().as_texts(), texts)
+
+        self._sample(packed, compare)
 
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
         try:
@@ -464,14 +431,57 @@ class Predictor:
         return fitted(self.options, self._world.num_ranks)
 
 
-def _refuse_other_models(
-    world: World, source: Source, options: MethodOptions, common: Mapping[str, Any]
-) -> None:
-    """Raises ConfigurationError on all ranks if one has other arguments, another model or other weights."""
+def _options_of(method: str, given: Mapping[str, Any]) -> MethodOptions:
+    """Options of which all methods have some, and further ones of this method."""
+    known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
+    further = {name: value for name, value in given.items() if name not in known}
+    return MethodOptions(method, **known, further=further)
+
+
+def _require_settings(dtype: torch.dtype, timeout_s: float) -> None:
+    if dtype not in _DTYPES:
+        raise ConfigurationError(
+            f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
+        )
+    if timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+
+
+def _world(
+    device: torch.device | str | None, alone: bool, timeout_s: float
+) -> tuple[World, torch.device]:
+    """All ranks, or only this one; and where it computes."""
+    if not alone:
+        take_place_in_slurm()
+    where = _device(device)
+    return World.alone(where) if alone else join_world(where, timeout_s), where
+
+
+def _opened(
+    path: str | Path,
+    options: MethodOptions,
+    world: World,
+    device: torch.device,
+    loras: Mapping[str | Path, float] | None,
+    loading: Mapping[str, Any],
+) -> Source:
+    """A model on all ranks, which have the same arguments, model and weights.
+
+    Raises:
+        ConfigurationError: One has others, or the model cannot be opened; on all ranks.
+    """
+
+    def open_it() -> Source:
+        fitted(options, world.num_ranks)
+        return open_source(path, world.rank == 0, device, loras=loras, **loading)
+
+    source = world.agree("opening the model", open_it)
     if world.num_ranks > 1:
-        arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(common)
+        arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
+        arguments["parts"] = list(loading["parts"])
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
+    return source
 
 
 def _is_part(name: str, value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Every file of `conf/` composes, and every part of it can be built."""
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
@@ -14,6 +15,7 @@ from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ 
 from lightning_diffpipe.cli.training import _build_trainer
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -194,6 +196,7 @@ WITH_OPTIONS = {"pipefusion": PipeFusion, "sequence": SequenceParallel}
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_has_only_options_the_predictor_takes(sampler):
     known = set(inspect.signature(Predictor.from_pretrained).parameters)
+    known |= {field.name for field in fields(MethodOptions)}
     if sampler in WITH_OPTIONS:
         known |= set(inspect.signature(WITH_OPTIONS[sampler]).parameters)
     config = composed("sample", f"sampler={sampler}").sampler

@@ -143,18 +143,18 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
 def test_a_comparison_that_fails_loses_nothing(capsys, monkeypatch, tmp_path):
     """History: the second model was loaded beside the first, and without it there was no report.json."""
     monkeypatch.chdir(tmp_path)
-    kept = []
+    first = []
     open_source = predictor.open_source
 
-    def opened(*arguments):
-        source = open_source(*arguments)
-        kept.extend(weakref.ref(p) for p in source.denoiser.parameters())
+    def opened(*arguments, **options):
+        source = open_source(*arguments, **options)
+        first.extend(weakref.ref(p) for p in source.denoiser.parameters())
         return source
 
     def compare(*arguments):
         assert json.loads(Path("out/report.json").read_text())["num_steps"] == 2
-        assert len(kept) > 9
-        alive = [parameter() for parameter in kept if parameter() is not None]
+        assert len(first) > 9
+        alive = [parameter() for parameter in first if parameter() is not None]
         assert not alive, "the memory of the first model is free for the second"
         raise torch.OutOfMemoryError("out of memory\nand much besides")
 
