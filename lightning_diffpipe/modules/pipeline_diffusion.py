@@ -22,7 +22,7 @@ from diffusers import DiffusionPipeline
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
@@ -51,6 +51,8 @@ class PipelineDiffusion(PartsModule):
             prompts or classes alone, or edits pictures.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
+        condition_dropout: Share of the training samples that lose the picture before, where the pipeline guides by
+            it (`image_guidance_scale`). With equal shares half of them lose their caption, too.
         train_text_encoder: Train the text encoders along.
         optimization: Optimizer and learning rate.
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
@@ -74,6 +76,7 @@ class PipelineDiffusion(PartsModule):
         self,
         pipeline: DiffusionPipeline,
         caption_dropout: float = 0.1,
+        condition_dropout: float = 0.1,
         train_text_encoder: bool = False,
         optimization: Optimization | None = None,
         lora: Lora | None = None,
@@ -82,7 +85,11 @@ class PipelineDiffusion(PartsModule):
     ) -> None:
         super().__init__()
         call = dict(call or {})
-        self.save_hyperparameters("caption_dropout", "train_text_encoder", "call")
+        require_number("caption_dropout", caption_dropout, 0, 1)
+        require_number("condition_dropout", condition_dropout, 0, 1)
+        self.save_hyperparameters(
+            "caption_dropout", "condition_dropout", "train_text_encoder", "call"
+        )
         self.step = OneStep(pipeline, call)
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
@@ -199,10 +206,15 @@ class PipelineDiffusion(PartsModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch."""
         pixels, conditions = self._read(batch)
+        shown = None
         if self.step.condition == "prompt":
+            coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
-            conditions = ["" if random.random() < dropped else c for c in conditions]
-        loss = self._loss(batch, self.encode(pixels), conditions)
+            conditions = [
+                "" if coin < dropped else c for c, coin in zip(conditions, coins, strict=True)
+            ]
+            shown = self._shown(coins) if self.step.guides_by_picture else None
+        loss = self._loss(batch, self.encode(pixels), conditions, shown=shown)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(pixels))
         return loss
 
@@ -230,6 +242,7 @@ class PipelineDiffusion(PartsModule):
         latents: Tensor,
         conditions: Sequence[Any],
         generator: torch.Generator | None = None,
+        shown: Tensor | None = None,
     ) -> Tensor:
         corrupted = self.noise_schedule.corrupt(latents, generator)
         prediction = self.step.predict(
@@ -240,8 +253,20 @@ class PipelineDiffusion(PartsModule):
             self.tail,
             self.parts,
             self._further(batch),
+            shown,
         )
         return corrupted.loss(prediction)
+
+    def _shown(self, coins: Sequence[float]) -> Tensor:
+        """1 for samples that keep the picture before, 0 for others, `(B,)`, by the coins of their captions.
+
+        Source:
+            InstructPix2Pix, Brooks et al. (2023), section 3.2.1, https://arxiv.org/abs/2211.09800
+        """
+        caption, picture = self.hparams.caption_dropout, self.hparams.condition_dropout
+        first = min(caption - min(caption, picture) / 2, 1 - picture)
+        shown = [float(not first <= coin < first + picture) for coin in coins]
+        return torch.tensor(shown).to(self.device, non_blocking=True)
 
     def _further(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """What each sample of a batch has of its own besides: sizes, and the picture that is edited."""

@@ -41,6 +41,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Clock,
     Draw,
+    DroppingEncoder,
     NoDecoder,
     OneTimestep,
     PaddingTokenizer,
@@ -98,6 +99,7 @@ class OneStep:
         clock: How a denoiser that wants one number is told the times of samples; None where it takes theirs.
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
         needs_picture: Whether it draws nothing without one.
+        guides_by_picture: Whether it can be guided by the difference that the picture makes.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
             those that are given for all.
 
@@ -122,6 +124,7 @@ class OneStep:
         self.neutral = _NEUTRAL[self.condition]
         self.picture = picture_of(type(pipeline))
         self.needs_picture = self.picture in required_by(type(pipeline))
+        self.guides_by_picture = self.needs_picture and "image_guidance_scale" in self._parameters
         self._refused_picture: ConfigurationError | None = None
         given = dict(arguments or {})
         if unknown := [name for name in given if name not in self._parameters]:
@@ -149,6 +152,7 @@ class OneStep:
         tail: Tail,
         parts: Mapping[str, Any],
         further: Mapping[str, Tensor],
+        shown: Tensor | None = None,
     ) -> Tensor:
         """What the denoiser predicts, as the scheduler understands it, in the layout of the latents.
 
@@ -160,7 +164,8 @@ class OneStep:
             tail: From `find_tail`.
             parts: The pipeline's parts as they are now, by name.
             further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.picture`,
-                `(B, 3, H, W)` in [0, 1]. What is not given has the pipeline's default.
+                `(B, 3, H, W)` in [0, 1].
+            shown: 0 for samples whose picture is dropped, `(B,)`.
 
         Returns:
             fp32, of the shape of `noisy`.
@@ -173,12 +178,7 @@ class OneStep:
 
         def draw(shape: Sequence[int]) -> Tensor:
             if tuple(shape) != tuple(noisy.shape):
-                told = {n: v for n, v in pixels.items() if n != "num_frames" or v > 1}
-                size = ", ".join(f"{name}={number}" for name, number in told.items())
-                raise ConfigurationError(
-                    f"for {size} {self.name} draws latents {tuple(shape)}, but encodings of the batch are "
-                    f"{tuple(noisy.shape)}; give pictures of a size that the model can draw"
-                )
+                raise self._other_latents(shape, noisy.shape, pixels)
             return noisy
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
@@ -191,14 +191,8 @@ class OneStep:
         def decode(latents: Tensor) -> None:
             predicted.append(tail.undone(latents, len(noisy)))
 
-        if places := [place for place in self._places if place.argument in further]:
-            sized = SizedDenoiser(parts[self.denoiser], places, further)
-            parts = {**parts, self.denoiser: sized}
-        arguments = dict(pixels)
-        if self.picture in further:
-            if self._refused_picture is not None:
-                raise self._refused_picture
-            arguments[self.picture] = further[self.picture]
+        arguments = {**pixels, **self._edited(further)}
+        parts = {**parts, **self._for_samples(parts, further, shown)}
         self.run(draw, timesteps, conditions, arguments, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
             got = tuple(predicted[0].shape) if predicted else "none"
@@ -206,6 +200,34 @@ class OneStep:
                 f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
             )
         return predicted[0]
+
+    def _other_latents(
+        self, drawn: Sequence[int], encoded: Sequence[int], pixels: Mapping[str, int]
+    ) -> ConfigurationError:
+        size = ", ".join(f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
+        return ConfigurationError(
+            f"for {size} {self.name} draws latents {tuple(drawn)}, but encodings of the batch are "
+            f"{tuple(encoded)}; give pictures of a size that the model can draw"
+        )
+
+    def _edited(self, further: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The picture as an argument of the call, if there is one."""
+        if self.picture is None or self.picture not in further:
+            return {}
+        if self._refused_picture is not None:
+            raise self._refused_picture
+        return {self.picture: further[self.picture]}
+
+    def _for_samples(
+        self, parts: Mapping[str, Any], further: Mapping[str, Tensor], shown: Tensor | None
+    ) -> dict[str, Any]:
+        """Parts that treat each sample by itself: its sizes, and whether its picture is dropped."""
+        own: dict[str, Any] = {}
+        if places := [place for place in self._places if place.argument in further]:
+            own[self.denoiser] = SizedDenoiser(parts[self.denoiser], places, further)
+        if shown is not None and self.decoder is not None:
+            own[self.decoder] = DroppingEncoder(parts[self.decoder], shown)
+        return own
 
     def find_tail(self, parts: Mapping[str, Any]) -> Tail:
         """Runs the call at its default size with stand-ins, to see what can be trained and how.
@@ -278,11 +300,11 @@ class OneStep:
         pipeline = copy.copy(self._pipeline)
         own = vars(pipeline)
         own.update(parts)
-        told = timesteps
+        times = timesteps
         if self.clock is not None:
-            told = torch.tensor(self.clock.told, dtype=timesteps.dtype)
+            times = torch.tensor(self.clock.time, dtype=timesteps.dtype)
             own[self.denoiser] = TimedDenoiser(parts[self.denoiser], self.clock, timesteps)
-        own["scheduler"] = OneTimestep(parts["scheduler"], told, on_step)
+        own["scheduler"] = OneTimestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:

@@ -202,18 +202,37 @@ class NoDecoder(StandIn):
         raise Captured
 
 
+class DroppingEncoder(StandIn):
+    """An autoencoder whose encodings of some samples are zeros, as a pipeline draws without a picture.
+
+    Args:
+        real: Encodes.
+        shown: 1 for the samples whose encodings stay, 0 for the others, `(B,)`.
+    """
+
+    def __init__(self, real: Any, shown: Tensor) -> None:
+        super().__init__(real)
+        self._shown = shown
+
+    def encode(self, pixels: Tensor, *args: Any, **options: Any) -> Any:
+        """Encodes; what it returns has only the mode of a posterior."""
+        mode = self._real.encode(pixels, *args, **options).latent_dist.mode()
+        latents = mode * self._shown.to(mode).view(-1, *[1] * (mode.ndim - 1))
+        return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: latents))
+
+
 @dataclass(frozen=True)
 class Clock:
     """How a pipeline that knows one time tells it to its denoiser.
 
     Attributes:
-        told: The one time, in the scheduler's terms.
+        time: The one, in the scheduler's terms.
         argument: Name or position of the denoiser's argument; None while it is not known.
         factor: The argument is `factor * time + offset`.
         offset: See `factor`.
     """
 
-    told: float
+    time: float
     argument: str | int | None = None
     factor: float = 1.0
     offset: float = 0.0
@@ -277,10 +296,10 @@ class SizedDenoiser(StandIn):
         """Calls the denoiser."""
         leaves, structure = pytree.tree_flatten((args, options))
         for place in self._places:
-            told = leaves[place.leaf]
-            columns = list(told.unbind(-1))
+            common = leaves[place.leaf]
+            columns = list(common.unbind(-1))
             own = self._sizes[place.argument][:, place.entry]
-            columns[place.column] = own.to(told.device, told.dtype)
+            columns[place.column] = own.to(common.device, common.dtype)
             leaves[place.leaf] = torch.stack(columns, -1)
         args, options = pytree.tree_unflatten(leaves, structure)
         return self._real(*args, **options)

@@ -157,8 +157,8 @@ class Trial:
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
         """
-        told, calls = (200.0, 500.0, 800.0), []
-        for time in told:
+        times, calls = (200.0, 500.0, 800.0), []
+        for time in times:
             self._step.clock = Clock(time)
             self._decoded(torch.zeros, (time,) * 3)
             args, options = self._denoiser.calls[0]
@@ -169,11 +169,11 @@ class Trial:
         values = [calls[i][changed[0]] for i in range(3)] if len(changed) == 1 else []
         if all(isinstance(v, Tensor) and v.shape in ((), (1,), (3,)) for v in values) and values:
             low, middle, high = (value.float() for value in values)
-            factor = (high - low) / (told[2] - told[0])
+            factor = (high - low) / (times[2] - times[0])
             if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
-                offset = low - told[0] * factor
+                offset = low - times[0] * factor
                 return Clock(
-                    told[1], changed[0], factor.flatten()[0].item(), offset.flatten()[0].item()
+                    times[1], changed[0], factor.flatten()[0].item(), offset.flatten()[0].item()
                 )
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
@@ -250,14 +250,14 @@ class Trial:
         """
         if not self._step.sizes:
             return ()
-        calls, told = [], []
+        calls, sizes = [], []
         for first in (101, 201):  # which every precision can hold
             values = itertools.count(first, 2)
-            told.append({name: (next(values), next(values)) for name in self._step.sizes})
-            self._decoded(torch.zeros, further=told[-1])
+            sizes.append({name: (next(values), next(values)) for name in self._step.sizes})
+            self._decoded(torch.zeros, further=sizes[-1])
             calls.append(pytree.tree_leaves(self._denoiser.calls[0]))
         of = {
-            (told[0][name][i], told[1][name][i]): (name, i)
+            (sizes[0][name][i], sizes[1][name][i]): (name, i)
             for name in self._step.sizes
             for i in range(2)
         }

@@ -303,7 +303,9 @@ def test_the_loss_is_that_of_a_step_written_by_hand(name, tmp_path):
 )
 def test_so_is_that_of_other_pipelines(name, by_hand, tmp_path):
     entry = PIPELINES[name]
-    module = PipelineDiffusion(build(name, tmp_path), call=entry.call, caption_dropout=0.0)
+    module = PipelineDiffusion(
+        build(name, tmp_path), call=entry.call, caption_dropout=0.0, condition_dropout=0.0
+    )
     pixels = torch.randn(3, *entry.pixels, generator=torch.Generator().manual_seed(0))
     batch = {"video" if len(entry.pixels) == 4 else "image": pixels, "caption": CAPTIONS}
     if entry.edits:
@@ -483,6 +485,42 @@ def test_captions_are_dropped_before_the_call(tmp_path):
     module.hparams.caption_dropout = 1.0
     empty = {**batch_of("flux"), "caption": [""] * 3}
     assert torch.equal(loss_of(module, batch_of("flux")), loss_of(module, empty))
+
+
+def test_pictures_before_are_dropped_as_latents_of_zeros(tmp_path):
+    """As in the script of diffusers, `train_instruct_pix2pix.py`, and as the pipeline draws without one."""
+    pipeline = build("StableDiffusionInstructPix2PixPipeline", tmp_path)
+    module = PipelineDiffusion(pipeline, caption_dropout=0.0, condition_dropout=1.0)
+    generator = torch.Generator().manual_seed(0)
+    pictures = {n: torch.rand(3, 3, 32, 32, generator=generator) for n in ("image", "condition")}
+    batch = {**pictures, "caption": CAPTIONS}
+
+    def by_hand(m, batch):
+        noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
+        states = m.text_encoder(ids_of(m.tokenizer).input_ids)[0]
+        return m.unet(torch.cat([noisy, torch.zeros_like(noisy)], 1), t, states).sample, target
+
+    check_by_hand(module, batch, by_hand)
+
+
+def test_half_of_the_pictures_before_are_dropped_with_their_captions(tmp_path, monkeypatch):
+    pipeline = build("StableDiffusionInstructPix2PixPipeline", tmp_path)
+    module = PipelineDiffusion(pipeline)
+    coins, seen = [0.04, 0.06, 0.12, 0.16], []
+    monkeypatch.setattr("random.random", iter(coins).__next__)
+    loss = torch.zeros((), requires_grad=True)
+    monkeypatch.setattr(module, "encode", lambda pixels: pixels)
+    monkeypatch.setattr(module, "log", lambda *arguments, **options: None)
+    monkeypatch.setattr(
+        module,
+        "_loss",
+        lambda batch, latents, conditions, shown: seen.append((conditions, shown)) or loss,
+    )
+    captions = ["a", "b", "c", "d"]
+    module.training_step({"image": torch.zeros(4, 3, 8, 8), "caption": captions}, 0)
+    [(conditions, shown)] = seen
+    assert conditions == ["", "", "c", "d"]
+    assert shown.tolist() == [1, 0, 0, 1]
 
 
 # ------------------------------------------------------------------ pipelines of one's own, and refusals

@@ -17,6 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import PipelineDiffusion
@@ -89,9 +90,11 @@ def classes() -> dict[str, type]:
 
 
 def module_of(name: str, folder: Path) -> PipelineDiffusion:
-    """One pipeline in training, all captions as they are."""
+    """One pipeline in training, all captions as they are; pictures before may be dropped."""
     call = {n: v for n, v in PIPELINES[name].call.items() if n not in LENGTHS}
-    return PipelineDiffusion(build(name, folder), call=call, caption_dropout=0.0)
+    return PipelineDiffusion(
+        build(name, folder), call=call, caption_dropout=0.0, condition_dropout=0.5
+    )
 
 
 def batch_of(name: str) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def measure(name: str, folder: Path) -> Trained:
     with in_double():
         module.double()
         batch = batch_of(name)
-        torch.manual_seed(SEED)
+        rng.seed_all(SEED, host=True)
         loss = step(module, batch)
         loss.backward()
         expected = take_gradients(module)
