@@ -345,11 +345,7 @@ def _relative_difference(value: Tensor, expected: Tensor) -> float:
 
 
 class PausedRun:
-    """A frozen run that goes on in pieces. Its methods belong to one thread, the owner's.
-
-    Attributes:
-        num_layers_done: Layers of the fine graph that were started.
-    """
+    """A frozen run that goes on in pieces. Its methods belong to one thread, the owner's."""
 
     def __init__(
         self,
@@ -360,7 +356,6 @@ class PausedRun:
         host_random: bool,
         attributes: Attributes,
     ) -> None:
-        self.num_layers_done = 0
         self._run, self._interception, self._call = run, interception, call
         self._run.pause = self._pause
         self._host = host_random
@@ -377,11 +372,6 @@ class PausedRun:
     def done(self) -> bool:
         """Nothing is left to run."""
         return self._coroutine.done
-
-    @property
-    def next_layer(self) -> str:
-        """The layer before which it is paused; empty before the first piece and after the last."""
-        return "" if self.done else self._run.at
 
     @property
     def results(self) -> dict[TensorKey, Tensor]:
@@ -470,4 +460,3 @@ class PausedRun:
         """Pauses as often as the owner wants; called by the coroutine before every layer of the fine graph."""
         while self._coroutine.is_cancelled or not self._goes_on(self._run.at):
             self._coroutine.pause()
-        self.num_layers_done += 1
