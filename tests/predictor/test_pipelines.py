@@ -1,13 +1,18 @@
 """Pipelines and arguments that nothing in the package knows of: their own loop draws, as in diffusers."""
 
+import contextlib
 import itertools
+from collections import Counter
 from unittest import mock
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import Decoder, Encoder
 from PIL import Image
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
 
 from lightning_diffpipe.data.glyphs import GlyphDataset
 from lightning_diffpipe.errors import ConfigurationError
@@ -271,6 +276,36 @@ def test_patches_on_two_ranks_equal_one_rank(saved):
     for kind, (found, _), (alone, _) in zip(kinds, drawn, draw_each(0, jobs), strict=True):
         assert (found == alone).all(), kind
         assert not same(found, saved(kind)[2]), kind
+
+
+@contextlib.contextmanager
+def counted():
+    """How often text encoders and the two halves of autoencoders are called, by their classes."""
+    counts = Counter()
+
+    def count(module, arguments):
+        if isinstance(module, PreTrainedModel | Encoder | Decoder):
+            counts[type(module).__name__] += 1
+
+    handle = register_module_forward_pre_hook(count)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+
+
+def test_head_and_tail_run_once_for_all_patches(saved):
+    """Three text encoders, for prompts and without, and an autoencoder, which encodes a picture and decodes two."""
+    path, options, _ = saved("sd3_img2img")
+    with counted() as expected:
+        by_diffusers(path, **options)
+    assert expected["Encoder"] == expected["Decoder"] == 1
+    assert expected["T5EncoderModel"] == 2
+    predictor = Predictor.from_pretrained(path, "pipefusion", num_patches=2)
+    for _ in range(2):
+        with counted() as counts:
+            predictor(prompts_of("any"), **SETTINGS, **options)
+        assert counts == expected
 
 
 @pytest.mark.parametrize("kind", ["controlnet", "sd3_controlnet"])
