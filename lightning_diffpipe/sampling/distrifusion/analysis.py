@@ -176,7 +176,7 @@ class _Look:
         part.fill_(_NAN)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         stand_ins = StandIns(self.num_rows, name_spreaders)
-        watch = _Watch(self, stand_ins, marked)
+        watch = _EmbedderSearch(self, stand_ins, marked)
         names = {name for name, _ in self._interception.root.named_modules() if name}
         with self._interception.also_watching(names), self._interception.running(watch), stand_ins:
             out = self._forward(*args, **kwargs)
@@ -220,7 +220,7 @@ class _Look:
         return 0 if rest else whole
 
 
-class _Watch:
+class _EmbedderSearch:
     """Finds modules that embed the latents: the outermost that take them, and mix no rows."""
 
     checkpointing = checkpointed = False

@@ -27,7 +27,7 @@ _FOLLOWED = frozenset({F.gelu, F.silu, torch.Tensor.view})
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ComparedInput:
     """What is known of a tensor's content for as long as nothing is written to it.
 
     Attributes:
@@ -57,8 +57,8 @@ class Constants:
         self._candidates = set(candidates)
         self._stored: dict[int, tuple[Tensor, Tensor, Any]] = {}
         # Copied in this step, by id, as layers share inputs; compared last, by id of the copy.
-        self._copied: dict[int, _Seen] = {}
-        self._compared: dict[int, _Seen] = {}
+        self._copied: dict[int, _ComparedInput] = {}
+        self._compared: dict[int, _ComparedInput] = {}
         # What tensors of this step follow from, the same in every step; by id, with the version they had.
         self._origins: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
         self.num_reused = 0
@@ -118,7 +118,7 @@ class Constants:
     def _copy(self, x: Tensor) -> Tensor:
         seen = self._copied.get(id(x))
         if seen is None or not seen.is_of(x):
-            seen = _Seen(x, x._version, x.clone())
+            seen = _ComparedInput(x, x._version, x.clone())
             self._copied[id(x)] = self._compared[id(seen.copy)] = seen
         return seen.copy
 
@@ -126,6 +126,6 @@ class Constants:
         seen = self._compared[id(before)]
         if not seen.is_of(x):
             same_form = (x.shape, x.dtype) == (before.shape, before.dtype)
-            seen = _Seen(x, x._version, before, same_form and torch.equal(x, before))
+            seen = _ComparedInput(x, x._version, before, same_form and torch.equal(x, before))
             self._compared[id(before)] = seen
         return seen.equal

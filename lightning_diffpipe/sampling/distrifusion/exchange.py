@@ -40,7 +40,7 @@ class _Stale:
 
     step: int
     tensors: dict[int, Tensor]
-    parts: dict[int, tuple[_Message, int, TensorShape]] = field(default_factory=dict)
+    parts: dict[int, tuple[_SharedMessage, int, TensorShape]] = field(default_factory=dict)
 
     def read(self) -> dict[int, Tensor]:
         for peer, (message, offset, shape) in self.parts.items():
@@ -50,7 +50,7 @@ class _Stale:
         return self.tensors
 
 
-class _Message:
+class _SharedMessage:
     """A range under way from one peer; waited for once, read by all its calls."""
 
     def __init__(self, incoming: Incoming, stopwatch: Stopwatch) -> None:
@@ -217,6 +217,6 @@ class Exchange:
             outgoing[peer] = joined[parts]
         incoming = self._links.start_exchange(outgoing, expected, kind)
         for peer, calls in group.expected.items():
-            message = _Message(incoming[peer], self._stopwatch)
+            message = _SharedMessage(incoming[peer], self._stopwatch)
             for i, (stale, shape) in enumerate(calls):
                 stale.parts[peer] = (message, sum(sizes[peer][:i]), shape)

@@ -156,7 +156,7 @@ class PartRun:
         self._turns: Counter[tuple[int, str]] = Counter()
         self._storing = False
         # Objects that stand for tokens of this part, by identity.
-        self._tokens_of: dict[int, _Known] = {}
+        self._tokens_of: dict[int, _FullSize] = {}
         self._cut: dict[Any, Tensor] = {}
         self._held: list[Tensor] = []  # so that identities stay what they are
         self._hands_on = self.part.units is not None and self.part.samples is None
@@ -294,7 +294,7 @@ class PartRun:
                 leaves[leaf] = self._full(block.results[leaf], tokens, block.num_text, own, axis)
             if self._hands_on:
                 once = len(self.runner.layout.readers[call]) == 1
-                known = _Known(leaves[leaf], pieces[-1][1][i], tokens, block.num_text, once)
+                known = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, block.num_text, once)
                 self._tokens_of[id(leaves[leaf])] = known
         return block.nested(leaves)
 
@@ -363,11 +363,11 @@ class PartRun:
             full = _dummy(call.shape, runner.fill, runner.device)
         else:
             full = self._full(call.shape, call.made, known.num_text, [(self.part, made)])
-        self._tokens_of[id(full)] = _Known(full, made, call.made, known.num_text, False)
+        self._tokens_of[id(full)] = _FullSize(full, made, call.made, known.num_text, False)
         return full
 
 
-class _Known(NamedTuple):
+class _FullSize(NamedTuple):
     """An object of full size and the tokens of the part that it stands for.
 
     Attributes:

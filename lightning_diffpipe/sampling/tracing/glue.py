@@ -76,7 +76,7 @@ def _outside(model: nn.Module, blocks: list[Block]) -> set[str]:
     }
 
 
-class _Known(NamedTuple):
+class _Followed(NamedTuple):
     """An object that is followed: where it comes from, and which of its axes runs over tokens."""
 
     value: Tensor
@@ -99,7 +99,7 @@ class _Follower(TorchFunctionMode):
         super().__init__()
         self._model, self._blocks, self._constants, self._device = model, blocks, constants, device
         self._tried = tried
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _Followed] = {}
         self._touched: set[Any] = set()
         self._local: dict[Place, LocalCall] = {}
         self._made_for: dict[Place, tuple[set[int], TensorShape]] = {}
@@ -206,7 +206,7 @@ class _Follower(TorchFunctionMode):
             setattr(self, flag, before)
 
     def _follow(self, x: Tensor, key: Any, tokens: TokenAxis | None, num_text: int) -> None:
-        self._known[id(x)] = _Known(x, key, tokens, num_text)
+        self._known[id(x)] = _Followed(x, key, tokens, num_text)
 
 
 class _NotFollowing:

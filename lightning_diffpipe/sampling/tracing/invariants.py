@@ -59,7 +59,7 @@ def find_invariants(
     unknown = torch.full_like(latents, float("nan"))
 
     def record(x: Tensor, at: Tensor, among: list[_Call] | None = None) -> list[_Call]:
-        recorder = _Recorder(among)
+        recorder = _CallRecorder(among)
         # What is not known stays so; equal numbers are looked for in the rest.
         with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
@@ -138,7 +138,7 @@ class _Call:
         return all(_same(a, b) for some in every for a, b in zip(self.copies, some, strict=True))
 
 
-class _Recorder:
+class _CallRecorder:
     """Notes the calls of one run, in order.
 
     Args:

@@ -297,7 +297,7 @@ class _Name:
         return answer_attention(handler, cls._plain, args, kwargs)
 
 
-class _Watch(TorchDispatchMode):
+class _MixingSearch(TorchDispatchMode):
     """Finds the first operator that spreads NaN."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -350,7 +350,7 @@ def mixing_operator(
     # A power of two, so that no token is cut.
     rows = torch.arange(num_rows) < 1 << (max(num_rows // 2, 1).bit_length() - 1)
     stack: list[nn.Module] = []
-    watch = _Watch(stack)
+    watch = _MixingSearch(stack)
     push = hooks.register_module_forward_pre_hook(lambda module, args: stack.append(module))
     pop = hooks.register_module_forward_hook(lambda module, args, out: (stack.pop(), None)[1])
     try:
