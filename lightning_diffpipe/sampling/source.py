@@ -171,22 +171,7 @@ class DiffusersFolder:
         loras: Mapping[str | Path, float] | None = None,
         pipeline_class: str | None = None,
     ) -> None:
-        index = dict(_config(diffusers.DiffusionPipeline, path))
-        if pipeline_class is not None:
-            index["_class_name"] = _known_pipeline(pipeline_class)
-        for name, part in parts.items():
-            if name not in index:
-                value = "None" if part is None else "..."
-                raise ConfigurationError(
-                    f"{name}={value}, but the {index['_class_name']} at {path} has no such part; it has "
-                    + ", ".join(n for n in index if not n.startswith("_"))
-                )
-            if part is None:
-                index[name] = (None, None)
-        if not hasattr(diffusers, index["_class_name"]):
-            raise ConfigurationError(
-                f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
-            )
+        index = _model_index(path, parts, pipeline_class)
         names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
         if not names:
             raise ConfigurationError(
@@ -295,6 +280,33 @@ class DiffusersFolder:
             add_to_part(part, name, self._loras)
             self._parts[name] = part.to(self._device).eval()
         return self._parts[name]
+
+
+def _model_index(
+    path: Path, parts: Mapping[str, Any], pipeline_class: str | None
+) -> dict[str, Any]:
+    """The folder's model index, of another pipeline if one is named, without parts that are given as None.
+
+    Raises:
+        ConfigurationError: There is no such pipeline, or it has no such part.
+    """
+    index = dict(_config(diffusers.DiffusionPipeline, path))
+    if pipeline_class is not None:
+        index["_class_name"] = _known_pipeline(pipeline_class)
+    for name, part in parts.items():
+        if name not in index:
+            value = "None" if part is None else "..."
+            raise ConfigurationError(
+                f"{name}={value}, but the {index['_class_name']} at {path} has no such part; it has "
+                + ", ".join(n for n in index if not n.startswith("_"))
+            )
+        if part is None:
+            index[name] = (None, None)
+    if not hasattr(diffusers, index["_class_name"]):
+        raise ConfigurationError(
+            f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
+        )
+    return index
 
 
 def _known_pipeline(name: str) -> str:
