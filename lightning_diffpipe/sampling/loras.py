@@ -23,6 +23,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.sampling.skeleton import Weights
 
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
+_BEFORE_PEFT = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.")
 _SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
 
 
@@ -55,9 +56,10 @@ class Lora:
         except Exception as error:
             raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
         weights, *more = found if isinstance(found, tuple) else (found,)
+        weights = {_as_layer_has_it(name): value for name, value in weights.items()}
         settings: dict[str, Any] = {}
         for each in more:
-            settings |= each or {}
+            settings |= {_as_layer_has_it(name): value for name, value in (each or {}).items()}
         self._products: dict[str, tuple[Tensor, Tensor, float]] = {}
         others = set(weights)
         for down, up in _PAIRS:
@@ -127,6 +129,25 @@ class Lora:
             return ""
         data = b"".join(t.float().numpy().tobytes() for t in product[:2])
         return hashlib.sha256(data + str(product[2]).encode()).hexdigest()
+
+
+def _as_layer_has_it(name: str) -> str:
+    """A name of a weight, or of its alpha, with the name of its layer, of which diffusers had another before peft.
+
+    Example:
+        >>> _as_layer_has_it("unet.mid_block.attn1.processor.to_out_lora.down.weight")
+        'unet.mid_block.attn1.to_out.0.lora.down.weight'
+        >>> _as_layer_has_it("text_encoder.layers.0.self_attn.to_q_lora.down.weight.alpha")
+        'text_encoder.layers.0.self_attn.q_proj.alpha'
+    """
+
+    def layer(found: re.Match[str]) -> str:
+        if name.startswith("text_encoder"):
+            return f".{found[1]}_proj.lora."
+        return f".to_{found[1]}{'.0' * (found[1] == 'out')}.lora."
+
+    name = _BEFORE_PEFT.sub(layer, name).replace(".lora_linear_layer.", ".lora.")
+    return name.replace(".lora.down.weight.alpha", ".alpha")
 
 
 def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:

@@ -11,6 +11,7 @@ from PIL import Image
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.modules.adapters import LORA_FILE
 from lightning_diffpipe.sampling import loras as sampling_loras
 from lightning_diffpipe.sampling.loras import AdaptedWeights
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder
@@ -69,6 +70,33 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
         got = predictor(["a cat 1"], **options)[0]
     assert abs(pixels(got) - pixels(draw())).max() <= 1
     assert abs(pixels(got) - pixels(without)).max() > 8
+
+
+def as_kohya_writes(folder, alpha):
+    """The same adapters under the names of Kohya's scripts, which ComfyUI reads, too."""
+    weights = {}
+    for name, value in safetensors.torch.load_file(folder / LORA_FILE).items():
+        layer, kind = name.rsplit(".lora_", 1)
+        layer = layer.replace("text_encoder.", "lora_te.").replace("unet.", "lora_unet.")
+        layer = layer.replace(".", "_")
+        weights[f"{layer}.lora_{'down' if kind == 'A.weight' else 'up'}.weight"] = value
+        weights[f"{layer}.alpha"] = torch.tensor(float(alpha))
+    file = folder.with_suffix(".safetensors")
+    safetensors.torch.save_file(weights, file)
+    return file
+
+
+@pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
+def test_files_of_kohyas_scripts_draw_as_those_of_diffusers(saved):
+    name, folder = saved
+    options = {"num_inference_steps": 2, **tiny.options_of(name)}
+    drawn = []
+    for file in (folder / "first", as_kohya_writes(folder / "first", alpha=6)):
+        with Predictor.from_pretrained(
+            folder / "model", method="single", loras={file: 0.8}, alone=True
+        ) as predictor:
+            drawn.append(pixels(predictor(["a cat 1"], **options)[0]))
+    assert (drawn[0] == drawn[1]).all()
 
 
 def trained_with_peft(folder, **settings):
