@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +45,7 @@ class Outcome:
     hooks: list[str]
     plan: Any = None
     basis: Any = None
+    held_bytes: int = 0
 
 
 class Recorder(L.Callback):
@@ -51,6 +54,7 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.losses, self.gradients, self.hooks = [], [], []
         self.plan = self.basis = None
+        self.held_bytes = 0
 
     def on_before_backward(self, trainer, module, loss):
         self.hooks.append("before_backward")
@@ -65,6 +69,8 @@ class Recorder(L.Callback):
         )
         self.plan = getattr(trainer.strategy, "plan", None)
         self.basis = getattr(getattr(trainer.strategy, "pipeline", None), "basis", None)
+        trained = [p.untyped_storage() for p in module.parameters() if p.requires_grad]
+        self.held_bytes = sum({s.data_ptr(): s.nbytes() for s in trained}.values())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.hooks.append("batch_end")
@@ -126,6 +132,7 @@ def outcome(trainer, module, recorder, initial) -> Outcome:
         recorder.hooks,
         recorder.plan,
         recorder.basis,
+        recorder.held_bytes,
     )
 
 
@@ -190,6 +197,24 @@ def assert_equal_runs(outcomes: list[Outcome], expected: Outcome, tolerance: flo
         assert outcome_.steps == expected.steps
         for name, value in expected.weights.items():
             assert_close(outcome_.weights[name], value, tolerance, f"rank {rank}, {name}")
+
+
+def assert_weights_are_shared_out(outcomes: list[Outcome]) -> None:
+    """Each rank of a pipeline holds 1/S of the trained bytes and what several hold, give or take a block.
+
+    Stages take equally long, not equally many bytes.
+    """
+    holders = Counter(name for outcome_ in outcomes for name in outcome_.gradients[0])
+    num_bytes = {name: outcomes[0].initial[name].nbytes for name in holders}
+    blocks: Counter[str] = Counter()
+    for name in holders:
+        if found := re.match(r".*blocks\.\d+\.", name):
+            blocks[found[0]] += num_bytes[name]
+    shared = sum(num_bytes[name] for name, count in holders.items() if count > 1)
+    whole = sum(num_bytes.values())
+    most = (whole - shared) / len(outcomes) + shared + max(blocks.values())
+    for rank, outcome_ in enumerate(outcomes):
+        assert 0 < outcome_.held_bytes <= most < whole, f"rank {rank} of {len(outcomes)}"
 
 
 def merged(outcomes: list[Outcome], step: int) -> dict[str, torch.Tensor]:

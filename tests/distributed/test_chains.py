@@ -10,7 +10,13 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.callbacks.sample_images import SampleImages
 from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import CascadedDiffusion, Optimization
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    assert_weights_are_shared_out,
+    fit,
+    reference,
+)
 from tests.distributed.tiny import Cascade, TinyDiffusion
 from tests.modules.tiny_parts import tiny_cascade
 from tests.ranks import RankError, run_ranks
@@ -34,7 +40,9 @@ def check(num_ranks, num_microbatches=3, num_pipelines=1, **settings):
     return outcomes
 
 
-@pytest.mark.parametrize(("num_ranks", "filling"), [(2, "auto"), (3, "none"), (3, "shares")])
+@pytest.mark.parametrize(
+    ("num_ranks", "filling"), [(2, "auto"), (3, "none"), (3, "shares"), (4, "auto")]
+)
 def test_two_backbones_in_opposite_directions(num_ranks, filling):
     outcomes = check(num_ranks, strategy={"filling": filling, "verify": True, "check_finite": True})
     plan = outcomes[0].plan
@@ -46,6 +54,7 @@ def test_two_backbones_in_opposite_directions(num_ranks, filling):
     for rank, outcome in enumerate(outcomes):
         held = {name.partition(".")[0] for name in outcome.gradients[0]}
         assert held == {"base", "upscaler"}, f"rank {rank} trains {held}"
+    assert_weights_are_shared_out(outcomes)
 
 
 def test_three_backbones_with_accumulation_and_clipping():

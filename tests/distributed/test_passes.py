@@ -17,6 +17,7 @@ from lightning_diffpipe.planning.instruction import Backward, ForwardNoGrad
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
+    assert_weights_are_shared_out,
     build,
     fit,
     quick_strategy,
@@ -114,6 +115,7 @@ def check(
     size = len(plan.stages) // 2
     for first, second in zip(plan.stages[:size], plan.stages[size:], strict=True):
         assert first.ranks == second.ranks
+    assert_weights_are_shared_out(outcomes[:ranks])
     held = [set(outcome.gradients[0]) for outcome in outcomes[:ranks]]
     twice = {name for a in range(ranks) for b in range(a) for name in held[a] & held[b]}
     # A pass itself calls `merge` several times, on several stages.
