@@ -5,11 +5,12 @@ import pstats
 import random
 import time
 from dataclasses import replace
-from itertools import combinations, islice, pairwise
+from itertools import chain, combinations, islice, pairwise
 
 import pytest
+import torch
 
-from benchmarks.schedules import main as schedules_benchmark
+from benchmarks.schedules import steps as measured_steps
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
@@ -258,8 +259,8 @@ def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
     plan = find_plan(unet_profile(), cluster, options)
     assert plan.options.schedule == "v"
     assert plan.planned.sent_bytes <= 0.2 * plan.planned.chain_sent_bytes
-    chain = find_plan(unet_profile(), cluster, replace(options, schedule="1f1b_deep"))
-    assert plan.planned.iteration_s < 0.9 * chain.planned.iteration_s
+    deep = find_plan(unet_profile(), cluster, replace(options, schedule="1f1b_deep"))
+    assert plan.planned.iteration_s < 0.9 * deep.planned.iteration_s
     assert PipelinePlan.from_json(plan.to_json()) == plan
     blind = replace(unet_profile().backbones[0], skips=())
     assert ModelProfile.from_json(unet_profile().to_json()) == unet_profile()
@@ -730,14 +731,17 @@ def test_the_expected_time_over_forms_is_minimised(shared):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_what_the_benchmark_of_schedules_measures_can_be_planned(num_ranks):
-    profile, cluster = schedules_benchmark.profile_of(1e-3), Cluster(num_ranks)
-    for chains, schedule, stages, count in schedules_benchmark.candidates(num_ranks):
-        half = schedules_benchmark.NUM_LAYERS // chains
-        apart = separated(profile, tuple(range(0, half * chains, half)))
+@pytest.mark.parametrize("part", measured_steps.PARTS)
+def test_what_the_benchmark_of_schedules_measures_can_be_planned(part, num_ranks):
+    for case in chain.from_iterable(measured_steps.PARTS[part](num_ranks)):
+        batch = torch.zeros(case.num_samples, *measured_steps.SAMPLE_SHAPE)
+        profile = measured_steps.profile_of(case.module(num_ranks, 1.0), batch)
+        if case.make is measured_steps.TwoBackbones:
+            profile = separated(profile, (0, measured_steps.NUM_LAYERS // 2))
         options = PlanOptions(
-            schedules_benchmark.SAMPLES, num_stages=stages, num_microbatches=count,
-            schedule=schedule, filling="none", data_parallel=1,
+            case.num_samples, num_stages=case.num_stages, num_microbatches=case.num_microbatches,
+            schedule=case.schedule, filling="shares" if case.filled else "none", data_parallel=1,
+            frozen_group_size=1,
         )  # fmt: skip
-        planned = find_plan(apart, cluster, options).planned
+        planned = find_plan(profile, case.cluster(num_ranks, 1.0), options).planned
         assert planned.iteration_s >= planned.no_bubble_limit_s * (1 - 1e-9)
