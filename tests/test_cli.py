@@ -389,7 +389,10 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
             ["sample", "sampler.num_patches=0"],
             "sampler.num_patches must be a whole number >= 1; got 0",
         ),
-        (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number; got"),
+        (
+            ["sample", "sampler.num_patches=abc"],
+            "sampler.num_patches must be a whole number >= 1; got",
+        ),
         (
             ["sample", "sampler.warmup_steps=-1"],
             "sampler.warmup_steps must be a whole number >= 0; got -1",
@@ -426,7 +429,10 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
             ["train", "experiment=glyphs_cascade", "data.resolution=63"],
             "the upscaler draws 128 pixels, but pictures have 63; set data.resolution",
         ),
-        (["demo", "sampler.num_patches=0"], "sampler.num_patches must be at least 1; got 0"),
+        (
+            ["demo", "sampler.num_patches=0"],
+            "sampler.num_patches must be a whole number >= 1; got 0",
+        ),
         (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
         (["demo", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["demo", "strategy.num_stages=3"], "strategy.num_stages=3 is more than the 2 ranks"),
