@@ -26,7 +26,7 @@ from benchmarks.harness import interleaved, medians, on_ranks, table
 from benchmarks.two_ranks.main import worst_error
 from lightning_diffpipe import profile
 
-STEPS_PER_TURN = 6  # if not told otherwise; caches and memory are another system's at first
+STEPS_PER_TURN = 6  # by default; caches and memory are another system's at first
 PROFILE_BUDGET_S = 40.0  # one profile for all plans of a case
 WORKLOADS = ("stable_diffusion", "controlnet", "stable_diffusion_large", "controlnet_large")
 CASES = [(name, m) for name in WORKLOADS for m in (2, 4)]

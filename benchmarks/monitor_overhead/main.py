@@ -79,7 +79,7 @@ def measure(
     rank: int, batch_size: int, blocks: int, every_n_steps: int
 ) -> tuple[list[float], list[float]]:
     warnings.simplefilter("ignore")
-    # Lightning starts processes of its own unless it is told that they are there.
+    # Lightning starts processes of its own unless the environment says that they are there.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.manual_seed(0)
     sample = {"x": torch.randn(TOKENS, WIDTH), "y": torch.randn(TOKENS, WIDTH)}

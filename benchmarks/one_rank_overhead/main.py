@@ -128,7 +128,7 @@ def fit(module: L.LightningModule, data: DataLoader, strategy: Any, **options: A
 
 
 def quiet_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """A trainer of one device that prints and writes nothing, on a CPU unless told otherwise."""
+    """A trainer of one device that prints and writes nothing, on a CPU unless `options` say otherwise."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

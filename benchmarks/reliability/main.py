@@ -1,4 +1,4 @@
-"""One of two ranks is killed, frozen or told to stop in each phase of a run: what the others do, and say.
+"""One of two ranks is killed, frozen or sent SIGTERM in each phase of a run: what the others do, and say.
 
     python benchmarks/reliability/main.py --json out.json
 
@@ -78,8 +78,8 @@ class Outcome:
 
     def names(self, rank: int, phase: str) -> bool:
         """Whether a line of ours names the rank and the phase."""
-        told = rf"(lost rank|SIGTERM to rank|lost rank \d.* lost rank) {rank} \({re.escape(phase)}"
-        return re.search(told, self.output) is not None
+        named = rf"(lost rank|SIGTERM to rank|lost rank \d.* lost rank) {rank} \({re.escape(phase)}"
+        return re.search(named, self.output) is not None
 
 
 def run_one(

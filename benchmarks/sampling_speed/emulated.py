@@ -1,7 +1,7 @@
 """Four and eight emulated ranks: real messages of the real size on links of limited speed, sleeping blocks.
 
 Every rank is a thread that runs the sampler as it is; only a block's arithmetic is replaced by sleeping as long as
-its share of the tokens would take, and links are as slow as they are told to be. What is measured is therefore the
+its share of the tokens would take, and links are as slow as they are set to be. What is measured is therefore the
 schedule: how well computing and sending overlap. It is shown next to what the planner expects, which gets a profile
 of the sleeping model as the Predictor would. What the planner chooses is among the rows.
 
