@@ -116,7 +116,7 @@ def test_the_end_of_training_is_gone_on_with_in_the_middle_of_its_epoch(tmp_path
     assert newest(tmp_path.glob("*.ckpt")).path.name == "final.ckpt"
 
 
-def test_beginning_anew_beside_checkpoints_is_told(tmp_path):
+def test_beginning_anew_next_to_checkpoints_is_named(tmp_path):
     train(tmp_path, 1)
     with pytest.warns(
         UserWarning, match=r"begins at step 0, though .*last.ckpt is there, .* step 1"
@@ -226,14 +226,14 @@ def test_an_error_of_the_disk_has_the_path(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
     """History: at the first save, after hours."""
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be written to .*file/run: Not a directory"):
         train(tmp_path / "file" / "run", 1)
 
 
-def test_little_room_is_told_before_training(small_disk):
+def test_little_room_is_warned_of_before_training(small_disk):
     module = torch.nn.Linear(400, 400)  # with Adam's state 1.9 MB
     trainer = L.Trainer(
         devices=1, accelerator="cpu", strategy=quick_strategy(), logger=False,

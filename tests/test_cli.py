@@ -244,7 +244,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
     ],
 )
-def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
+def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.ckpt").touch()
     earlier = tmp_path / "earlier" / "checkpoints"
@@ -252,10 +252,10 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
     states = {"optimizer_states": [], "lr_schedulers": [], "loops": {}}
     torch.save({"state_dict": {}, "global_step": 5, **states}, earlier / "000005.ckpt")
     code, _, err = call(capsys, monkeypatch, *arguments)
-    told = f"{code}\n{err}"
-    assert message in told
-    assert "Traceback" not in told
-    assert "HYDRA_FULL_ERROR" not in told
+    printed = f"{code}\n{err}"
+    assert message in printed
+    assert "Traceback" not in printed
+    assert "HYDRA_FULL_ERROR" not in printed
 
 
 @pytest.mark.parametrize(
@@ -361,15 +361,15 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
         ("model=glyph_unett", "there is no model=glyph_unett; did you mean model=glyph_unet?"),
     ],
 )
-def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
+def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
     """History: these ended in TypeErrors from inside of Lightning and torch, some after processes had started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     code, _, err = call(capsys, monkeypatch, "train", "logger=none", setting)
-    told = [line for line in err.splitlines() if line.startswith("diffpipe train: ")]
+    printed = [line for line in err.splitlines() if line.startswith("diffpipe train: ")]
     assert code == 2
-    assert message in told[0]
-    assert told == err.splitlines()[-1:], "one line, and nothing after it"
+    assert message in printed[0]
+    assert printed == err.splitlines()[-1:], "one line, and nothing after it"
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_wrong_values_are_told_by_their_setting(setting, message, capsys, monkey
         (["demo", "trainer.max_steps=abc"], "trainer.max_steps must be a whole number; got 'abc'"),
     ],
 )
-def test_requests_that_cannot_be_are_told_before_processes_start(
+def test_requests_that_cannot_be_are_refused_before_processes_start(
     arguments, message, capsys, monkeypatch, tmp_path
 ):
     """History: two processes started first, or the demo ended with a traceback; `[]` timed the default counts."""
@@ -475,7 +475,7 @@ class Own:
         ("library", "test_cli.Own': JSONDecodeError: Expecting property name", 'json.loads("{")'),
     ],
 )
-def test_what_goes_wrong_in_a_constructor_is_told_with_its_place(
+def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
     wrong, message, code, capsys, monkeypatch, tmp_path
 ):
     """History: `assert False` was told as nothing at all, and a missing key as its name."""
@@ -501,7 +501,7 @@ class Verb:
         )
         self.capsys, self.monkeypatch = capsys, monkeypatch
 
-    def told(self, **environment):
+    def printed(self, **environment):
         with self.monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
@@ -523,37 +523,39 @@ RANKS = [  # what torchrun, srun and Lightning tell the processes that they star
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_mistake_of_all_ranks_is_told_once(ranks, capsys, monkeypatch):
+def test_a_mistake_of_all_ranks_is_printed_once(ranks, capsys, monkeypatch):
     """History: under srun, and where Lightning starts the processes, each took itself for the first."""
     error = PlanError("cannot cut 2 layers into 3 stages")
     error.is_of_all_ranks = True
     verb = Verb(capsys, monkeypatch, error)
-    told = [verb.told(**rank) for rank in ranks]
-    assert told == ["diffpipe show: cannot cut 2 layers into 3 stages\n", "", ""]
+    printed = [verb.printed(**rank) for rank in ranks]
+    assert printed == ["diffpipe show: cannot cut 2 layers into 3 stages\n", "", ""]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("built", [False, True])
-def test_an_error_of_one_rank_is_told_by_that_rank(built, ranks, capsys, monkeypatch):
+def test_an_error_of_one_rank_is_printed_by_that_rank(built, ranks, capsys, monkeypatch):
     """History: a host without the data or the checkpoint ended without a word, as rank 0 tells mistakes of all."""
     error = CheckpointError("there is no checkpoint last.ckpt")
     if built:  # by Hydra
         cause, error = error, InstantiationException("Error in call to target 'Data'")
         error.__cause__ = cause
     verb = Verb(capsys, monkeypatch, error)
-    told = [verb.told(**rank) for rank in ranks[1:]]
-    assert told == [f"diffpipe show: rank {r}: there is no checkpoint last.ckpt\n" for r in (1, 2)]
+    printed = [verb.printed(**rank) for rank in ranks[1:]]
+    assert printed == [
+        f"diffpipe show: rank {r}: there is no checkpoint last.ckpt\n" for r in (1, 2)
+    ]
 
 
 @pytest.mark.slow
-def test_a_misspelled_setting_is_told_once(capsys, monkeypatch):
-    told = []
+def test_a_misspelled_setting_is_printed_once(capsys, monkeypatch):
+    printed = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        told.append(call(capsys, monkeypatch, "train", "trainer.max_stepz=3")[2])
-    assert "trainer.max_steps" in told[0]
-    assert told[1] == ""
+        printed.append(call(capsys, monkeypatch, "train", "trainer.max_stepz=3")[2])
+    assert "trainer.max_steps" in printed[0]
+    assert printed[1] == ""
 
 
 def test_weights_are_written_from_the_checkpoint_that_a_run_ended_with(capsys):
@@ -726,7 +728,7 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
         ),
     ],
 )
-def test_files_that_cannot_be_used_are_told_in_a_line(
+def test_files_that_cannot_be_used_are_refused_in_a_line(
     arguments, message, profile_path, capsys, monkeypatch
 ):
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)
@@ -827,8 +829,8 @@ def test_a_plan_tells_that_nobody_knows_whether_an_encoder_can_be_split(
     _, printed = plan_for(
         3, profile_path, capsys, monkeypatch, *wishes, "strategy.num_microbatches=2"
     )
-    told = "runs frozen layers on 1 of 4 at a time, and training ends at its first step if they mix samples; strat"
-    assert (told in printed) == said
+    warning = "runs frozen layers on 1 of 4 at a time, and training ends at its first step if they mix samples"
+    assert (warning in printed) == said
 
 
 @pytest.mark.slow
@@ -977,14 +979,14 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
         cwd=tmp_path,
     )
     assert trained.returncode == 0, trained.stderr[-3000:]
-    told = trained.stdout + trained.stderr
-    assert "1 pipeline of 2 stages" in told
+    printed = trained.stdout + trained.stderr
+    assert "1 pipeline of 2 stages" in printed
     # History: nothing was told between the start of the processes and the plan, which took half a minute.
     for phase in ("probing the layers of a step", "timing layers and links, and planning"):
-        assert len(re.findall(rf"^{phase} took [\d.]+ s$", told, re.MULTILINE)) == 1
+        assert len(re.findall(rf"^{phase} took [\d.]+ s$", printed, re.MULTILINE)) == 1
     for noise in ("Tip:", "is deprecated", "Sparse CSR", "weights_only", "GLOBAL_RANK"):
-        assert noise not in told
-    assert told.count("starting 2 processes") == 1
+        assert noise not in printed
+    assert printed.count("starting 2 processes") == 1
     assert (tmp_path / "model" / "unet" / "config.json").exists()
     assert list((tmp_path / "out").rglob("step_000002.png"))
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "final.ckpt", weights_only=True)
@@ -999,18 +1001,18 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 @pytest.mark.distributed
 def test_the_demo_tells_its_story(tmp_path):
     settings = ["trainer.max_steps=2", "data.batch_size=4", "num_inference_steps=2"]
-    told = run("demo", *settings, "strategy.profile=flops", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr[-3000:]
+    printed = run("demo", *settings, "strategy.profile=flops", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr[-3000:]
     folder = tmp_path / "outputs" / "demo"
     assert Image.open(folder / "before_after.png").size == (110 + 10 * 128, 3 * 128)
     for name in ("samples.png", "loss.png", "plan.json"):
         assert (folder / name).exists()
-        assert name in told.stdout
-    assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in told.stdout
-    assert "4. Drawing the same prompts on all processes together." in told.stdout
-    assert "To try next:" in told.stdout
-    assert "rank 1 |" in told.stdout + told.stderr
-    assert "Filling the bubbles" in told.stdout + told.stderr, (
+        assert name in printed.stdout
+    assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in printed.stdout
+    assert "4. Drawing the same prompts on all processes together." in printed.stdout
+    assert "To try next:" in printed.stdout
+    assert "rank 1 |" in printed.stdout + printed.stderr
+    assert "Filling the bubbles" in printed.stdout + printed.stderr, (
         "the closing report says what it gained"
     )
 
@@ -1046,11 +1048,11 @@ def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path, capfd, monkeypatch
     settings += ["trainer.max_steps=2", "trainer.limit_val_batches=0"]
     settings += ["strategy.num_microbatches=9,2"]
     code, out, err = call(capfd, monkeypatch, "train", "-m", *settings, "hydra.sweep.dir=sweep")
-    told = out + err
+    printed = out + err
     assert code == 2, "one of them cannot work"
-    assert "diffpipe train: job 0 (strategy.num_microbatches=9) ended with exit code 2" in told
-    assert told.count("num_microbatches=9 is more than the 4 samples") == 1
-    assert told.count("1 pipeline of 2 stages") == 1
+    assert "diffpipe train: job 0 (strategy.num_microbatches=9) ended with exit code 2" in printed
+    assert printed.count("num_microbatches=9 is more than the 4 samples") == 1
+    assert printed.count("1 pipeline of 2 stages") == 1
     checkpoint = tmp_path / "sweep" / "1" / "checkpoints" / "final.ckpt"
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
 
@@ -1119,9 +1121,9 @@ def test_jobs_of_a_sweep_do_not_write_over_each_other(
     verb, *settings = arguments
     code, _, err = call(capsys, monkeypatch, verb, "-m", *settings)
     assert code == 2
-    (told,) = err.splitlines()
-    assert "is the same for all jobs of this sweep over" in told
-    assert told.endswith(f"give each its own: {remedy}")
+    (printed,) = err.splitlines()
+    assert "is the same for all jobs of this sweep over" in printed
+    assert printed.endswith(f"give each its own: {remedy}")
     assert not Job.started
     call(capsys, monkeypatch, verb, "-m", *settings, remedy.strip("'"))
     assert len(Job.started) == 2, "as the remedy says"
@@ -1265,7 +1267,7 @@ def test_a_run_that_sigterm_ends_says_so_and_exits_with_its_code(tmp_path):
         time.sleep(0.2)
     process.terminate()
     assert process.wait(60.0) == 143
-    told = (tmp_path / "screen").read_text()
+    printed = (tmp_path / "screen").read_text()
     assert re.search(
-        r"SIGTERM to rank 0 \(training.*training ended after step \d+; nothing was saved", told
+        r"SIGTERM to rank 0 \(training.*training ended after step \d+; nothing was saved", printed
     )

@@ -14,7 +14,7 @@ def rows_of(name):
     return rows
 
 
-def test_what_is_installed_is_told():
+def test_what_is_installed_is_listed():
     assert rows_of("environment")[0]["lightning"][0].isdigit()
 
 

@@ -25,21 +25,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(**variables):
-    """Whether glibc was told, and page faults of ten steps that allocate 120 MB each."""
+    """Whether glibc was set, and page faults of ten steps that allocate 120 MB each."""
     inherited = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     run = subprocess.run(
         [sys.executable, "-c", STEPS, host_memory.__file__],
         env={**inherited, **variables}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    told, count = run.stdout.split()
-    return told, int(count)
+    is_set, count = run.stdout.split()
+    return is_set, int(count)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_pages_are_not_given_back_after_every_step():
-    told, kept = faults()
-    if told == "False":
+    is_set, kept = faults()
+    if is_set == "False":
         pytest.skip("another C library")
     _, given_back = faults(MALLOC_TOP_PAD_="0")  # any such variable means: the user decides
     assert kept < 1000 < given_back

@@ -61,8 +61,8 @@ class Numbers:
         return iter(range(self.first, self.first + self.count))
 
 
-def told_and_came(iterables, mode, looks_ahead):
-    """At each batch of a pass under Lightning's own fetcher: those that were told to come, and that did."""
+def announced_and_came(iterables, mode, looks_ahead):
+    """At each batch of a pass under Lightning's own fetcher: those that were announced, and that came."""
     loaders = {
         name: aligned(iterable, 7, 0, lambda: 0, lambda number, value: None, looks_ahead)
         for name, iterable in iterables.items()
@@ -73,21 +73,21 @@ def told_and_came(iterables, mode, looks_ahead):
     loop = SimpleNamespace(_combined_loader=combined, _data_fetcher=fetcher)
     trainer = SimpleNamespace(fit_loop=loop, strategy=DiffPipeStrategy())
     trainer.strategy.batches_ahead = looks_ahead
-    told, came = [], []
+    announced, came = [], []
     for batch, _, _ in fetcher:
         came.append(batch)
-        told.append(bubble_filling._next_batches(trainer))
-    return [(now, came[n + 1 :][: len(now)]) for n, now in enumerate(told)]
+        announced.append(bubble_filling._next_batches(trainer))
+    return [(now, came[n + 1 :][: len(now)]) for n, now in enumerate(announced)]
 
 
 @pytest.mark.parametrize("looks_ahead", [1, 2])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 @pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
-def test_batches_that_are_told_to_come_come(long, mode, looks_ahead):
+def test_batches_that_are_announced_come(long, mode, looks_ahead):
     """History: where a short loader began anew beside one without a length, the batches after the next one were
     called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
-    steps = told_and_came({"long": long, "short": [100, 101, 102]}, mode, looks_ahead)
+    steps = announced_and_came({"long": long, "short": [100, 101, 102]}, mode, looks_ahead)
     assert len(steps) == (8 if mode == "max_size_cycle" else 3)
-    for told, came in steps:
-        assert told == came
-    assert [len(told) for told, _ in (steps[0], steps[-1])] == [looks_ahead, 0]
+    for announced, came in steps:
+        assert announced == came
+    assert [len(announced) for announced, _ in (steps[0], steps[-1])] == [looks_ahead, 0]

@@ -220,7 +220,7 @@ def test_data_without_captions_needs_prompts(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"prompts": "a cat"}, {"prompts": []}, {"prompts": ["a"], "every_n_steps": 0}]
 )
-def test_wrong_settings_are_told(wrong):
+def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError, match="must be"):
         SampleImages(**wrong)
 

@@ -106,7 +106,7 @@ def _measure_on_hosts(rank):
 
 
 @pytest.mark.distributed
-def test_links_inside_and_between_hosts_are_told_apart():
+def test_links_inside_and_between_hosts_are_distinguished():
     """History: the sum over all ranks counted inside a host, too; unequal hosts counted as one with NVLink."""
     regular, irregular = zip(*run_ranks(_measure_on_hosts, 4), strict=True)
     cluster = regular[0][0]
@@ -131,7 +131,7 @@ def test_the_smallest_gpu_limits_a_plan():
     assert run_ranks(_measure_on_unequal_gpus, 2) == [40 << 30] * 2
 
 
-def test_a_host_that_is_its_own_loopback_is_told_what_to_set(monkeypatch):
+def test_for_a_host_that_is_its_own_loopback_the_error_names_what_to_set(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu7")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     reason = "Gloo connectFullMesh failed with [pair.cc:144] no error"

@@ -113,7 +113,7 @@ def test_a_limited_link_takes_its_time():
 
 @pytest.mark.slow
 def test_a_rank_has_one_adapter_for_all_its_messages():
-    """Two messages to two peers, at once: the second leaves behind the first; those of the peers do not wait."""
+    """Two messages to two peers, at once: the second leaves after the first; those of the peers do not wait."""
 
     begun = time.monotonic()  # of all: a receiver's thread may start after the first send
 

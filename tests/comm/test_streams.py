@@ -22,7 +22,7 @@ def unused(monkeypatch):
 
 
 def test_a_device_gets_all_queues_it_can_have(unused):
-    """History: with eight for all communicators, a send of one could stand after a receive of another for ever."""
+    """History: with eight for all communicators, a send of one could wait for a receive of another for ever."""
     assert ask_for_queues()
     assert os.environ[QUEUES] == "32"
 

@@ -116,8 +116,10 @@ def pipeline_on_a_wire(wire: Wire, *arguments: Any, **options: Any) -> Loopback:
         positions = range(len(pipeline.ranks))
         mesh.messages = {(a, b): (a, b) for a in positions for b in positions}
         mesh.pipeline_group = number
-        told = _delivered(pipeline.schedule, number)
-        rank.engine.executor._transport = PolledTransport(mesh, pipeline.placement.num_stages, told)
+        confirmed = _delivered(pipeline.schedule, number)
+        rank.engine.executor._transport = PolledTransport(
+            mesh, pipeline.placement.num_stages, confirmed
+        )
     return pipeline
 
 

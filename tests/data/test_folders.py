@@ -38,13 +38,13 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
     assert data.held_back_captions(2) == [held_back[0], held_back[len(held_back) // 2]]
 
 
-@pytest.mark.parametrize("kept", [1, 6])
-def test_pictures_come_with_their_size_and_crop(kept, tmp_path):
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_pictures_come_with_their_size_and_crop(orientation, tmp_path):
     """Of the upright picture, as viewers show it, and where the crop begins in the scaled one."""
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}')
-    picture = Image.new("RGB", (100, 40) if kept == 1 else (40, 100))
+    picture = Image.new("RGB", (100, 40) if orientation == 1 else (40, 100))
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = kept
+    exif[ExifTags.Base.Orientation] = orientation
     picture.save(tmp_path / "a.png", exif=exif)
     data = ImageFolderDataModule(
         tmp_path, 20, validation_share=0, batch_size=1, num_workers=0, condition="edges"

@@ -121,7 +121,7 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
 
 
 def outcome(trainer, module, recorder, initial) -> Outcome:
-    """Collects what a run left after."""
+    """Collects what a run leaves."""
     return Outcome(
         recorder.losses,
         recorder.gradients,

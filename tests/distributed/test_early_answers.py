@@ -155,7 +155,7 @@ class NeverMade(TinyDiffusion):
         raise KeyError("there is no setting lr")
 
 
-def test_what_fails_in_configure_optimizers_is_told_where_a_step_asks():
+def test_what_fails_in_configure_optimizers_is_raised_where_a_step_asks():
     """History: "'_OnFirstUse' object has no attribute 'param_groups'"."""
     trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_microbatches=1))
     with pytest.raises(KeyError, match="there is no setting lr"):
@@ -181,6 +181,6 @@ def train_until_refused(rank):
 
 
 @pytest.mark.distributed
-def test_what_one_rank_refuses_is_told_where_others_ask_for_the_number_of_steps():
+def test_what_one_rank_refuses_is_raised_where_others_ask_for_the_number_of_steps():
     """History: they waited for it in the barrier that Lightning counts batches after."""
     assert max(run_ranks(train_until_refused, 2)) < 40, "the default group's timeout is 60 s"

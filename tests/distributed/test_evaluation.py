@@ -133,7 +133,7 @@ def trespass(rank):
     trainer.fit(build(Settings()), datamodule=Data())
 
 
-def test_a_hook_that_calls_a_foreign_layer_is_told_whose_it_is():
+def test_a_hook_that_calls_a_foreign_layer_learns_whose_it_is():
     with pytest.raises(
         RankError, match=r"was called outside a pipeline step.* live on stage [01] \(rank"
     ):

@@ -384,8 +384,8 @@ def test_a_plan_that_would_split_layers_that_mix_samples_ends_the_run():
     settings = Settings(
         strategy={"plan": plan}, trainer={"max_steps": 1}, module_class=MixesSamples
     )
-    told = r"encoder mixes samples, .*frozen_group_size=3, or .* plan again with it"
-    with pytest.raises(RankError, match=told):
+    message = r"encoder mixes samples, .*frozen_group_size=3, or .* plan again with it"
+    with pytest.raises(RankError, match=message):
         run_ranks(fit, 2, settings, 2)
 
 
@@ -476,7 +476,7 @@ def changing(rank, settings, world_size):
 
 
 def test_a_changed_batch_is_noticed():
-    """A rank that is late, still after the batch before, may find that the other one has ended for it."""
+    """A rank that is late, still at the batch before, may find that the other one has ended for it."""
     settings = Settings(
         trainer={"max_steps": 3, "max_epochs": -1},
         strategy={"num_stages": 2, "num_microbatches": 2},

@@ -126,7 +126,7 @@ def finish(process, folder: Path, timeout_s=150.0) -> tuple[int, str]:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left, f"left after: {left}\n{output}"
+    assert not left, f"left running: {left}\n{output}"
     return process.returncode, output
 
 

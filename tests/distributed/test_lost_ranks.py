@@ -79,21 +79,21 @@ def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
     text = str(caught.value)
     assert f"rank {victim} (exit code -9)" in text
     raised = text.split(f"--- rank {1 - victim} ")[1].split("--- rank")[0].strip()
-    told = (
+    message = (
         raised if "Error" in raised else (tmp_path / "screen").read_text().strip()
     ).splitlines()[-1]
-    assert f"lost rank {victim} ({phase}): its process has ended without a word" in told
+    assert f"lost rank {victim} ({phase}): its process has ended without a word" in message
 
 
 def fail():
     raise ConfigurationError("the disk is full")
 
 
-def test_the_error_of_a_rank_that_failed_is_told_by_those_that_lost_it(tmp_path):
+def test_the_error_of_a_rank_that_failed_is_named_by_those_that_lost_it(tmp_path):
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_until_harmed, 2, "saving a checkpoint", 1, fail, str(tmp_path))
-    told = r"lost rank 1 \([\w ]+\): it failed with ConfigurationError: the disk is full; its own error"
-    assert re.search(told, str(caught.value))
+    message = r"lost rank 1 \([\w ]+\): it failed with ConfigurationError: the disk is full; its own error"
+    assert re.search(message, str(caught.value))
 
 
 def stop():
@@ -181,8 +181,8 @@ def test_a_rank_that_is_frozen_before_all_have_met_is_found_by_its_state(starter
     finally:
         frozen.kill()
         frozen.wait()
-    told = "rank 1 (starting processes): nothing was heard of it for 10 s: it is stopped"
-    assert str(watching.loss()).startswith(told) == (not place)
+    message = "rank 1 (starting processes): nothing was heard of it for 10 s: it is stopped"
+    assert str(watching.loss()).startswith(message) == (not place)
 
 
 def be_busy(rank):

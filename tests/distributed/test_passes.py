@@ -300,7 +300,7 @@ class Listing(Coin):
 
 
 @pytest.mark.parametrize("coin", ["random", "global_step"])
-def test_what_a_step_keeps_is_not_told_of_trials(coin):
+def test_what_a_step_keeps_knows_nothing_of_trials(coin):
     """History: a form that was met for the first time put a loss of NaN into such lists."""
     module = Listing(coin).double()
     module.seen = []

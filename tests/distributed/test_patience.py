@@ -83,20 +83,22 @@ def test_a_pipeline_that_loads_for_too_long_is_named():
     """History: where it was waited for first, before a step, the others ended in gloo's own error."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_while_a_pipeline_loads, 2)
-    told = "rank 0 waited for rank 1: it has not come so far for 4 s (timeout_s), and is stuck in"
-    assert f"PipelineTimeoutError: {told}" in str(caught.value)
+    message = (
+        "rank 0 waited for rank 1: it has not come so far for 4 s (timeout_s), and is stuck in"
+    )
+    assert f"PipelineTimeoutError: {message}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "told"),
+    ("num_ranks", "message"),
     [
         (2, "rank 1 waited for rank 0 between two steps: lost rank 0, which stopped"),
         (3, "rank 1 waited for ranks 0, 2 between two steps: lost one of them, which"),
         (12, "rank 1 waited for ranks 0, 2, 3, 4, 5, 6, 7, 8, ... between two steps"),
     ],
 )
-def test_ranks_that_are_waited_for_together_are_named(num_ranks, told):
+def test_ranks_that_are_waited_for_together_are_named(num_ranks, message):
     layout = RankLayout(num_ranks, Placement.of_replicas([1] * num_ranks))
     mesh = Mesh(layout, 1, torch.device("cpu"), "gloo", 2.0)
-    with pytest.raises(PipelineTimeoutError, match=told), mesh.naming(mesh.pipeline_ranks):
+    with pytest.raises(PipelineTimeoutError, match=message), mesh.naming(mesh.pipeline_ranks):
         raise RuntimeError("Connection closed by peer")

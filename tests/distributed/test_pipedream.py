@@ -114,11 +114,13 @@ def test_weights_follow_the_formula(world_size, schedule):
     behind = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
     for _, watch, metrics in outcomes:
         for epoch in (0, 5):
-            told, numbers = (noted[epoch : epoch + 5] for noted in (watch.losses, watch.batches))
-            assert all(map(math.isnan, told[:behind])), "no loss is known while the pipeline fills"
+            logged, numbers = (noted[epoch : epoch + 5] for noted in (watch.losses, watch.batches))
+            assert all(map(math.isnan, logged[:behind])), (
+                "no loss is known while the pipeline fills"
+            )
             known = [*range(epoch, epoch + 4 - behind), epoch + 4]
             assert numbers[behind:] == known
-            assert told[behind:] == pytest.approx([losses[n] for n in known], rel=1e-10)
+            assert logged[behind:] == pytest.approx([losses[n] for n in known], rel=1e-10)
         assert metrics["train/loss"] == pytest.approx(losses[9], rel=1e-10)
         assert [n for n, empty in enumerate(watch.empty, 1) if empty] == [5, 10]
 

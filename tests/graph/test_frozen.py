@@ -323,7 +323,7 @@ def test_groups_give_the_same_bits_whoever_runs_them(split):
     assert all(torch.equal(joined[key], whole[key]) for key in whole)
 
 
-def test_a_run_goes_on_for_as_long_as_it_is_told():
+def test_a_run_goes_on_for_as_long_as_it_is_allowed():
     root = Encoded()
     graph, positions = folded(root, rows())
     with intercepted(root) as interception:

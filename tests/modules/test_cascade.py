@@ -47,15 +47,15 @@ def test_both_backbones_are_trained_by_losses_of_their_own(batch, prediction):
     assert graph.path_names[found.starts[1]].startswith("upscaler.")
 
 
-def test_the_upscaler_learns_with_noise_of_the_level_it_is_told(batch):
+def test_the_upscaler_learns_with_noise_of_the_level_it_is_given(batch):
     module = tiny_cascade()
     seen = []
     with mock.patch.object(module, "_predict", side_effect=module._predict) as predict:
         loss_of(module, batch)
         seen += [call.args for call in predict.call_args_list]
-    *_, told, level = seen[1]
-    assert len(seen[0]) == 5, "the base is told nothing of the large picture"
-    assert told.shape == (len(level), 12, 4, 4)
+    *_, large, level = seen[1]
+    assert len(seen[0]) == 5, "the base is given nothing of the large picture"
+    assert large.shape == (len(level), 12, 4, 4)
     assert ((level >= 0) & (level <= module.hparams.most_noise)).all()
     clean, _ = module._upscaler_inputs(
         torch.zeros(2, 3, 4, 4), torch.zeros(2), torch.ones(2, 3, 4, 4)

@@ -158,7 +158,7 @@ def without_condition(batch):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         (without_condition, r"no 'condition', .*data.condition=edges"),
         (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels beside .* 8x8"),
@@ -168,8 +168,8 @@ def without_condition(batch):
         ),
     ],
 )
-def test_batches_it_cannot_learn_from_are_refused(batch, changed, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_batches_it_cannot_learn_from_are_refused(batch, changed, message):
+    with pytest.raises(ConfigurationError, match=message):
         loss_of(tiny_controlnet_diffusion(), changed(batch))
 
 
@@ -187,7 +187,7 @@ def controlnet(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"cross_attention_dim": 24}, r"another U-Net: its cross_attention_dim is 24, .* 16"),
         (
@@ -196,9 +196,9 @@ def controlnet(**changes):
         ),
     ],
 )
-def test_a_controlnet_of_another_model_is_refused(changes, told):
+def test_a_controlnet_of_another_model_is_refused(changes, message):
     tiny_controlnet_diffusion(controlnet=controlnet())
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         tiny_controlnet_diffusion(controlnet=controlnet(**changes))
 
 

@@ -401,7 +401,7 @@ def test_a_tokenizer_without_length_is_refused(make_model, batch):
         loss_of(model, batch)
 
 
-def test_pixart_of_1024_pixels_is_told_the_size_as_diffusers_tells_it(batch):
+def test_pixart_of_1024_pixels_is_given_the_size_as_in_diffusers(batch):
     """History: such models could be neither trained nor sampled; a default of the class asks for the size."""
     transformer = diffusers.PixArtTransformer2DModel(
         num_attention_heads=2,
@@ -458,7 +458,7 @@ def test_a_transformer_with_other_inputs_is_refused():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
-def test_self_conditioning_estimates_as_often_as_it_is_told(
+def test_self_conditioning_estimates_as_often_as_it_is_asked_to(
     make_model, batch, prediction, precision
 ):
     """The first pass of a step gets no gradient; the second, of the same weights, all of them."""

@@ -97,7 +97,7 @@ def test_the_alphas_are_the_schedulers_own():
     torch.testing.assert_close(alpha.sqrt() * noisy - (1 - alpha).sqrt() * target, clean)
 
 
-def test_times_of_a_flow_are_drawn_as_told():
+def test_times_of_a_flow_are_drawn_as_asked_for():
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule = noise_schedule_of(scheduler, Noise(logit_mean=-1.0, logit_std=0.5))
     logits = torch.logit(schedule.corrupt(torch.zeros(4000, 1, 1)).timesteps / 1000)

@@ -88,10 +88,14 @@ def by_hand_sdxl(m, batch):
         for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
     ]
     states = torch.cat([output.hidden_states[-2] for output in outputs], -1)
-    told = [batch.get("original_size"), batch.get("crops_coords_top_left"), None]
+    sizes_given = [batch.get("original_size"), batch.get("crops_coords_top_left"), None]
     default = [[32, 32], [0, 0], [32, 32]]
     sizes = torch.cat(
-        [torch.tensor([d] * 3) if t is None else t for t, d in zip(told, default, strict=True)], 1
+        [
+            torch.tensor([d] * 3) if t is None else t
+            for t, d in zip(sizes_given, default, strict=True)
+        ],
+        1,
     )
     added = {"text_embeds": outputs[1][0], "time_ids": sizes}
     return m.unet(noisy, t, states, added_cond_kwargs=added).sample, target
@@ -319,7 +323,7 @@ OWN_SIZES = {
 }
 
 
-def test_every_sample_is_told_its_own_size_and_crop(tmp_path):
+def test_every_sample_is_given_its_own_size_and_crop(tmp_path):
     """As the time ids of SDXL in the script of diffusers, `train_text_to_image_sdxl.py`."""
     module, batch = module_of("sdxl", tmp_path), batch_of("sdxl")
     check_by_hand(module, batch | OWN_SIZES, by_hand_sdxl)
@@ -329,16 +333,16 @@ def test_every_sample_is_told_its_own_size_and_crop(tmp_path):
 def test_one_size_may_be_given_for_all(tmp_path):
     call = {"original_size": (64, 64)}
     module = PipelineDiffusion(tiny.build("sdxl", tmp_path), call=call, caption_dropout=0.0)
-    told = {**OWN_SIZES, "original_size": torch.tensor([[64, 64]] * 3)}
+    sizes_given = {**OWN_SIZES, "original_size": torch.tensor([[64, 64]] * 3)}
     module.eval()
     got = loss_of(module, batch_of("sdxl") | OWN_SIZES)
     torch.manual_seed(0)
-    expected = F.mse_loss(*by_hand_sdxl(module, batch_of("sdxl") | told))
+    expected = F.mse_loss(*by_hand_sdxl(module, batch_of("sdxl") | sizes_given))
     torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["HunyuanDiTPipeline", "CogView4Pipeline"])
-def test_others_are_told_sizes_in_their_own_way(name, tmp_path):
+def test_others_are_given_sizes_in_their_own_way(name, tmp_path):
     """One tensor in another order, and three of them."""
     module = PipelineDiffusion(build(name, tmp_path), call=PIPELINES[name].call)
     denoiser, calls = module.denoiser, []
@@ -347,10 +351,10 @@ def test_others_are_told_sizes_in_their_own_way(name, tmp_path):
     )
     pixels = torch.zeros(3, *PIPELINES[name].pixels)
     loss_of(module, {"image": pixels, "caption": CAPTIONS, **OWN_SIZES})
-    told = calls[0].get("image_meta_size", calls[0].get("original_size"))
-    assert torch.equal(told[:, :2].long(), OWN_SIZES["original_size"])
-    told = calls[0].get("crop_coords", told)
-    assert torch.equal(told[:, -2:].long(), OWN_SIZES["crops_coords_top_left"])
+    sizes_given = calls[0].get("image_meta_size", calls[0].get("original_size"))
+    assert torch.equal(sizes_given[:, :2].long(), OWN_SIZES["original_size"])
+    sizes_given = calls[0].get("crop_coords", sizes_given)
+    assert torch.equal(sizes_given[:, -2:].long(), OWN_SIZES["crops_coords_top_left"])
 
 
 # ------------------------------------------------------------------ what training needs
@@ -658,7 +662,7 @@ def test_a_registered_module_of_ones_own_is_a_frozen_part(tmp_path):
     assert "counted" in {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
 
 
-def test_a_pipeline_that_knows_one_time_is_told_that_of_each_sample():
+def test_a_pipeline_that_knows_one_time_is_given_that_of_each_sample():
     module = PipelineDiffusion(own(OneTimePipeline), caption_dropout=0.0)
     batch = {"video": torch.randn(3, 3, 1, 8, 8), "caption": CAPTIONS}
     got = loss_of(module, batch)

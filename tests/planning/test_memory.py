@@ -118,7 +118,7 @@ def held_at_most(schedule, rank, sizes):
     A message that is sent is held until `delivered` says that it is there; one that is received from when its
     receive is posted until it is used.
     """
-    told, held, most = delivered(schedule)[rank], Counter(), 0
+    confirmed, held, most = delivered(schedule)[rank], Counter(), 0
     for i in schedule.programs[rank]:
         match i:
             case Forward(stage, m):
@@ -131,7 +131,7 @@ def held_at_most(schedule, rank, sizes):
             case Receive(kind, stage, m, _):
                 held[kind, stage, m] = sizes[m]
             case Wait():
-                for sent in told[i]:
+                for sent in confirmed[i]:
                     held["sent", sent.kind, sent.stage, sent.microbatch] = 0
         most = max(most, held.total())
     return most
@@ -217,7 +217,7 @@ def test_what_is_known_of_results_is_kept_in_a_profile():
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
-def test_uneven_shares_that_do_not_fit_are_not_told_as_a_negative_number():
+def test_uneven_shares_that_do_not_fit_are_not_named_by_a_negative_number():
     """History: "the smallest needs 500, -4 too many", as the smallest was counted with even shares."""
     profile = with_encoder(equal_profile(6, activation_bytes_per_sample=0), READ, weight_bytes=0)
     options = PlanOptions(12, 3, 3, filling="shares", data_parallel=1)

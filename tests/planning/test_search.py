@@ -435,7 +435,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
 
 
 def test_a_cut_that_fits_is_found_where_encoders_need_most():
-    """History: what ranks encode before the pipeline was left out, where it stands beside the weights of a
+    """History: what ranks encode before the pipeline was left out, where it takes memory next to the weights of a
     stage: "no plan fits into 900 bytes a rank: the smallest needs 810, -90 too many".
     """
     times = Seconds.per_sample(1.0), Seconds.per_sample(2.0)

@@ -127,11 +127,11 @@ def draw_in_spite(rank, path, prompts, settings, options, hook, block):
             predictor(prompts, **settings)
         except DiffPipeError as error:
             said = f"{type(error).__name__}: {error}"
-    told = said, time.monotonic() - started_s
+    refused = said, time.monotonic() - started_s
     if rank:
-        return told
+        return refused
     alone = hooked(method="single", alone=True)(prompts, **settings)
-    return [as_array(pictures) for pictures in (*found, alone)], chosen, told
+    return [as_array(pictures) for pictures in (*found, alone)], chosen, refused
 
 
 def draw_each(rank, jobs):
@@ -190,18 +190,18 @@ def refused_later(rank, path, prompts, settings, options):
     return said
 
 
-def killed(rank, path, prompts, settings, options, victim, told):
-    """One rank is killed in mid-sample; the others write what their errors say into the folder `told`."""
+def killed(rank, path, prompts, settings, options, victim, folder):
+    """One rank is killed in mid-sample; the others write what their errors say into `folder`."""
 
     def on_step(done, steps):
         if rank == victim and done == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
-    (told / str(rank)).write_text(said)
+    (folder / str(rank)).write_text(said)
 
 
-def lost(rank, port, path, prompts, settings, options, victim, when, how, phase, told):
+def lost(rank, port, path, prompts, settings, options, victim, when, how, phase, folder):
     """One rank is killed or frozen, perhaps the one that has the store, once the others know what it does.
 
     They write as in `killed`.
@@ -224,13 +224,13 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, phase,
     def note_seen(board, peer, value, now_s):
         see(board, peer, value, now_s)
         if peer == victim and value[1].phase == phase:
-            (told / f"{rank}.sees").touch()
+            (folder / f"{rank}.sees").touch()
 
     _Board._see = note_seen
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def strike(*arguments, **options):
-        while len(list(told.glob("*.sees"))) < 2:
+        while len(list(folder.glob("*.sees"))) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), how)
 
@@ -240,8 +240,8 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, phase,
 
     with mock.patch(when, strike) if rank == victim and when else contextlib.nullcontext():
         said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
-    (told / str(rank)).write_text(said)
-    while len(list(told.glob("[0-9]"))) < 2:
+    (folder / str(rank)).write_text(said)
+    while len(list(folder.glob("[0-9]"))) < 2:
         time.sleep(0.05)
     os._exit(1)  # the victim is still there
 
@@ -254,17 +254,17 @@ def left(rank, path, prompts, settings, options):
         return failure(rank, path, prompts, settings, options)
 
 
-def hung(rank, path, prompts, settings, options, victim, told):
-    """One rank sleeps in mid-sample until the others have written what their errors say into the folder `told`."""
+def hung(rank, path, prompts, settings, options, victim, folder):
+    """One rank sleeps in mid-sample until the others have written what their errors say into `folder`."""
 
     def on_step(done, steps):
         if rank == victim and done == 2:
-            while len(list(told.iterdir())) < int(os.environ["WORLD_SIZE"]) - 1:
+            while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) - 1:
                 time.sleep(0.1)
             os._exit(1)
 
     said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
-    (told / str(rank)).write_text(said)
+    (folder / str(rank)).write_text(said)
 
 
 def cancelled(rank, path, prompts, settings, options, who, kind):

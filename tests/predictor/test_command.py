@@ -48,7 +48,7 @@ from tests.modules.tiny_parts import save_with_averages
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
     ],
 )
-def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
+def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = call(capsys, monkeypatch, "sample", "progress=false", *arguments)
     assert code == 2
@@ -82,7 +82,7 @@ def test_wrong_calls_are_told_in_a_line(arguments, message, capsys, monkeypatch,
         (None, ["pipeline_class=StableDiffusionPipeline"], "pipeline_class=... is of diffusers folders"),
     ],
 )  # fmt: skip
-def test_what_a_model_cannot_draw_is_told_before_processes_start(
+def test_what_a_model_cannot_draw_is_refused_before_processes_start(
     model, arguments, message, folder_of, capsys, monkeypatch, tmp_path
 ):
     """History: sizes, options and patches were refused by processes that had started, after weights were read."""
@@ -105,7 +105,7 @@ def test_what_a_model_cannot_draw_is_told_before_processes_start(
         assert message in err.splitlines()[-1]
 
 
-def test_a_size_that_a_pipeline_is_not_trained_at_is_told_before_processes_start(
+def test_a_size_that_a_pipeline_is_not_trained_at_is_refused_before_processes_start(
     folder_of, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
@@ -432,21 +432,21 @@ def test_two_processes_draw_and_report(tmp_path):
         ("+sampler.warmup_steps=-1", "warmup_steps must be a whole number >= 0; got -1"),
     ],
 )
-def test_a_mistake_in_the_arguments_is_told_by_the_first(
+def test_a_mistake_in_the_arguments_is_printed_by_the_first(
     wrong, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    told = []
+    printed = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         code, _, err = call(capsys, monkeypatch, "sample", wrong, "progress=false")
         assert code == 2
-        told.append(err)
-    assert message in told[0]
-    assert told[1] == ""
+        printed.append(err)
+    assert message in printed[0]
+    assert printed[1] == ""
 
 
-def test_a_model_that_one_host_lacks_is_told_there(capsys, monkeypatch, tmp_path):
+def test_a_model_that_one_host_lacks_is_named_there(capsys, monkeypatch, tmp_path):
     """History: nothing was told, as the first process tells what all find."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "1")
@@ -465,12 +465,12 @@ def test_a_killed_process_ends_the_command(tmp_path):
     )
     try:
         os.kill(_child_in_mid_sample(first), signal.SIGKILL)
-        _, told = first.communicate(timeout=60)
+        _, printed = first.communicate(timeout=60)
     finally:
         first.kill()
-    assert first.returncode == 2, told[-2000:]
-    assert b"rank 1" in told
-    assert b"Traceback" not in told
+    assert first.returncode == 2, printed[-2000:]
+    assert b"rank 1" in printed
+    assert b"Traceback" not in printed
 
 
 @pytest.mark.slow

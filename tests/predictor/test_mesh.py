@@ -282,8 +282,8 @@ def test_displaced_bands_put_several_operators_into_a_message():
     assert step_s("distrifusion", warmup_steps=0) == pytest.approx(8 + prediction_s)
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(2, 1), (4, 2), (8, 2)])
-def test_bands_tell_their_neighbours_of_every_convolution(ranks, told):
+@pytest.mark.parametrize(("ranks", "num_neighbours"), [(2, 1), (4, 2), (8, 2)])
+def test_bands_tell_their_neighbours_of_every_convolution(ranks, num_neighbours):
     """History: the rows of 50 convolutions took only as long as their bytes, however late messages were."""
     late = Link(latency_s=1.0)
 
@@ -295,7 +295,7 @@ def test_bands_tell_their_neighbours_of_every_convolution(ranks, told):
     convolving = replace(UNET, num_halos=50)
     for method, messages in (("synchronous", 50), ("distrifusion", 4)):
         more_s = seconds(convolving, method) - seconds(UNET, method)
-        assert more_s == pytest.approx(messages * told)
+        assert more_s == pytest.approx(messages * num_neighbours)
 
 
 def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
@@ -307,13 +307,13 @@ def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
     )
 
 
-def test_more_patches_than_rows_leave_pipefusion_out_and_are_told():
+def test_more_patches_than_rows_leave_pipefusion_out_and_are_named():
     chosen = choose_sampling(LARGE, SLOW, 8, 28, wish=SamplingWish(num_patches=65))
     assert chosen.method != "pipefusion"
     assert "; no pipefusion: num_patches=65, but there are 64 rows" in chosen.reason
 
 
-def test_what_was_refused_is_not_chosen_again_and_told():
+def test_what_was_refused_is_not_chosen_again_and_named():
     mixes = Refusal("pipefusion", "tokens are mixed")
     chosen = choose_sampling(GUIDED, SLOW, 8, 28, wish=SamplingWish(refused=(mixes,)))
     uneven = Refusal(chosen.method, "rows do not divide", chosen.axes)
@@ -321,8 +321,8 @@ def test_what_was_refused_is_not_chosen_again_and_told():
     assert "pipefusion" not in (chosen.method, then.method)
     assert (chosen.method, chosen.mesh) != (then.method, then.mesh)
     assert then.seconds >= chosen.seconds
-    told = f"; no pipefusion: tokens are mixed; no {chosen.method} on {chosen.mesh}: rows do not divide"
-    assert then.reason.endswith(told)
+    reasons = f"; no pipefusion: tokens are mixed; no {chosen.method} on {chosen.mesh}: rows do not divide"
+    assert then.reason.endswith(reasons)
 
 
 def test_options_that_are_given_become_wishes():

@@ -263,7 +263,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "options", "changes", "message"), BAD)
-def test_bad_input_is_told_with_its_remedy(name, options, changes, message, folder_of):
+def test_bad_input_is_refused_with_its_remedy(name, options, changes, message, folder_of):
     settings = {"prompts": prompts_of(name)} | SETTINGS | options_of(name) | changes
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(folder_of(name), **options)(**settings)
@@ -288,7 +288,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE)
-def test_what_cannot_work_is_told_before_a_model_is_looked_for(options, message, tmp_path):
+def test_what_cannot_work_is_refused_before_a_model_is_looked_for(options, message, tmp_path):
     """History: the first request said so, after the model was loaded: torch_dtype= opened it in float32."""
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(tmp_path / "nowhere", **options)
@@ -369,7 +369,7 @@ def test_schedulers_that_look_at_all_rows_are_refused_by_name(folder_of, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned_range"])
-def test_a_variance_that_no_pipeline_hands_on_is_told(kind, folder_of, tmp_path):
+def test_a_variance_that_no_pipeline_passes_on_is_named(kind, folder_of, tmp_path):
     """History: TypeError, unsupported operand types; in the middle of a request, after which ranks connect anew."""
     scheduler = diffusers.DDPMScheduler(variance_type=kind, clip_sample=False)
     path = with_scheduler(folder_of("dit"), tmp_path / kind, scheduler)
@@ -395,7 +395,7 @@ def test_settings_of_another_scheduler_do_not_count(folder_of, tmp_path):
         (None, "model_index.json is no JSON"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_told(changes, message, folder_of, tmp_path):
+def test_what_is_wrong_with_a_folder_is_named(changes, message, folder_of, tmp_path):
     index = json.loads((folder_of("pixart") / "model_index.json").read_text()) | (changes or {})
     index = {name: value for name, value in index.items() if value is not None}
     text = "{" if changes is None else json.dumps(index)

@@ -315,19 +315,19 @@ def test_a_choice_that_is_refused_leaves_the_next_one(hook, block, why, methods,
     """History: the user got the error. Of a model that fails in patches, only the rank does that has its block."""
     path, prompts, settings, _ = job("pixart", 8)
     arguments = (path, prompts, settings, {"data": 1, "guidance": 1, "num_patches": 2}, hook, block)
-    (pictures, report, told), other = run_ranks(draw_in_spite, 2, *arguments)
+    (pictures, report, by_name), other = run_ranks(draw_in_spite, 2, *arguments)
     assert (pictures[0] == pictures[2]).all()
     assert (pictures[1] == pictures[2]).all()
     assert report.method == "single"
     assert f"; no pipefusion: {why}" in report.reason
     refused = re.findall("; no ([a-z]+):", report.reason)
     assert sorted(refused) == sorted(methods), "each is tried once"
-    for said, seconds in (told, other):  # asked for by name, it is refused
+    for said, seconds in (by_name, other):  # asked for by name, it is refused
         assert why in said
         assert seconds < 60, "half of timeout_s"
 
 
-def test_bad_input_is_told_on_all_ranks(job, folder_of, tmp_path):
+def test_bad_input_is_refused_on_all_ranks(job, folder_of, tmp_path):
     broken = shutil.copytree(folder_of("pixart"), tmp_path / "broken")
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     overflowing = shutil.copytree(folder_of("pixart"), tmp_path / "overflowing")
@@ -527,10 +527,10 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     arguments = (*job("pixart", 9, **options), victim, tmp_path)
     with pytest.raises(RankError, match=rf"ranks failed\n(?s:.*)rank {victim} \(exit code -9\)"):
         run_ranks(killed, num_ranks, *arguments)
-    told = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
-    assert all(each.startswith("PipelineTimeoutError: rank") for each in told), told
-    assert not any("timeout_s" in each for each in told), "nobody waits so long"
-    assert any(f"lost rank {victim}, which stopped" in each for each in told), told
+    errors = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
+    assert all(each.startswith("PipelineTimeoutError: rank") for each in errors), errors
+    assert not any("timeout_s" in each for each in errors), "nobody waits so long"
+    assert any(f"lost rank {victim}, which stopped" in each for each in errors), errors
 
 
 DRAW = "lightning_diffpipe.sampling.source.draw_with"
@@ -571,22 +571,22 @@ def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
     arguments = (port, *settings, victim, when, how, phase, tmp_path)
     with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
         run_ranks(lost, 3, *arguments, group_timeout_s=None, grace_s=grace_s)
-    told = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
-    for rank, each in told.items():
+    errors = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
+    for rank, each in errors.items():
         assert each.startswith(f"PipelineTimeoutError: rank {rank} waited for"), each
         assert re.search(rf"\brank {victim}\b", each.partition("waited for")[2]), each
         assert f"while {phase}" in each
     why = "timeout_s" if how == SIGSTOP else "which stopped"
-    assert any(why in each for each in told.values()), told
+    assert any(why in each for each in errors.values()), errors
 
 
 def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
     """History: its beats ended without a word, and the others named it beside, or before, who was lost first."""
     path, prompts, settings, options = job("dit", method="single", timeout_s=20.0)
-    told = run_ranks(left, 3, path, prompts[:1], settings, options)
-    assert told[0] == "DiffPipeError: no room for the pictures"
+    errors = run_ranks(left, 3, path, prompts[:1], settings, options)
+    assert errors[0] == "DiffPipeError: no room for the pictures"
     for rank in (1, 2):
-        assert told[rank] == (
+        assert errors[rank] == (
             f"PipelineTimeoutError: rank {rank} waited for the other ranks: rank 0 while drawing, which stopped: "
             "no room for the pictures"
         )
@@ -598,5 +598,5 @@ def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
     arguments = (*job("dit", 9, method="single", data=2, timeout_s=2.0), 1, tmp_path)
     with pytest.raises(RankError, match="ranks failed"):
         run_ranks(hung, 2, *arguments)
-    told = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 2 s"
-    assert told in (tmp_path / "0").read_text()
+    message = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 2 s"
+    assert message in (tmp_path / "0").read_text()

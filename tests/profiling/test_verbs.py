@@ -87,7 +87,7 @@ def test_a_well_known_model_is_modelled_planned_and_shown(call, tmp_path):
         (["model=flux", "cluster=9x_h100"], "8x_h100"),
     ],
 )
-def test_wrong_calls_are_told_in_a_line(call, arguments, message):
+def test_wrong_calls_are_refused_in_a_line(call, arguments, message):
     code, _, err = call("plan", "global_batch_size=8", *arguments)
     assert code == 2
     assert message in err

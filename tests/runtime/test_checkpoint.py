@@ -40,7 +40,7 @@ def test_a_later_holder_takes_it_too():
     assert module[0].weight.mean() == 1.0
 
 
-def test_names_that_do_not_fit_are_refused_unless_told_otherwise():
+def test_names_that_do_not_fit_are_refused_unless_allowed():
     module, resident, owners = module_of_two_ranks()
     state = ones_like(module, extra=torch.ones(1))
     del state["1.weight"]

@@ -120,7 +120,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("entry", PAIRS.values(), ids=PAIRS)
-def test_two_pairs_are_told_from_two_parts_by_a_larger_batch(entry):
+def test_two_pairs_are_distinguished_from_two_parts_by_a_larger_batch(entry):
     """History: of a probe on two samples, and of a last batch of two, every microbatch got halves of both."""
     large, small = ({"x": torch.zeros(n), "part": [entry] * n} for n in (8, 2))
     form = BatchForm.of(large, 8)
@@ -131,7 +131,7 @@ def test_two_pairs_are_told_from_two_parts_by_a_larger_batch(entry):
     assert add_sample(small, 2, form)["part"][2] is entry
 
 
-def test_two_parts_are_told_from_two_pairs_by_a_larger_batch():
+def test_two_parts_are_distinguished_from_two_pairs_by_a_larger_batch():
     large, small = ([torch.zeros(n), [("a",) * n, ("b",) * n]] for n in (8, 2))
     assert split(small, [1, 1], BatchForm.of(large, 8))[1][1] == [("a",), ("b",)]
 

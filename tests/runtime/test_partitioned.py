@@ -33,7 +33,7 @@ class Batch:
 pytree.register_dataclass(Batch)
 
 
-def test_batches_of_a_registered_dataclass_are_told_apart_by_their_sizes():
+def test_batches_of_a_registered_dataclass_are_distinguished_by_their_sizes():
     """History: all of them had one signature, so that the graph of two samples was used for any number."""
     module, batch = layers(), Batch(torch.randn(6, 4), list("abcdef"))
 

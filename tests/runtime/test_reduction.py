@@ -85,7 +85,7 @@ def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled
 
 @pytest.mark.parametrize("num_until_lost", [0, 15, 16, 39])
 @pytest.mark.parametrize("polled", [False, True])
-def test_a_peer_lost_in_any_bucket_is_told_alike(parts, monkeypatch, num_until_lost, polled):
+def test_a_peer_lost_in_any_bucket_gives_the_same_error(parts, monkeypatch, num_until_lost, polled):
     """History: after the first 16 buckets a lost peer ended the run in gloo's own error, without a rank."""
     _, start = parts
     monkeypatch.setattr(mesh, "dist", Sums(num_until_lost))

@@ -111,7 +111,7 @@ def test_plain_outputs(relayed, output):
     assert [str(leaf) for leaf in got] == [str(leaf) for leaf in expected]
 
 
-def test_what_cannot_travel_is_told_on_all_ranks(relayed):
+def test_what_cannot_travel_is_refused_on_all_ranks(relayed):
     """History: the owner raised pickle's error, and the other ranks waited for it until the timeout."""
     reason = r"a layer returns a function, which cannot be handed .*return tensors"
     with pytest.raises(ForeignLayerError, match=reason):

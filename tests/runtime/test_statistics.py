@@ -85,7 +85,7 @@ def test_only_layers_that_keep_nothing_run_in_advance(caplog):
     assert "quiet" not in caplog.text
 
 
-def test_replicas_that_share_out_statistics_are_told(caplog):
+def test_replicas_that_share_out_statistics_are_named(caplog):
     root = Normed()
     root.counting.eval()
     graph = probe(root, step, torch.randn(4, WIDTH), max_share=1 / 30)

@@ -53,7 +53,7 @@ def test_patches_that_do_not_fit_beside_each_other_stay_in_the_choice():
     assert (profile.refusal, profile.num_blocks, profile.call_s) == ("", 4, 0.0)
 
 
-def test_a_step_that_does_not_fit_is_told_to_all_ranks():
+def test_a_step_that_does_not_fit_is_known_to_all_ranks():
     """What is raised for rank 0 alone has to be an error that ranks share."""
     request = request_for("sd3", num_steps=MIN_STEPS, tiny=too_large())
     with pytest.raises(ConfigurationError, match=r"method=auto measures .* name a method and its"):

@@ -102,7 +102,7 @@ def test_other_modes_of_bands(options, share, age):
 
 
 @pytest.mark.slow
-def test_rules_of_group_norm_are_told_apart():
+def test_rules_of_group_norm_are_distinguished():
     for rule, ages in {"separate": {0, None}, "synchronous": {0}, "stale": {0, 1}}.items():
         _, freshness = bands_of("unet2d", 2, warmup_steps=1, group_norm=rule)
         assert set(freshness.of(kind="statistics").ages) == ages, rule

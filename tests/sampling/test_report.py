@@ -49,7 +49,7 @@ def test_lpips_is_given_pictures_between_minus_one_and_one(lpips):
     assert [x.unique().item() for x in given] == [-1.0, 1.0] * 2
 
 
-def test_without_the_package_lpips_is_told_to_be_absent(monkeypatch):
+def test_without_the_package_lpips_is_named_as_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "lpips", None)
     with pytest.raises(ConfigurationError, match=r"lpips cannot be imported .*; pip install lpips"):
         lpips_distances([(BLACK, WHITE)])
@@ -57,8 +57,8 @@ def test_without_the_package_lpips_is_told_to_be_absent(monkeypatch):
 
 def test_the_weights_of_lpips_are_not_downloaded(lpips, tmp_path):
     lpips(None, weights=False)
-    told = rf"download https://a.b/models/alexnet.pth to {tmp_path}/checkpoints/alexnet.pth"
-    with pytest.raises(ConfigurationError, match=told):
+    message = rf"download https://a.b/models/alexnet.pth to {tmp_path}/checkpoints/alexnet.pth"
+    with pytest.raises(ConfigurationError, match=message):
         lpips_distances([(BLACK, WHITE)])
 
 

@@ -25,9 +25,9 @@ CASES = [  # device, name of its GPU and host of each rank; what is agreed, and 
 
 def backends(rank, cases):
     """What each rank uses and says in each case."""
-    told = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning_diffpipe").setLevel(logging.INFO)
     logging.getLogger("lightning_diffpipe").addHandler(handler)
     dist.is_nccl_available = lambda: True
@@ -39,7 +39,7 @@ def backends(rank, cases):
         joined = world.join_world(device, timeout_s=20)
         used.append(joined.backend)
         joined.disconnect()
-    return used, told
+    return used, messages
 
 
 @pytest.mark.distributed
@@ -50,10 +50,10 @@ def test_nccl_is_used_exactly_if_each_rank_has_a_gpu_of_its_own():
     """
     found = run_ranks(backends, 2, [places for places, _, _ in CASES])
     assert [used for used, _ in found] == [[backend for _, backend, _ in CASES]] * 2
-    (_, told), (_, told_by_others) = found
-    for said, (_, _, expected) in zip(told, CASES, strict=True):
+    (_, messages), (_, of_others) = found
+    for said, (_, _, expected) in zip(messages, CASES, strict=True):
         assert expected in said
-    assert not told_by_others
+    assert not of_others
 
 
 def refuses(rank, who):
@@ -78,6 +78,6 @@ def test_what_one_rank_refuses_is_an_error_of_all():
     assert run_ranks(refuses, 2, [1]) == [("weights are missing", True)] * 2
 
 
-def test_torch_without_nccl_is_told():
+def test_torch_without_nccl_is_named():
     places = [world._Place("one", gpu, gpu == "a") for gpu in ("a", "b")]
     assert world._why_not_nccl(places) == "torch has no NCCL on rank 1"

@@ -58,10 +58,11 @@ def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatc
     assert opened[-1] == place.port
 
 
-def come(num_come, num_ranks, patience_s, **options):
+def come(monkeypatch, num_come, num_ranks, patience_s, **options):
     """What each of the ranks that come is given, or raises: threads of this process, at a place of their own."""
     place = open_meeting_place()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(place.port))
 
     def one(rank):
         try:
@@ -73,15 +74,15 @@ def come(num_come, num_ranks, patience_s, **options):
         return list(pool.map(one, range(num_come)))
 
 
-def test_all_who_come_get_the_same_store():
-    first, second, third = come(3, 3, 60.0)
+def test_all_who_come_get_the_same_store(monkeypatch):
+    first, second, third = come(monkeypatch, 3, 3, 60.0)
     first.set("key", "value")
     assert second.get("key") == third.get("key") == b"value"
 
 
-def test_who_does_not_come_is_named(caplog):
+def test_who_does_not_come_is_named(monkeypatch, caplog):
     """History: torch said nothing for half an hour, and then how many had come."""
-    for error in come(2, 4, 1.0, notice_s=0.3):
+    for error in come(monkeypatch, 2, 4, 1.0, notice_s=0.3):
         assert re.search(r"rank [01] could not meet all of 4 ranks at 127\.0\.0\.1:\d+", str(error))
         assert "within 1 s: ranks 2, 3 have not come, and start slowly, have stopped" in str(error)
     assert "within 0.3 s: ranks 2, 3 have not come" in caplog.text

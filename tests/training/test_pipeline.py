@@ -77,7 +77,7 @@ def make_plan(plan, world_size=2, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_stages": 1}, "the plan has num_stages=2, but num_stages=1 is asked for beside it"),
         ({"num_microbatches": 3, "schedule": "gpipe"},
@@ -88,14 +88,14 @@ def make_plan(plan, world_size=2, **options):
         ({"frozen_group_size": 8}, "has frozen_group_size=1, but .* or plan again with frozen_group_size=8"),
     ],
 )  # fmt: skip
-def test_options_that_a_given_plan_does_not_follow_are_refused(options, told):
+def test_options_that_a_given_plan_does_not_follow_are_refused(options, message):
     """History: they were ignored without a word, even where an error had told to set them."""
     plan = find_plan(
         equal_profile(4, frozen_share=0.5),
         Cluster(2, p2p=Link(latency_s=0.01)),
         PlanOptions(8, num_stages=2, num_microbatches=8, filling="shares", frozen_group_size=1),
     )
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         make_plan(plan, **options)
     same = {"num_stages": 2, "num_replicas": [1, 1], "num_microbatches": 8, "filling": "shares"}
     assert make_plan(plan, **same, frozen_group_size=1) is plan
@@ -115,9 +115,9 @@ def test_options_that_a_given_plan_does_not_follow_are_refused(options, told):
 def test_what_is_only_planned_with_is_warned_of_beside_a_plan(options, named, caplog):
     """History: it was ignored without a word."""
     assert make_plan(PLAN, **options) is PLAN
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (named is not None)
-    assert all(f"so that {named} it changes nothing" in message for message in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (named is not None)
+    assert all(f"so that {named} it changes nothing" in message for message in messages)
 
 
 def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
@@ -327,7 +327,7 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [
         (
             nn.Sequential(*MODULE[:2]),
@@ -339,11 +339,11 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
         ),
     ],
 )
-def test_a_profile_of_another_module_is_refused_by_its_own_name(module, told):
+def test_a_profile_of_another_module_is_refused_by_its_own_name(module, message):
     """History: the plan made from it was refused instead, and `strategy.plan` blamed, which nobody had set."""
     subject = SimpleNamespace(module=module, graph=graph_of(module))
     profile = estimate_profile(MODULE, GRAPH)
-    with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{told}"):
+    with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{message}"):
         _profile(subject, profile, None)
     assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) is profile
 

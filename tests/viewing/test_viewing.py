@@ -179,9 +179,9 @@ def test_no_advice_is_to_have_none_of_something():
     profile = equal_profile(8)
     options = PlanOptions(16, num_stages=1, num_microbatches=2, data_parallel=2)
     plan = find_plan(profile, Cluster(2), options)
-    told = [change.description for change in explain(plan, profile, Cluster(4)).changes]
-    assert told
-    assert not any(words.startswith("0 ") for words in told)
+    advice = [change.description for change in explain(plan, profile, Cluster(4)).changes]
+    assert advice
+    assert not any(words.startswith("0 ") for words in advice)
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_the_readers_of_an_encoding_move_with_the_layers():
     assert readers == [["layer1", name, name, "layer7"], ["layer2"], ["layer4"]]
 
 
-def test_data_parallelism_is_told_beside_interleaved_stages():
+def test_data_parallelism_is_advised_next_to_interleaved_stages():
     """History: it was to be interleaved as well, which cannot be, and so it was left out."""
     changes = changes_of("auto", num_stages=8, num_microbatches=4, schedule="interleaved")
     assert changes["no pipeline"] == 8 * 24 + 47

@@ -242,7 +242,7 @@ class Drawing(diffusers.DDIMScheduler):
 
 
 @pytest.mark.slow
-def test_bands_that_drew_other_noise_are_told_by_whom(tiny_models):
+def test_bands_that_drew_other_noise_are_named(tiny_models):
     """History: a bare AssertionError, when all was done."""
     scheduler = Drawing()
     scheduler.set_timesteps(3)
