@@ -32,7 +32,7 @@ from lightning_diffpipe.planning.memory import (
     rank_bytes,
 )
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Cut, Stage, even_cuts
+from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
 from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
@@ -83,7 +83,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PlacedSchedule:
     """What proposals share that differ only in where they cut, and in when their frozen work is done."""
 
     spec: ScheduleSpec
@@ -131,7 +131,7 @@ class Pipeline:
 
     @property
     def peaks(self) -> tuple[dict[int, Waiting], ...]:
-        """Of all ranks."""
+        """By rank; see `peak`."""
         return tuple(map(self.peak, range(self.placement.num_ranks)))
 
     def outline(self, starts: tuple[int, ...]) -> Outline:
@@ -145,7 +145,7 @@ class Pipeline:
 class Frame:
     """What proposals share that differ only in where they cut."""
 
-    pipeline: Pipeline
+    pipeline: PlacedSchedule
     parts: tuple[EncodePart, ...]
     loads: tuple[FrozenLoad, ...]
     need_bytes: dict[tuple[int, tuple[LayerRun, ...]], int] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Evaluator:
 
     model: CostModel
     options: PlanOptions
-    _pipelines: dict[_Key, Pipeline] = field(default_factory=dict)
+    _pipelines: dict[_Key, PlacedSchedule] = field(default_factory=dict)
     _frames: dict[_Key, Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
 
@@ -236,7 +236,7 @@ class Evaluator:
             if key not in self._pipelines:
                 links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
                 spec = shape.spec.in_time(ticks)
-                self._pipelines[key] = Pipeline(spec, base, placement, shape.sizes, links)
+                self._pipelines[key] = PlacedSchedule(spec, base, placement, shape.sizes, links)
             pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
             loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
@@ -418,7 +418,7 @@ class Evaluator:
         sent = {"sent_bytes": samples * sum(apart)}
         if shape.spec.place and not shape.spec.opposite:
             work = model.work_s(0, shape.sizes)
-            firsts = even_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
+            firsts = minimax_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
             runs = [LayerRun(0, 0, first) for first in firsts[1:]]
             sent["chain_sent_bytes"] = samples * round(
                 sum(model.boundary_bytes(r, 1) for r in runs)
@@ -493,7 +493,9 @@ class Evaluator:
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         placement, size = self.frame(proposal).pipeline.placement, proposal.shape.num_stages
-        backbone, named = self.model.profile.backbones[0], self._named(proposal)
+        # Ranks are named where they are not those after the ranks of the stage before.
+        several = placement.num_stages > placement.num_ranks
+        backbone = self.model.profile.backbones[0]
         chains, stages = backbone.chains or ((backbone.name, 0),), list[Stage]()
         for index, run in enumerate(self.runs(proposal)):
             name, start = chains[bisect_right(self.model.starts, run.first) - 1]
@@ -504,19 +506,12 @@ class Evaluator:
                     run.first - start,
                     run.stop - 1 - start,
                     proposal.replicas[index % size],
-                    named[index],
+                    placement.stage_ranks[index] if several else (),
                     index // size,
                     index not in placement.no_grad,
                 )
             )
         return tuple(stages)
-
-    def _named(self, proposal: Proposal) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every stage, where they are not those after the ranks of the stage before."""
-        placement = self.frame(proposal).pipeline.placement
-        if placement.num_stages > placement.num_ranks:
-            return placement.stage_ranks
-        return ((),) * placement.num_stages
 
 
 def preference_s(filled_s: float, unfilled_s: float) -> float:

@@ -47,6 +47,22 @@ def peak_samples_of(
     return {stage: Waiting(most_samples[stage], most_microbatches[stage]) for stage in stages}
 
 
+class StageLoad(NamedTuple):
+    """What a rank with one stage has to do with frozen work, wherever the stage is cut.
+
+    Attributes:
+        read: Samples whose encodings it reads.
+        beside: Bytes of encodings that it makes while it holds activations.
+        made: Bytes of encodings that it makes.
+        working: Bytes on which a frozen layer runs.
+    """
+
+    read: int = 0
+    beside: float = 0.0
+    made: float = 0.0
+    working: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenLoad:
     """What one rank has to do with frozen work, in samples; what it costs depends on the cuts.
@@ -79,14 +95,10 @@ class FrozenLoad:
         exchanged = read + max(read, self.made * others)
         return read + (made + working if self.beside else 0), made + max(working, exchanged)
 
-    def beside_bytes(self, model: CostModel, stage: int) -> tuple[int, float]:
-        """Samples of which a stage reads encodings, and bytes of those made while it holds activations."""
-        working = self.working * model.working_bytes_per_sample
-        return self.read[stage], self._made_bytes(model) + working if self.beside else 0.0
-
-    def alone_bytes(self, model: CostModel) -> tuple[float, float]:
-        """Bytes of the encodings made, and of what a frozen layer works on, while there are no activations."""
-        return self._made_bytes(model), self.working * model.working_bytes_per_sample
+    def of_stage(self, model: CostModel, stage: int) -> StageLoad:
+        """The load of a rank that holds one stage."""
+        made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
+        return StageLoad(self.read[stage], made + working if self.beside else 0.0, made, working)
 
     def _made_bytes(self, model: CostModel) -> float:
         return self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)

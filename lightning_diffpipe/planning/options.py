@@ -13,17 +13,8 @@ from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 Auto = Literal["auto"]
 
-PARTITIONS = (
-    "auto",
-    "diffusionpipe",
-    "diffusionpipe_exact",
-    "pipedream",
-    "pipedream_code",
-    "minimax",
-    "uniform",
-    "parameters",
-)
-PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "diffusionpipe_exact", "pipedream", "pipedream_code")
+PARTITIONS = ("auto", "diffusionpipe", "pipedream", "minimax", "uniform", "parameters")
+PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
 """Those that share the ranks among the stages as well; so every rank holds one stage."""
 
 FILLINGS = ("none", "shares", "auto")

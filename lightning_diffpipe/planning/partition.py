@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.planning.codec import Node, read_fields, stored
@@ -120,13 +121,6 @@ class Partition:
     slowest_s: float
     sync_s: float
     cuts: tuple[Cut, ...]
-
-    def stages(self, backbone: str) -> tuple[Stage, ...]:
-        """The stages by name."""
-        return tuple(
-            Stage(index, backbone, first, stop - 1, replicas)
-            for index, (first, stop, replicas) in enumerate(self.cuts)
-        )
 
 
 def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
@@ -223,8 +217,8 @@ def _pareto(
     return tuple(kept)
 
 
-def even_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """As `minimax_cuts`, and much faster for many stages, but only exact to a millionth.
+def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts a chain so that the slowest stage is as fast as possible. Exact, to rounding.
 
     Args:
         times: Time of every layer.
@@ -237,34 +231,76 @@ def even_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
         PartitionError: More stages than layers.
 
     Example:
-        >>> even_cuts([1, 1, 1, 3, 1, 1], num_stages=3)
+        >>> minimax_cuts([1, 1, 1, 3, 1, 1], num_stages=3)
         (0, 3, 4)
     """
     check_partition(len(times), num_stages, num_stages)
-    low, high = sum(times) / num_stages, float(sum(times))
-    best = _firsts_within(times, num_stages, high)
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        firsts = _firsts_within(times, num_stages, middle)
-        low, high, best = (middle, high, best) if firsts is None else (low, middle, firsts)
-    assert best is not None
-    return best
+    ends = [0.0, *accumulate(times)]
+
+    def within(limit: float) -> tuple[int, ...] | None:
+        return greedy_cuts(
+            len(times), num_stages, lambda _, first: bisect_right(ends, ends[first] + limit) - 1
+        )
+
+    found = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
+    assert found is not None
+    return found[1][:-1]
 
 
-def _firsts_within(times: Sequence[float], num_stages: int, limit: float) -> tuple[int, ...] | None:
-    """Every stage as long as the limit allows, and no longer than leaves a layer for each later one."""
-    firsts, spent = [0], 0.0
-    for layer, time in enumerate(times):
-        missing = num_stages - len(firsts)
-        if layer and (spent + time > limit or len(times) - layer == missing):
-            if not missing:
-                return None
-            firsts.append(layer)
-            spent = 0.0
-        if time > limit:
+def greedy_cuts(
+    num_layers: int, num_stages: int, reach: Callable[[int, int], int]
+) -> tuple[int, ...] | None:
+    """Cuts a chain where every stage is as long as it may be.
+
+    Args:
+        num_layers: Layers of the chain.
+        num_stages: Number of non-empty stages.
+        reach: One past the last layer that a stage may hold, given its number and its first layer; no less for a
+            later first layer.
+
+    Returns:
+        The first layer of every stage and the number of layers. None if there is no way; where a layer is too
+        much for one stage and not for a later one, a way that is not within the limits may be returned instead.
+    """
+    stops, first = list[int](), 0
+    for stage in range(num_stages):
+        first = max(first, min(reach(stage, first), num_layers - (num_stages - stage - 1)))
+        if first <= stage:
             return None
-        spent += time
-    return tuple(firsts)
+        stops.append(first)
+    if first < num_layers:
+        return None
+    for stage in reversed(range(num_stages - 1)):  # those that hold nothing take a layer before
+        stops[stage] = min(stops[stage], stops[stage + 1] - 1)
+    return (0, *stops)
+
+
+_T = TypeVar("_T")
+
+
+def least_limit(
+    within: Callable[[float], _T | None], low: float, high: float, precision: float
+) -> tuple[float, _T] | None:
+    """The least limit for which there is a way, found by bisection.
+
+    Args:
+        within: A way within a limit, or None.
+        low: No way is within less.
+        high: The most that may be.
+        precision: Of the limit, relative.
+
+    Returns:
+        A limit below which there is no way, and a way little above it; None if there is none within `high`.
+    """
+    if (best := within(high)) is None:
+        return None
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        if (found := within(middle)) is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return low, best
 
 
 def nested_cuts(
@@ -319,72 +355,37 @@ def nested_cuts(
     return (0, *sorted({*edges, turn}))
 
 
-def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cuts a chain so that the slowest stage is as fast as possible. Exact.
-
-    Args:
-        times: Time of every layer.
-        num_stages: Number of non-empty stages.
-
-    Returns:
-        The first layer of every stage.
-
-    Raises:
-        PartitionError: More stages than layers.
-
-    Example:
-        >>> minimax_cuts([1, 1, 1, 3, 1, 1], num_stages=3)
-        (0, 3, 4)
-    """
-    check_partition(len(times), num_stages, num_stages)
-    sums = [0.0, *accumulate(times)]
-    edges = best_chain(
-        len(times),
-        num_stages,
-        lambda stage, first, stops: ((s, sums[s] - sums[first]) for s in stops),
-    )
-    assert edges is not None
-    return edges[:-1]
-
-
 def best_chain(
-    num_layers: int, num_stages: int, values: StageValues, below: float = math.inf
-) -> tuple[int, ...] | None:
+    num_layers: int, replicas: Sequence[int], values: StageValues, below: float = math.inf
+) -> tuple[Cut, ...] | None:
     """Cuts a chain so that the dearest stage is as cheap as possible, whatever stages cost. Exact.
 
     Args:
         num_layers: Layers of the chain.
-        num_stages: Number of non-empty stages.
+        replicas: Ranks of every stage.
         values: What a stage costs; a stop that it leaves out is not possible.
         below: Only stages that cost less are of interest; saves time.
 
     Returns:
-        The first layer of every stage and the number of layers; None if there is no such way.
+        The stages; None if there is no such way.
 
     Example:
         >>> times = [1, 1, 1, 3, 1, 1]
-        >>> best_chain(6, 3, lambda stage, first, stops: [(s, sum(times[first:s])) for s in stops])
-        (0, 3, 4, 6)
+        >>> best_chain(6, (1, 1, 1), lambda stage, first, stops: [(s, sum(times[first:s])) for s in stops])
+        ((0, 3, 1), (3, 4, 1), (4, 6, 1))
     """
-    best, came_from = {0: -math.inf}, list[dict[int, int]]()
-    for stage in range(num_stages):
-        later = num_stages - stage - 1
-        reached: dict[int, float] = {}
-        origin: dict[int, int] = {}
-        for first, before in best.items():
+    best: dict[int, tuple[float, tuple[Cut, ...]]] = {0: (-math.inf, ())}
+    for stage, r in enumerate(replicas):
+        later = len(replicas) - stage - 1
+        reached: dict[int, tuple[float, tuple[Cut, ...]]] = {}
+        for first, (before, cuts) in best.items():
             stops = range(first + 1 if later else num_layers, num_layers - later + 1)
             for stop, value in values(stage, first, stops):
                 dearest = max(before, value)
-                if dearest < below and dearest < reached.get(stop, math.inf):
-                    reached[stop], origin[stop] = dearest, first
+                if dearest < below and (stop not in reached or dearest < reached[stop][0]):
+                    reached[stop] = dearest, (*cuts, (first, stop, r))
         best = reached
-        came_from.append(origin)
-    if num_layers not in best:
-        return None
-    edges = [num_layers]
-    for origin in reversed(came_from):
-        edges.append(origin[edges[-1]])
-    return tuple(reversed(edges))
+    return best[num_layers][1] if num_layers in best else None
 
 
 _FIRST_SLACK = 0.02
@@ -412,7 +413,7 @@ def chain_cuts(
     chains = list(pairwise((*starts, len(weights))))
     for (first, stop), other in zip(chains[::2], [*chains[1::2], None], strict=False):
         if other is None:
-            firsts += [first + cut for cut in even_cuts(weights[first:stop], num_ranks)]
+            firsts += [first + cut for cut in minimax_cuts(weights[first:stop], num_ranks)]
             continue
         down, up = opposite_cuts(weights[first:stop], weights[slice(*other)], num_ranks, slack)
         firsts += [first + cut for cut in down] + [other[0] + cut for cut in up]

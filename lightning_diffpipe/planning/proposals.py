@@ -1,19 +1,8 @@
-"""What the search tries: numbers of pipelines, microbatches and stages, and ways to cut.
-
-PipeDream's partitioner is here twice: as published, and as its code does it. Both cut a chain over workers so that
-the slowest of stages and links is as fast as possible; they know neither microbatches nor a flush, since PipeDream
-has none. They disagree about what a replicated stage costs: the paper takes the longer of computing and summing
-gradients, the code takes both; and the code looks at links only with a flag
-(`--activation_compression_ratio`).
-
-Sources:
-    PipeDream, Harlap et al. (2018), https://arxiv.org/abs/1806.03377: the recurrence.
-    `optimizer/optimizer_graph_hierarchical.py` of https://github.com/msr-fiddle/pipedream: the code's.
-"""
+"""What the search tries: numbers of pipelines, microbatches and stages, and ways to cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from math import comb, isqrt, prod
@@ -24,7 +13,6 @@ from lightning_diffpipe.planning.filling import split_evenly
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import (
     Cut,
-    Partition,
     chain_cuts,
     check_partition,
     minimax_cuts,
@@ -138,6 +126,7 @@ def _chained_shapes(
 def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
     """Several stages on each rank, no replicas."""
     wanted, num_layers = options.num_stages, model.num_layers()
+    chains = [b - a for a, b in pairwise((*model.starts, num_layers))]  # lengths
     replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
     if replicas:
         wanted = len(replicas)
@@ -146,25 +135,21 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
     for num_pipelines in _pipelines_possible(model, options):
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
-        several = (len(model.starts),) if spec.opposite else spec.stages_per_rank
+        several = (len(chains),) if spec.opposite else spec.stages_per_rank
         counts = [v * num_ranks for v in several] if wanted == "auto" else [wanted]
         for num_stages in counts:
-            if num_stages > num_layers or not cuttable(model, num_stages // num_ranks, num_ranks):
+            if num_stages > num_layers:
                 continue
+            if len(chains) > 1 and (
+                num_stages != len(chains) * num_ranks or num_ranks > min(chains)
+            ):
+                continue  # Chains that run apart have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and spec.can_place(
                     num_stages, num_ranks, num_microbatches
                 ):
                     sizes = split_evenly(samples, num_microbatches)
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, spec.name)
-
-
-def cuttable(model: CostModel, stages_per_rank: int, num_ranks: int) -> bool:
-    """Whether chains that run apart can have one stage on every rank."""
-    if len(model.starts) == 1:
-        return True
-    shortest = min(stop - first for first, stop in pairwise((*model.starts, model.num_layers())))
-    return stages_per_rank == len(model.starts) and num_ranks <= shortest
 
 
 def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> ConfigurationError:
@@ -339,13 +324,16 @@ def baseline_cuts(
 
     `uniform` (equal numbers of layers), `parameters` (equal parameter bytes) and `minimax` (the slowest
     stage as fast as possible) say nothing of replicas: all ways to share the ranks are proposed.
-    `diffusionpipe` proposes the Pareto front of its recurrences, `diffusionpipe_exact` the same with the
-    time that really hides a synchronisation, `pipedream` and `pipedream_code` the one cut of theirs; all
-    of these choose the replicas as well, and propose nothing if others are asked for.
+    `diffusionpipe` proposes the Pareto front of its recurrences, `pipedream` the one cut of its own; both choose
+    the replicas as well, and propose nothing if others are asked for.
     """
     if options.partition in PARTITIONS_WITH_REPLICAS:
         wanted = set(replicas_of(options, shape)) if options.num_replicas != "auto" else None
-        for cuts in _cuts_with_replicas(model, options.partition, shape):
+        if options.partition == "diffusionpipe":
+            found = diffusionpipe_cuts(model, shape)
+        else:
+            found = pipedream_cuts(model, shape.num_ranks, shape.sizes[0], shape.num_stages)
+        for cuts in found:
             if wanted is None or tuple(replicas for _, _, replicas in cuts) in wanted:
                 yield cuts
         return
@@ -364,32 +352,11 @@ def baseline_cuts(
         yield tuple(zip(firsts, (*firsts[1:], len(layers)), replicas, strict=True))
 
 
-def _cuts_with_replicas(
-    model: CostModel, partition: str, shape: Shape
-) -> Iterator[tuple[Cut, ...]]:
-    """What the rules propose that choose the replicas as well."""
-    if partition in ("diffusionpipe", "diffusionpipe_exact"):
-        yield from diffusionpipe_cuts(model, shape, partition == "diffusionpipe_exact")
-        return
-    rule = pipedream_published if partition == "pipedream" else pipedream_code
-    found = rule(model, shape.num_ranks, shape.sizes[0], shape.num_stages)
-    if found is not None:
-        yield found.cuts
-
-
-def diffusionpipe_cuts(
-    model: CostModel, shape: Shape, exact: bool = False
-) -> Iterator[tuple[Cut, ...]]:
+def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ...]]:
     """The front of (W, Y), DiffusionPipe's recurrences.
 
     Differs from the paper in one point: a microbatch is not split over the replicas of a stage but the
     replicas take turns, so that a stage of `r` replicas takes `1 / r` of its time.
-
-    Args:
-        model: The cost model.
-        shape: Everything but the cuts.
-        exact: As printed, a stage's own last backward hides its synchronisation. In truth the last
-            backwards of all stages before it do so as well, since it is done before them.
     """
     size, num_layers = shape.sizes[0], model.num_layers()
 
@@ -402,90 +369,42 @@ def diffusionpipe_cuts(
             link_s = 2 * model.cluster.p2p.seconds(model.boundary_bytes(run, size))
         group = replicas * shape.num_pipelines
         sync_s = model.cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), group)
-        hidden_s = model.backward_s(LayerRun(0, 0, stop), size) if exact else backward_s
-        return max(busy_s / replicas, link_s), max(sync_s - hidden_s, 0.0)
+        return max(busy_s / replicas, link_s), max(sync_s - backward_s, 0.0)
 
     fronts = partition_fronts(num_layers, shape.num_ranks, shape.num_stages, stage_cost)
     for partition in fronts.get((shape.num_stages, shape.num_ranks), ()):
         yield partition.cuts
 
 
-def pipedream_published(
-    model: CostModel, num_ranks: int, samples: float, num_stages: int | None = None
-) -> Partition | None:
-    """The recurrence of the paper.
+def pipedream_cuts(
+    model: CostModel, num_ranks: int, samples: float, num_stages: int
+) -> Iterator[tuple[Cut, ...]]:
+    """The one cut of PipeDream's recurrence, with the number of stages as one more index.
 
         T(i..j, m) = 1/m max(sum of T_l, sum of W_l)
         A(j, m)    = min over i, m' of max(A(i, m - m'), 2 C_i, T(i+1..j, m'))
+
+    It makes the slowest of stages and links as fast as possible, and knows neither microbatches nor a flush. The
+    published code differs: it adds the time of the sums to that of a stage, and looks at links only with a flag.
 
     Args:
         model: The cost model. Replicas of a stage sum their gradients after every batch.
         num_ranks: Workers, all of which are used.
         samples: Samples of a batch.
-        num_stages: Keep to so many stages; None leaves it to the recurrence, as PipeDream does.
+        num_stages: Stages of the cut.
+
+    Source:
+        PipeDream, Harlap et al. (2018), https://arxiv.org/abs/1806.03377
     """
-    link = model.cluster.all_reduce
+    cluster, num_layers = model.cluster, model.num_layers()
 
-    def stage_s(first: int, stop: int, replicas: int) -> float:
-        run = LayerRun(0, first, stop)
+    def stage_cost(first: int, stop: int, replicas: int) -> tuple[float, float]:
+        run, before = LayerRun(0, first, stop), LayerRun(0, 0, first)
         compute_s = model.forward_s(run, samples) + model.backward_s(run, samples)
-        sync_s = link.all_reduce_s(model.gradient_bytes(run), replicas)
-        return max(compute_s, sync_s) / replicas
+        sync_s = cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), replicas)
+        link_s = 2 * cluster.p2p.seconds(model.boundary_bytes(before, samples)) if first else 0.0
+        return max(compute_s / replicas, sync_s / replicas, link_s), 0.0
 
-    return _recurrence(model, num_ranks, samples, stage_s, links=True, num_stages=num_stages)
-
-
-def pipedream_code(
-    model: CostModel,
-    num_ranks: int,
-    samples: float,
-    num_stages: int | None = None,
-    *,
-    links: bool = False,
-) -> Partition | None:
-    """What the published code computes, on one level of bandwidth.
-
-    Args:
-        model: The cost model.
-        num_ranks: Workers, all of which are used.
-        samples: Samples of a batch.
-        num_stages: Keep to so many stages.
-        links: Whether links count: the code's `--activation_compression_ratio 1`.
-    """
-    bandwidth = model.cluster.all_reduce.bandwidth_bytes_per_s
-
-    def stage_s(first: int, stop: int, replicas: int) -> float:
-        run = LayerRun(0, first, stop)
-        compute_s = model.forward_s(run, samples) + model.backward_s(run, samples)
-        passed = 4 * (replicas - 1) * model.parameter_bytes(run) / replicas
-        return (compute_s + passed / bandwidth) / replicas
-
-    return _recurrence(model, num_ranks, samples, stage_s, links=links, num_stages=num_stages)
-
-
-def _recurrence(
-    model: CostModel,
-    num_ranks: int,
-    samples: float,
-    stage_s: Callable[[int, int, int], float],
-    *,
-    links: bool,
-    num_stages: int | None,
-) -> Partition | None:
-    """A(j, m), with the number of stages as one more index so that it can be prescribed; nothing is hidden here."""
-    num_layers = model.num_layers()
-
-    def stage_and_link_s(first: int, stop: int, replicas: int) -> tuple[float, float]:
-        link_s = 0.0
-        if links and first:
-            link_s = 2 * model.cluster.p2p.seconds(
-                model.boundary_bytes(LayerRun(0, 0, first), samples)
-            )
-        return max(link_s, stage_s(first, stop, replicas)), 0.0
-
-    most = min(num_stages or num_layers, num_ranks, num_layers)
-    fronts = partition_fronts(num_layers, num_ranks, most, stage_and_link_s)
-    found = {s: front[0] for (s, ranks), front in fronts.items() if ranks == num_ranks and front}
-    if num_stages is not None:
-        return found.get(num_stages)
-    return min(found.values(), key=lambda partition: partition.slowest_s)
+    fronts = partition_fronts(num_layers, num_ranks, num_stages, stage_cost)
+    for partition in fronts.get((num_stages, num_ranks), ())[:1]:
+        yield partition.cuts

@@ -27,7 +27,7 @@ from lightning_diffpipe.planning.evaluation import (
     preference_s,
 )
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
-from lightning_diffpipe.planning.partition import Cut, chain_cuts, even_cuts, nested_cuts
+from lightning_diffpipe.planning.partition import Cut, chain_cuts, minimax_cuts, nested_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile, joined
 from lightning_diffpipe.planning.proposals import (
@@ -45,11 +45,8 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 MOST_CUTS_TRIED = 500
 """Up to so many ways to cut a shape, all are considered."""
 
-MOST_CLIMBS = 2
+MOST_CLIMBS = 1
 """Of a shape with more ways to cut, so many ways to share the ranks are improved layer by layer."""
-
-WORTHWHILE = 0.002
-"""... and only where its bound promises to be this much better than the best step found so far."""
 
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
@@ -241,21 +238,16 @@ class Search:
             not self.evaluator.fills,
             shape.placement() if shape.spec.place else None,
             shape.spec.splits_backward,
-            shape.spec.warmup_depth,
         )
 
-    def least_s(self, bounds: Bounds, cuts: tuple[Cut, ...]) -> float:
-        """What `Evaluator.step_s` gives at least for a cut."""
-        return self._least_s(bounds, bounds.pipeline_s(cuts))
-
-    def _least_s(self, bounds: Bounds, pipeline_s: float) -> float:
-        """... and for all cuts whose pipeline alone takes at least so long."""
+    def least_s(self, bounds: Bounds, pipeline_s: float) -> float:
+        """What `Evaluator.step_s` gives at least for all cuts whose pipeline alone takes at least so long."""
         if not self.evaluator.fills:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
     def _most_s(self, bounds: Bounds) -> float:
-        """What a pipeline alone may take at most to be better than the best so far: `_least_s` turned round."""
+        """What a pipeline alone may take at most to be better than the best so far: `least_s` turned round."""
         if not self.evaluator.fills:
             return self.best_s
         left_s = self.best_s - bounds.all_work_s
@@ -278,7 +270,7 @@ class Search:
     def try_shape(self, shape: Shape) -> None:
         """Improves `best` if some way to cut this shape does."""
         bounds = self.bounds(shape)
-        may_be_better = self._is_better(self._least_s(bounds, bounds.all_work_s))
+        may_be_better = self._is_better(self.least_s(bounds, bounds.work_s))
         limit = self.model.cluster.memory_bytes
         if not may_be_better or (limit is not None and self.least_bytes(shape) > limit):
             return
@@ -314,14 +306,14 @@ class Search:
     ) -> Iterator[tuple[Cut, ...]]:
         """Cuts in the order of a bound, without those that cannot be better than the best so far."""
         for bound_s, cut in sorted((bounds.cuts_s(cut), cut) for cut in cuts):
-            if self._is_better(bound_s) and self._is_better(self.least_s(bounds, cut)):
+            if self._is_better(self.least_s(bounds, bound_s)):
                 yield cut
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
         starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
-            if bound_s >= self.best_s * (1 - WORTHWHILE) or self._is_done_with(shape):
+            if not self._is_better(bound_s) or self._is_done_with(shape):
                 break
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
@@ -340,7 +332,7 @@ class Search:
             bound_s: What the pipeline takes at least, however layers are moved.
             start: Cuts that are fast; where they do not fit, the fastest that do are returned.
         """
-        if not self._is_better(self._least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
+        if not self._is_better(self.least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
             return None
         if self.evaluator.fits(start):
             return start
@@ -352,26 +344,22 @@ class Search:
                 return None
         # A move of layers changes two stages: it does not help where more ranks than theirs are too full.
         most_helped = 2 * max(start.replicas)
-        too_full = list(islice(self.evaluator.too_full(start), most_helped + 1))
-        if not too_full or len(too_full) > most_helped:
-            return None if too_full else start
-        starts = self.model.starts
-        nearby = (Proposal(start.shape, cuts) for cuts in _neighbours(start.cuts, starts))
-        return start if any(map(self.evaluator.fits, nearby)) else None
+        too_full = islice(self.evaluator.too_full(start), most_helped + 1)
+        return start if len(list(too_full)) <= most_helped else None
 
     def _is_hopeless(self, bounds: Bounds, start: Proposal) -> bool:
         """Whether cuts are so slow that moving layers gains less."""
-        return self.least_s(bounds, start.cuts) >= HOPELESS * self.best_s
+        return self.least_s(bounds, bounds.cuts_s(start.cuts)) >= HOPELESS * self.best_s
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
-        limit_s = self._most_s(bounds) * (1 - WORTHWHILE)
+        limit_s = self._most_s(bounds)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)
                 if found is not None:
                     yield found
-        elif (least_s := bounds.frozen_s + bounds.all_work_s) < limit_s:
+        elif (least_s := bounds.frozen_s + bounds.work_s) < limit_s:
             work_s = self._work_s(shape)
             starts = [self.even_cuts(work, shape) for work in (work_s, self.resident_bytes(shape))]
             if shape.spec.opposite:
@@ -392,7 +380,7 @@ class Search:
         """The first layer of every stage where no stage, or no rank of chains that run apart, has much more."""
         if shape.spec.opposite:
             return chain_cuts(weights, self.model.starts, shape.num_ranks, slack)
-        return even_cuts(weights, shape.num_stages)
+        return minimax_cuts(weights, shape.num_stages)
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Seconds of every layer for a microbatch."""
@@ -442,7 +430,7 @@ class Search:
             improved = False
             for moved in _neighbours(cuts, self.model.starts):
                 proposal = Proposal(shape, moved)
-                hopeless = self.least_s(bounds, moved) >= max(current_s, self.best_s)
+                hopeless = self.least_s(bounds, bounds.cuts_s(moved)) >= max(current_s, self.best_s)
                 if hopeless or self.is_over or not self.evaluator.fits(proposal):
                     continue  # Either takes far less time than a simulation.
                 step_s = self._try(proposal)

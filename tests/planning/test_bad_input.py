@@ -568,7 +568,7 @@ def test_replicas_that_a_rule_chooses_may_be_those_asked_for():
     assert plan.options.num_replicas == (1, 3)
 
 
-@pytest.mark.parametrize("partition", ["diffusionpipe", "pipedream", "pipedream_code"])
+@pytest.mark.parametrize("partition", ["diffusionpipe", "pipedream"])
 def test_rules_that_choose_replicas_do_not_interleave(partition):
     """History: no cut of theirs was found, and that ended in an AssertionError."""
     with pytest.raises(ConfigurationError, match=f"partition={partition} gives every stage ranks"):

@@ -10,15 +10,10 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS, PlanOptions
 from lightning_diffpipe.planning.partition import Stage, minimax_cuts, partition_fronts
-from lightning_diffpipe.planning.proposals import (
-    Shape,
-    diffusionpipe_cuts,
-    pipedream_code,
-    pipedream_published,
-)
+from lightning_diffpipe.planning.proposals import pipedream_cuts
 from lightning_diffpipe.planning.search import find_plan
 
-from .profiles import equal_profile, random_case, random_cluster, random_profile
+from .profiles import random_case, random_cluster, random_profile
 
 
 def every_cut(num_layers, num_stages, num_ranks):
@@ -71,48 +66,26 @@ def test_the_dynamic_program_matches_brute_force(seed):
     assert [p.sync_s for p in front] == sorted((p.sync_s for p in front), reverse=True)
 
 
-def pipedream_case(seed):
+@pytest.mark.parametrize("seed", range(60))
+def test_pipedream_matches_brute_force(seed):
     rng = random.Random(seed)
     L, D = rng.randint(2, 7), rng.randint(1, 4)
-    cluster = random_cluster(rng, D)
-    return CostModel(random_profile(rng, L), cluster), L, D
-
-
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("links", [False, True])
-def test_pipedream_matches_brute_force(seed, links):
-    model, L, D = pipedream_case(seed)
-    rule = pipedream_code if not links else pipedream_published
+    model = CostModel(random_profile(rng, L), random_cluster(rng, D))
 
     def time_of(cut):
         times = []
         for first, stop, r in cut:
             run = LayerRun(0, first, stop)
             compute_s = model.forward_s(run, 4) + model.backward_s(run, 4)
-            if links:
-                sync_s = model.cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), r)
-                times.append(max(compute_s, sync_s) / r)
-                if stop < L:
-                    times.append(2 * model.cluster.p2p.seconds(model.boundary_bytes(run, 4)))
-            else:
-                bandwidth = model.cluster.all_reduce.bandwidth_bytes_per_s
-                passed = 4 * (r - 1) * model.parameter_bytes(run) / r
-                times.append((compute_s + passed / bandwidth) / r)
+            sync_s = model.cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), r)
+            times.append(max(compute_s, sync_s) / r)
+            if stop < L:
+                times.append(2 * model.cluster.p2p.seconds(model.boundary_bytes(run, 4)))
         return max(times)
 
-    best = min(time_of(cut) for S in range(1, min(L, D) + 1) for cut in every_cut(L, S, D))
-    found = rule(model, D, 4)
-    assert found.slowest_s == pytest.approx(best)
-    assert time_of(found.cuts) == pytest.approx(best)
-
-
-def test_the_paper_and_the_code_of_pipedream_disagree():
-    """One adds the time to sum gradients, the other takes the longer of the two."""
-    found = [
-        (pipedream_published(m, D, 4).cuts, pipedream_code(m, D, 4).cuts)
-        for m, _, D in map(pipedream_case, range(60))
-    ]
-    assert any(published != code for published, code in found)
+    for S in range(1, min(L, D) + 1):
+        (found,) = pipedream_cuts(model, D, 4, S)
+        assert time_of(found) == pytest.approx(min(map(time_of, every_cut(L, S, D))))
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -124,17 +97,6 @@ def test_no_baseline_beats_the_search(partition):
         options = PlanOptions(batch, num_microbatches=count, partition=partition)
         other = find_plan(profile, cluster, options)
         assert other.planned.iteration_s >= best.planned.iteration_s * (1 - 1e-9)
-
-
-def test_exact_compensation_lets_later_stages_hold_more_layers():
-    """The backwards of all stages in front hide a late stage's sum, so only the first one's is left."""
-    profile = equal_profile(8, gradient_bytes=10)
-    model = CostModel(profile, Cluster(4, all_reduce=Link(4.0)))
-    shape = Shape(2, 2, 2, (1, 1), "1f1b")
-    printed, exact = (list(diffusionpipe_cuts(model, shape, exact)) for exact in (False, True))
-    even = ((0, 4, 1), (4, 8, 1))
-    assert printed == [even]
-    assert exact == [even, ((0, 3, 1), (3, 8, 1)), ((0, 2, 1), (2, 8, 1))]
 
 
 def test_uniform_and_by_parameters_cut_where_they_say():

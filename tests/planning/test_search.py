@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.schedules import steps as measured_steps
-from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.errors import PlanError, ProfileError
 from lightning_diffpipe.planning import search as search_module
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -32,6 +32,7 @@ from lightning_diffpipe.planning.profile import (
     LayerProfile,
     ModelProfile,
     Seconds,
+    SelfConditioning,
     joined,
     separated,
 )
@@ -268,19 +269,29 @@ def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
     assert unaware.planned.sent_bytes > 3 * plan.planned.sent_bytes
 
 
-def twice(profile):
+def twice(profile, feedback_bytes=0):
     """A profile whose layers are called twice, the first time without gradients."""
-    layers = profile.backbones[0].layers
-    estimate = [
-        replace(
-            layer, backward_s=Seconds.per_sample(0), activation_bytes_per_sample=0, gradient=False
-        )
-        for layer in layers
-    ]
-    again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in layers]
-    passes = ((0, len(layers)), (len(layers), 2 * len(layers)))
-    backbone = BackboneProfile("unet", (*estimate, *again), passes=passes)
-    return ModelProfile("twice", (backbone,))
+    return replace(profile, self_conditioning=SelfConditioning(1.0, feedback_bytes))
+
+
+@pytest.mark.parametrize(("S", "M", "feedback_s"), [(2, 1, 0), (3, 5, 1), (4, 1, 7), (4, 4, 1)])
+def test_a_self_conditioned_step_takes_as_long_as_the_paper_says(S, M, feedback_s):
+    """Notes: max(M f, S f + T_F) + (M + S - 1)(f + b). History: the profile's key was read by nobody."""
+    profile = ModelProfile.from_json(twice(equal_profile(S), feedback_s).to_json())
+    options = PlanOptions(M, S, M, 1, 1)
+    plan = find_plan(profile, Cluster(S, p2p=Link(1.0)), options)
+    assert plan.planned.iteration_s == max(M, S + feedback_s) + (M + S - 1) * 3
+    assert plan.num_passes == 2
+
+
+def test_a_pass_that_some_microbatches_take_is_planned_by_its_share():
+    half = replace(equal_profile(4, 0.3), self_conditioning=SelfConditioning(0.5))
+    plan = find_plan(half, Cluster(2), PlanOptions(8, 2, 4, 1, 1))
+    assert plan.forms == ((0.5, 0), (0.5, 2))
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+    assert str(explain(plan, half, Cluster(2), budget_s=1))
+    with pytest.raises(ProfileError, match=r"self_conditioning of .* is that of one backbone"):
+        replace(half, backbones=(*half.backbones, replace(half.backbones[0], name="other")))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
@@ -289,7 +300,7 @@ def test_passes_are_cut_alike_where_that_is_fastest(seed, schedule):
     """Against all cuts of the layers, each simulated call by call."""
     rng = random.Random(seed)
     once = random_profile(rng, rng.randint(3, 6))
-    profile, cluster = twice(once), random_cluster(rng, 3)
+    profile, cluster = joined(twice(once)), random_cluster(rng, 3)
     options = PlanOptions(6, 3, rng.choice([2, 3, 6]), data_parallel=1, schedule=schedule)
     plan = find_plan(profile, cluster, options)
     size = len(once.backbones[0].layers)
@@ -513,10 +524,10 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
             cuts = tuple(zip((0, *marks), (*marks, num_layers), replicas, strict=True))
             if len(search.model.starts) > 1:
                 cuts = rng.choice(list(islice(all_cuts(search.model, options, shape), 300)))
-            least_s = search.least_s(bounds, cuts)
+            least_s = search.least_s(bounds, bounds.cuts_s(cuts))
             assert least_s <= search.evaluator.step_s(Proposal(shape, cuts)) + 1e-9
             if shape.stages_per_rank == 1:
-                assert bounds.best_cuts(replicas)[0] <= bounds.pipeline_s(cuts) + 1e-9
+                assert bounds.best_cuts(replicas)[0] <= bounds.cuts_s(cuts) + 1e-9
 
 
 def gap_of_filling(seed):

@@ -93,6 +93,8 @@ class _ListScheduling:
         events = [0.0]
         while events:
             self.now = heapq.heappop(events)
+            while events and events[0] == self.now:  # ranks that are done at once are seen at once
+                heapq.heappop(events)
             for rank in ranks:
                 if free_at[rank] > self.now:
                     continue
