@@ -321,7 +321,14 @@ class EncoderProfile:
 
 @dataclass(frozen=True, slots=True)
 class SelfConditioning:
-    """How often a step runs the extra pass without gradients, and what it feeds back."""
+    """An extra pass without gradients before the one that is trained, as DiffusionPipe plans it.
+
+    Measured profiles name the calls of both passes instead; see `BackboneProfile.passes`.
+
+    Attributes:
+        probability: Share of the microbatches that take it.
+        feedback_bytes_per_sample: What it hands to the trained pass.
+    """
 
     probability: float = stored(0.0, maximum=1.0, always=True)
     feedback_bytes_per_sample: int = 0
@@ -354,6 +361,11 @@ class ModelProfile:
         names = [name for name, _ in counts]
         if len(set(names)) < len(names):
             raise ProfileError(f"backbones and encoders need different names; got {names}")
+        if self.self_conditioning.probability and len(self.backbones) > 1:
+            raise ProfileError(
+                f"self_conditioning of profile {self.name!r} is that of one backbone, and there are "
+                f"{len(self.backbones)}; leave it out, and name the calls of both passes as layers"
+            )
         self._check_needs()
 
     def _check_needs(self) -> None:
@@ -398,7 +410,9 @@ class ModelProfile:
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
-    """A profile of one backbone that has the layers of all, one after the other; as it is if there is one.
+    """A profile of one backbone that has the layers of all, one after the other.
+
+    If there is one it stays, but with the calls of both passes where it is conditioned on its own estimate.
 
     Args:
         profile: A profile.
@@ -407,7 +421,7 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
             ones passes all later ones.
     """
     if len(profile.backbones) == 1:
-        return profile
+        return _with_estimate(profile)
     starts = tuple(accumulate((len(b.layers) for b in profile.backbones[:-1]), initial=0))
     layers, skips, passing = [], list[Skip](), 0
     total = sum(len(b.layers) for b in profile.backbones)
@@ -442,6 +456,48 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
         else (),
     )
     return replace(profile, backbones=(whole,))
+
+
+def _with_estimate(profile: ModelProfile) -> ModelProfile:
+    """A profile with the calls of `self_conditioning`: all layers without gradients, then as they are."""
+    (backbone,), share = profile.backbones, profile.self_conditioning.probability
+    if not share or backbone.passes:
+        return profile
+    size, nothing = len(backbone.layers), Seconds.per_sample(0.0)
+    first = [
+        replace(
+            layer,
+            backward_s=nothing,
+            weight_gradient_s=None,
+            activation_bytes_per_sample=0,
+            activation_bytes_per_microbatch=0,
+            gradient=False,
+        )
+        for layer in backbone.layers
+    ]
+    feedback = profile.self_conditioning.feedback_bytes_per_sample
+    first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback)
+    again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
+
+    def in_both(readers: Sequence[int]) -> tuple[int, ...]:
+        return (*readers, *(size + reader for reader in readers))
+
+    both = replace(
+        backbone,
+        layers=(*first, *again),
+        skips=tuple(
+            replace(skip, made=start + skip.made, readers=tuple([start + r for r in skip.readers]))
+            for skip in backbone.skips
+            for start in (0, size)
+        ),
+        passes=((0, size), (size, 2 * size)),
+        seen=FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen(),
+    )
+    encoders = tuple(
+        replace(e, results=tuple(replace(r, readers=in_both(r.readers)) for r in e.results))
+        for e in profile.encoders
+    )
+    return replace(profile, backbones=(both,), encoders=encoders)
 
 
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:

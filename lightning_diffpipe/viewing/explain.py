@@ -148,9 +148,9 @@ def explain(
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
     """Returns the plan's own stages with these costs; the plan itself where they promise the same step."""
+    profile = joined(profile, apart=plan.num_backbones > 1)
     _check_layers(plan, profile)
     own = replace(cluster, num_ranks=plan.num_ranks)
-    profile = joined(profile, apart=plan.num_backbones > 1)
     model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
     stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
     start, units = (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
