@@ -106,16 +106,14 @@ class BatchLayout:
         self,
         batch: Any,
         batch_index: int,
-        accumulate: int = 1,
         arguments: tuple[Any, ...] = (),
         groups: Callable[[int], tuple[int, ...]] | None = None,
     ) -> StepWork:
-        """Cuts a batch into microbatches and adds communication to the schedule; runs nothing.
+        """Cuts a batch into microbatches and adds communication to the schedule; asks no rank and runs nothing.
 
         Args:
             batch: This pipeline's batch, on this rank's device.
             batch_index: Number of the batch since training began; seeds its random numbers.
-            accumulate: Batches whose gradients are averaged before an optimizer step.
             arguments: Further arguments of the step.
             groups: If its frozen layers are to run in bubbles of batches before: how so many groups are
                 shared over the ranks.
@@ -123,8 +121,11 @@ class BatchLayout:
         sizes = microbatch_sizes(
             num_samples(batch, self.steps.form), self.schedule.num_microbatches
         )
-        works = self._works(batch, sizes, batch_index, accumulate, arguments)
-        splits = self._splits_frozen(works)
+        works = self._works(batch, sizes, batch_index, arguments)
+        views = [work.partitioned.frozen_view for work in works]
+        splits: bool | None = None  # there is no frozen work
+        if any(view is not None for view in views):
+            splits = all(view is not None and view.is_splittable for view in views)
         mesh, num_ranks = self.mesh, self.schedule.num_ranks
         group_size = (self._group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
@@ -151,15 +152,28 @@ class BatchLayout:
             for work in step.works
         )
 
+    def weigh(self, works: Sequence[MicrobatchWork], accumulate: int = 1) -> None:
+        """Gives the losses of a batch their weights, so that all samples of all pipelines weigh the same.
+
+        A collective call of all pipelines, once for each batch that is trained on; how often batches are laid out
+        is each pipeline's own.
+
+        Args:
+            works: The microbatches of the batch.
+            accumulate: Batches whose gradients are averaged before an optimizer step.
+        """
+        total = self.mesh.summed_over_pipelines(sum(work.num_samples for work in works))
+        for work in works:
+            share = 1 if work.partitioned.graph.weighted else work.num_samples / total
+            work.loss_scale = share / accumulate
+
     def _works(
         self,
         batch: Any,
         sizes: tuple[int, ...],
         batch_index: int,
-        accumulate: int,
         arguments: tuple[Any, ...],
     ) -> list[MicrobatchWork]:
-        total = self.mesh.summed_over_pipelines(sum(sizes))  # every sample weighs the same
         microbatches = split(batch, sizes, self.steps.form)
         indices = range(len(microbatches))
         seeds = [microbatch_seed(self._seed, self.mesh.pipeline, batch_index, i) for i in indices]
@@ -173,8 +187,6 @@ class BatchLayout:
                     index=index,
                     call=StepCall(self._step, self._root, microbatch, arguments, written),
                     seed=seed,
-                    loss_scale=(1 if cut_step.graph.weighted else sizes[index] / total)
-                    / accumulate,
                     partitioned=cut_step,
                     num_samples=sizes[index],
                 )
@@ -201,10 +213,3 @@ class BatchLayout:
         lowered = lower(schedule, num_ahead=self.num_ahead(schedule.placement))
         programs = tuple((*program, ShareResults()) for program in lowered.programs)
         return replace(lowered, programs=programs), parts
-
-    def _splits_frozen(self, works: Sequence[MicrobatchWork]) -> bool | None:
-        """Returns whether frozen work can be split by samples; `None` if there is none."""
-        views = [work.partitioned.frozen_view for work in works]
-        if all(view is None for view in views):
-            return None
-        return all(view is not None and view.is_splittable for view in views)

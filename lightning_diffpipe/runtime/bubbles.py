@@ -156,10 +156,10 @@ class PreparedBatches:
         if self._prepared[0].batch_index != batch_index:
             self.drop()
             return None
-        if not self._layout.still_takes_its_forms(self._prepared[0].step):
-            self.drop()
-            return None
         prepared = self._prepared.popleft()
+        if not self._layout.still_takes_its_forms(prepared.step):
+            self.filler.drop_first()
+            return None
         self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
         if self._compared[1].is_known:
             self.refuse_other_batch()
@@ -181,18 +181,17 @@ class PreparedBatches:
                 "or in on_after_batch_transfer, or train with filling=none"
             )
 
-    def prepare(self, upcoming: Upcoming, batch_index: int, accumulate: int) -> None:
+    def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
         """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
 
         Args:
             upcoming: Equally many on all ranks.
             batch_index: Number of the batch that is trained on now.
-            accumulate: Batches whose gradients are averaged before an optimizer step.
         """
         first = batch_index + 1 + len(self._prepared)
         for number, (batch, arguments) in enumerate(upcoming, first):
             counts = partial(self._shares.counts, batch_index=number)
-            step = self._layout.lay_out(batch, number, accumulate, arguments, counts)
+            step = self._layout.lay_out(batch, number, arguments, counts)
             if step.frozen is None:
                 return
             self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
@@ -371,12 +370,16 @@ class Filler:
         self._waits.clear()
         self._times.settle()
 
+    def drop_first(self) -> None:
+        """Gives up the frozen work of the batch that comes first."""
+        work = self._works.popleft()
+        if work.run is not None:
+            work.run.cancel()
+
     def cancel(self) -> None:
         """Gives up all work."""
-        for work in self._works:
-            if work.run is not None:
-                work.run.cancel()
-        self._works.clear()
+        while self._works:
+            self.drop_first()
         self._waits.clear()
 
     def _go_on(self, work: _Work, goes_on: Callable[[str], bool], recording: Recording) -> bool:

@@ -76,7 +76,9 @@ def owners_of_state(
         name = key
         if key not in tensors and isinstance(value, Tensor):
             name = by_memory.get(value.data_ptr(), key)
-            if divided and name == key and _has_nan(value):
+            # Not every operator knows eight bits.
+            seen = value.float() if value.is_floating_point() else value
+            if divided and name == key and bool(seen.isnan().any()):
                 raise CheckpointError(
                     f"{type(module).__name__}.state_dict() gives {key!r}, which is no parameter or buffer of that "
                     "name and none's memory, and holds NaN, as it was computed from weights of other ranks. "
@@ -86,14 +88,6 @@ def owners_of_state(
         if name in owners:
             found[key] = owners[name]
     return found
-
-
-def _has_nan(value: Tensor) -> bool:
-    if not (value.is_floating_point() or value.is_complex()):
-        return False
-    if value.element_size() == 1:  # not every operator knows eight bits
-        value = value.float()
-    return bool(value.isnan().any())
 
 
 def spread(

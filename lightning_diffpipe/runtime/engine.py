@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -163,58 +164,46 @@ class Engine:
                 accumulation window.
             arguments: Further arguments of the step.
             upcoming: Batches, and their arguments, that come after this one and those that were given
-                before; their frozen layers run in bubbles. Give equally many on all ranks.
-            alarm: What this rank wants all ranks of the pipeline to hear of, after the step.
+                before; their frozen layers run in bubbles. Equally many on all ranks of the pipeline.
+            alarm: Whether this rank raises one, which all ranks of the pipeline know after the step.
 
         Raises:
-            ConfigurationError: The batch has fewer samples than there are microbatches, or is another
-                than was given as `upcoming` before; on a GPU the one before it may be.
+            ConfigurationError: The batch is another than was given as `upcoming` before; on a GPU the one
+                before it may be.
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """
         prepared = self._prepared
         step = prepared.take(batch, batch_index) if prepared else None
         if step is None:
-            step = self.layout.lay_out(batch, batch_index, accumulate, arguments)
+            step = self.layout.lay_out(batch, batch_index, arguments)
+        self.layout.weigh(step.works, accumulate)
         if prepared:
-            prepared.prepare(upcoming, batch_index, accumulate)
-        self._follow(step.base)
+            prepared.prepare(upcoming, batch_index)
+        if step.base is not self._followed:  # other messages than in the batch before
+            mesh, self._followed = self.layout.mesh, step.base
+            mesh.connect_edges(messages_of_edge(step.base))
+            confirmed, due = _delivered(step.base, mesh.local_rank), _due(self.layout, step.base)
+            self._transport.follow(step.base.num_stages, confirmed, due)
         weighted = step.works[0].partitioned.graph.weighted
         earlier = self.reducer.take() if weighted else ()
         self._reduces, self._alarm = reduce_gradients or weighted, alarm
+        rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
+        picture = self._picture and partial(self._picture, step.schedule, rank=rank)
         try:
-            run_alone(
-                self.executor, step.program, step.works, step.frozen, prepared.filler if prepared else None,
-                picture=lambda position: self._drawn(step.schedule, position),
-            )  # fmt: skip
+            run_alone(self.executor, step.program, step.works, step.frozen, filler, picture)
         except BaseException:
             self.drop_prepared()
             raise
         self.layout.steps.count()
         loss, weight, logged = self._results.finish()
-        if (
-            weighted
-        ):  # their sum is known only now, and not the same for the next batch of the window
+        if weighted:  # by a sum known only now, another one for each batch of the window
             self.reducer.add_mean(weight, earlier)
         recording = self.executor.recording
         if prepared:
             prepared.observe(step, recording)
         num_samples = sum(work.num_samples for work in step.works)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
-
-    def _follow(self, schedule: Schedule) -> None:
-        """Lets the transport know what batches have to send, where it is not that of the batch before."""
-        if schedule is self._followed:
-            return
-        mesh, self._followed = self.layout.mesh, schedule
-        mesh.connect_edges(messages_of_edge(schedule))
-        confirmed, due = _delivered(schedule, mesh.local_rank), _due(self.layout, schedule)
-        self._transport.follow(schedule.num_stages, confirmed, due)
-
-    def _drawn(self, schedule: Schedule, position: int) -> str:
-        return (
-            self._picture(schedule, position, self.layout.mesh.local_rank) if self._picture else ""
-        )
 
     def close(self) -> None:
         """Frees threads and tensors that outlive a step."""

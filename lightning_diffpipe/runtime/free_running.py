@@ -209,7 +209,7 @@ class FreeRunningEngine(Engine):
         self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[list[MicrobatchWork], Program, FrozenWork | None]:
         """Lays the next batch out: its microbatches, what this rank runs now, and the frozen parts."""
-        step = self.layout.lay_out(batch, batch_index, 1, arguments)
+        step = self.layout.lay_out(batch, batch_index, arguments)
         if step.base is not self.layout.schedule:
             raise ConfigurationError(
                 f"batch {batch_index} takes a form of the step that calls layers several times, and without a "
@@ -226,6 +226,7 @@ class FreeRunningEngine(Engine):
             work.batch = number
             work.index = (number * self._per_batch + work.index) % self._ring
             self._works[work.index] = work
+        self.layout.weigh(step.works)
         self._settings[number] = _settings(self.optimizers)
         program = self._loop(range(number, number + 1), front=frozen_front(step.program))
         return step.works, program, step.frozen

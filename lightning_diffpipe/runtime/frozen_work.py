@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
-from lightning_diffpipe.graph.layer import TensorKey, TensorSpec, dense_stride
+from lightning_diffpipe.graph.layer import TensorKey, dense_stride
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import MicrobatchWork
@@ -106,24 +106,24 @@ class FrozenWork:
 
         All of this rank's parts are encoded. A second call returns the exchange under way.
         """
-        if self._exchange is None:
-            self._exchange = self._start_exchange(transport)
-        return self._exchange
-
-    def _start_exchange(self, transport: Transport) -> PendingWork:
+        if self._exchange is not None:
+            return self._exchange
         sends, receives = [], []
         for part in self._parts:
             for stage, reader in self._readers(part):
                 if part.rank == self._local_rank != reader:
                     rows = list(self._rows(part, stage).values())
                     message = self._layout(part, stage).pack(rows, self._device)
-                    sends.append(Parcel(_key(part, stage), message, reader))
+                    sends.append(Parcel(MessageKey("frozen", stage, part.index), message, reader))
                 elif reader == self._local_rank != part.rank:
                     layout = self._layout(part, stage)
                     buffer = layout.empty(self._device)
-                    receives.append(Parcel(_key(part, stage), buffer, part.rank))
+                    receives.append(
+                        Parcel(MessageKey("frozen", stage, part.index), buffer, part.rank)
+                    )
                     self._arriving.append((part, stage, layout, buffer))
-        return transport.exchange(sends, receives)
+        self._exchange = transport.exchange(sends, receives)
+        return self._exchange
 
     def deliver(self) -> None:
         """Joins the parts of each microbatch; called when the exchange has ended."""
@@ -158,15 +158,14 @@ class FrozenWork:
         return self._works[part.microbatch].partitioned.cut.stages[stage].frozen_received
 
     def _layout(self, part: EncodePart, stage: int) -> MessageLayout:
-        return MessageLayout.of([self._spec(part, key) for key in self._keys(part, stage)])
-
-    def _spec(self, part: EncodePart, key: TensorKey) -> TensorSpec:
-        spec = self._works[part.microbatch].partitioned.graph.spec(key)
-        if not spec.rows:
-            return spec
-        shape = (spec.rows * part.num_samples, *spec.shape[1:])
-        strided = torch.empty_strided(shape, spec.stride, device="meta")
-        return replace(spec, shape=shape, stride=dense_stride(strided))
+        graph, specs = self._works[part.microbatch].partitioned.graph, []
+        for spec in map(graph.spec, self._keys(part, stage)):
+            if spec.rows:
+                shape = (spec.rows * part.num_samples, *spec.shape[1:])
+                strided = torch.empty_strided(shape, spec.stride, device="meta")
+                spec = replace(spec, shape=shape, stride=dense_stride(strided))
+            specs.append(spec)
+        return MessageLayout.of(specs)
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """Returns this part's own rows of its results."""
@@ -178,7 +177,3 @@ class FrozenWork:
                 tensor = tensor[rows * part.start : rows * part.stop]
             own[key] = tensor
         return own
-
-
-def _key(part: EncodePart, stage: int) -> MessageKey:
-    return MessageKey("frozen", stage, part.index)

@@ -31,6 +31,8 @@ from lightning_diffpipe.graph.samples import (
     sample_counts,
 )
 
+_NUM_SAMPLED = 16  # elements of each tensor in a fingerprint
+
 
 def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
     """Counts the samples of a batch, the common length of its tensors and lists; or asks the module.
@@ -122,7 +124,9 @@ class Fingerprint:
         taken: dict[str, list[Tensor]] = defaultdict(list)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
-                taken[str(leaf.device)].append(_spread_out(leaf.detach()).to(torch.float64))
+                flat = leaf.detach().reshape(-1)
+                sampled = flat[:: max(1, flat.numel() // _NUM_SAMPLED)][:_NUM_SAMPLED]
+                taken[str(leaf.device)].append(sampled.to(torch.float64))
         values = {device: torch.cat(tensors) for device, tensors in taken.items()}
         return cls(values, zlib.crc32(repr(plain).encode()))
 
@@ -175,12 +179,6 @@ def _on_its_way(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(count.device))
     return copy, event
-
-
-def _spread_out(tensor: Tensor, num: int = 16) -> Tensor:
-    """Elements from all over a tensor."""
-    flat = tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // num)][:num]
 
 
 def plain_bytes(leaf: Any) -> bytes:

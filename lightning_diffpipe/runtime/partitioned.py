@@ -3,7 +3,7 @@
 One probe does not tell all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
 layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages before
- it.
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_FORMS = 8
 
 
 def too_many_forms(number: int) -> str:
-    """What a step is told that takes too many."""
+    """Returns the message for a step that takes too many forms."""
     return (
         f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
         "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
@@ -260,7 +260,7 @@ class PartitionedStepCache:
         """
         if self._cut(graph, self._planned) is not None:
             return self._planned
-        calls = self._planned.in_front(graph.path_names)
+        calls = self._planned.extended(graph.path_names)
         if calls is None or len(self._planned.placement.first_stages) > 1:
             raise self._does_not_fit(graph)
         free = without_gradient(graph)
@@ -313,13 +313,7 @@ class PlacedCalls:
         """Where the calls are cut."""
         return [bisect_left(self.stage_of, s) for s in range(1, self.placement.num_stages)]
 
-    def _ranks_holding(self) -> dict[str, set[tuple[int, ...]]]:
-        held: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for name, stage in zip(self.names, self.stage_of, strict=True):
-            held[name].add(self.placement.stage_ranks[stage])
-        return held
-
-    def in_front(self, names: Sequence[str]) -> PlacedCalls | None:
+    def extended(self, names: Sequence[str]) -> PlacedCalls | None:
         """The calls of a wider form: its last ones on these stages, all others on stages before them.
 
         Returns:
@@ -327,10 +321,12 @@ class PlacedCalls:
 
         Example:
             >>> calls = PlacedCalls(tuple("ab"), (0, 1), Placement(((0,), (1,))))
-            >>> calls.in_front("abab").placement.stage_ranks
+            >>> calls.extended("abab").placement.stage_ranks
             ((0,), (1,), (0,), (1,))
         """
-        held, stages = self._ranks_holding(), list[int]()
+        held, stages = defaultdict[str, set[tuple[int, ...]]](set), list[int]()
+        for name, stage in zip(self.names, self.stage_of, strict=True):
+            held[name].add(self.placement.stage_ranks[stage])
         homes = [*reversed(self.placement.stage_ranks)]  # counted from the end
         at, now, last = len(self.names) - 1, 0, self.placement.num_stages - 1
         for name in reversed(names):

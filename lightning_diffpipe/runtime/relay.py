@@ -66,8 +66,9 @@ class RelayView:
         self._owners = {id(p): (owners[n], n) for n, p in named.items() if n in owners}
         self._state: dict[str, set[int]] = {}
         for buffer in owners.keys() & dict(root.named_buffers()).keys():
-            for name in _containers(buffer):
-                self._state.setdefault(name, set()).add(owners[buffer])
+            parts = buffer.split(".")
+            for depth in range(1, len(parts)):  # the modules that hold it, without the root
+                self._state.setdefault(".".join(parts[:depth]), set()).add(owners[buffer])
         self._names = {
             name
             for name, module in root.named_modules()
@@ -121,7 +122,10 @@ class RelayRun:
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
-            self._decisions[site.name] = self._decide(site)
+            parameters = site.module.parameters()
+            owners = {self._owners[id(p)][0] for p in parameters if id(p) in self._owners}
+            owners |= self._state.get(site.name, set())
+            self._decisions[site.name] = owners.pop() if len(owners) == 1 else None
         owner = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
@@ -142,12 +146,6 @@ class RelayRun:
                 raise ForeignLayerError(f"{name} is read here, but no rank holds it")
             self._lent[id(parameter)] = value
         return self._lent[id(parameter)]
-
-    def _decide(self, site: Site) -> int | None:
-        parameters = site.module.parameters()
-        owners = {self._owners[id(p)][0] for p in parameters if id(p) in self._owners}
-        owners |= self._state.get(site.name, set())
-        return owners.pop() if len(owners) == 1 else None
 
     def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Leaves the global random streams as they are where the module does not run."""
@@ -183,12 +181,6 @@ class _LentParameters(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._lent, value))
         return value
-
-
-def _containers(name: str) -> list[str]:
-    """Returns names of the modules that hold a buffer, the outermost one first; without the root."""
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:

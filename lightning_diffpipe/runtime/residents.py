@@ -95,7 +95,11 @@ def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
 
 def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> None:
     """Tells of statistics that cost speed, and of those that come from some of the samples only."""
-    names = _untrained_with_state(graph)
+    untrained: set[int] = set()  # they would be frozen if they had no state
+    for layer in graph.layers:
+        if layer.deps <= untrained and not layer.parameters & graph.trained:
+            untrained.add(layer.index)
+    names = sorted({graph.layers[i].name for i in untrained if graph.layers[i].written_buffers})
     if names and placement.num_ranks > 1:
         _log.warning(
             "%s: not trained, but in training mode it keeps statistics. So it runs as a part of a stage, with all "
@@ -110,12 +114,3 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
                 "those of the first replica are kept. With num_replicas=1 they come from all samples",
                 stage.index, min(stage.written_buffers), replicas,
             )  # fmt: skip
-
-
-def _untrained_with_state(graph: LayerGraph) -> list[str]:
-    """Returns layers that would be frozen if they had no state."""
-    untrained: set[int] = set()
-    for layer in graph.layers:
-        if layer.deps <= untrained and not layer.parameters & graph.trained:
-            untrained.add(layer.index)
-    return sorted({graph.layers[i].name for i in untrained if graph.layers[i].written_buffers})

@@ -158,8 +158,12 @@ class ResultSharing:
         agreed, table = shared.agreed, shared.table
         present = {name for name, count in zip(agreed, counts, strict=True) if count}
         if unknown:
-            present |= self._agree(shared.own)
-            agreed = self._agreed
+            gathered: Entries = {}
+            box = gathered_objects(shared.own, self._mesh.control)
+            for entries in (box[self._reporter], *box):
+                gathered = {**entries, **gathered}
+            present |= gathered.keys()
+            self._agreed = agreed = {**self._agreed, **gathered}
             table = self._filled_in(shared.works, agreed)
             self._mesh.reduce(table)
         kinds = {"mean": _mean(*table)}
@@ -175,15 +179,6 @@ class ResultSharing:
     def clear(self) -> None:
         """Forgets what is under way, after an error."""
         self._under_way.clear()
-
-    def _agree(self, own: Entries) -> set[str]:
-        """Adds the names all ranks have, and returns those."""
-        box = gathered_objects(own, self._mesh.control)
-        gathered: Entries = {}
-        for entries in (box[self._reporter], *box):
-            gathered = {**entries, **gathered}
-        self._agreed = {**self._agreed, **gathered}
-        return set(gathered)
 
     def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
         """Returns values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""

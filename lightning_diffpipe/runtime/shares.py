@@ -122,16 +122,11 @@ class GroupShares:
             self._weights = [float(count) for count in best]
             return
         busy_s = [busy * self._period for _, busy, _ in gathered]
-        proposed = _proposed(busy_s, sum(known) / len(known), current)
-        if proposed not in self._tried:
-            self._weights = [float(count) for count in proposed]
-
-
-def _proposed(busy_s: Sequence[float], group_s: float, current: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns shares with which all ranks would end together, if that wins enough over the current ones."""
-    counts = even_shares(busy_s, group_s, sum(current))
-    won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, counts, group_s)
-    return counts if won_s > _WORTHWHILE * group_s else current
+        group_s = sum(known) / len(known)
+        even = even_shares(busy_s, group_s, sum(current))  # all ranks would end together
+        won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)
+        if won_s > _WORTHWHILE * group_s and even not in self._tried:
+            self._weights = [float(count) for count in even]
 
 
 @functools.lru_cache(maxsize=16)

@@ -95,10 +95,10 @@ class MicrobatchWork:
         index: Its number in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
         seed: Seeds the random numbers drawn outside layers.
-        loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
-            weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         partitioned: The step cut into stages, for this microbatch's signature.
         num_samples: Samples in the microbatch.
+        loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
+            weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
         loss: Unscaled loss, on the last stage.
         weight: What it counts as in the mean over microbatches, on the last stage: samples, or what the step said.
@@ -110,9 +110,9 @@ class MicrobatchWork:
     index: int
     call: StepCall
     seed: int
-    loss_scale: float
     partitioned: PartitionedStep
     num_samples: int
+    loss_scale: float = 1.0
     frozen: dict[int, dict[TensorKey, Tensor]] = field(default_factory=dict)
     loss: Tensor | None = None
     weight: Tensor | float = 0.0

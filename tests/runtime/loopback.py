@@ -225,6 +225,8 @@ class Loopback:
     def run_step(self, batch: Any, batch_index: int) -> float:
         """Runs one batch on all ranks; returns its mean loss and leaves summed gradients."""
         steps = [rank.engine.layout.lay_out(batch, batch_index) for rank in self.ranks]
+        for rank, step in zip(self.ranks, steps, strict=True):
+            rank.engine.layout.weigh(step.works)
         run_together(
             [rank.engine.executor for rank in self.ranks],
             [step.program for step in steps],

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_diffpipe.clock import CudaClock, HostClock
-from lightning_diffpipe.comm.mesh import RankLayout
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.waiter import Waiter
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.filling import encode_parts, num_groups_of
@@ -35,6 +36,7 @@ from lightning_diffpipe.runtime.bubbles import (
 from lightning_diffpipe.runtime.microbatch import Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.shares import GroupShares
+from tests.runtime.loopback import Loopback
 
 WAIT = Wait("activation", 1, 0, 0)
 
@@ -472,6 +474,32 @@ def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
         batches_ahead(Filling(mode="opportunistic"), "nccl")
     for mode, backend in [("opportunistic", "gloo"), ("planned", "nccl"), (None, "nccl")]:
         batches_ahead(Filling(mode=mode), backend)
+
+
+def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeypatch):
+    """History: whenever a batch was laid out, which each pipeline does as often as its own forms want it."""
+    asked = []
+
+    def summed(mesh, number):
+        asked.append(number)
+        return 2 * number
+
+    monkeypatch.setattr(Mesh, "summed_over_pipelines", summed)
+    batch = {"image": torch.ones(4, 3)}
+    pipeline = Loopback(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)),
+        lambda module, batch: module(batch["image"]).mean(),
+        batch, num_stages=2, num_microbatches=2,
+    )  # fmt: skip
+    try:
+        layout = pipeline.ranks[0].engine.layout
+        step = layout.lay_out(batch, 0)
+        assert asked == []
+        layout.weigh(step.works, accumulate=2)
+    finally:
+        pipeline.close()
+    assert asked == [4]
+    assert [work.loss_scale for work in step.works] == [1 / 8, 1 / 8]
 
 
 def ahead_of(batches):
