@@ -101,10 +101,26 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
     equal, and then nothing but sums travels.
+
+    Raises:
+        ConfigurationError: A rank has other tensors than rank 0; names the first.
     """
     if group is None:
         return
-    tensors = [*module.parameters(), *module.buffers()]
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = [*named.values()]
+    own = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
+    first, here = agree(own, group), dist.get_rank()
+
+    def require_same_tensors() -> None:
+        name = next((n for n in {**first, **own} if first.get(n) != own.get(n)), None)
+        if name is not None:
+            raise ConfigurationError(
+                f"ranks built different modules: {name!r} is {own.get(name, 'missing')} on rank {here}, and "
+                f"{first.get(name, 'missing')} on rank 0; build the same module with the same options on every rank"
+            )
+
+    on_all_ranks(require_same_tensors, group)
     sums = torch.stack([_checksum(tensor) for tensor in tensors]) if tensors else torch.zeros(0, 2)
     expected = sums.clone()
     dist.broadcast(expected, src=0, group=group)

@@ -149,6 +149,29 @@ def test_ranks_that_load_other_samples_are_caught():
 # -------------------------------------------------------------------------------------- refusals
 
 
+def fit_unlike(rank, module_of_rank_1):
+    fit(rank, Settings(module=module_of_rank_1 if rank else {}), 2)
+
+
+@pytest.mark.parametrize(
+    ("module_of_rank_1", "message"),
+    [
+        (
+            {"num_blocks": 5},
+            r"'blocks\.4\.norm\.weight' is \(12,\) of torch.float64 on rank 1, and missing on rank 0",
+        ),
+        (
+            {"num_blocks": 3},
+            r"'blocks\.3\.norm\.weight' is missing on rank 1, and \(12,\) of torch.float64 on",
+        ),
+    ],
+)
+def test_ranks_that_build_other_modules_are_named(module_of_rank_1, message):
+    """History: gloo ended processes without a word, as messages had other lengths."""
+    with pytest.raises(RankError, match=message):
+        run_ranks(fit_unlike, 2, module_of_rank_1)
+
+
 class Manual(TinyDiffusion):
     """Steps its optimizer itself."""
 
