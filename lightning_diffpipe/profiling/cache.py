@@ -201,20 +201,15 @@ def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
         return None
     try:
         profile = ModelProfile.from_json(path.read_text(), str(path))
-        _require_same_layers(profile, graph, path)
+        stored = [layer.name for backbone in profile.backbones for layer in backbone.layers]
+        if tuple(stored) != graph.path_names:
+            raise ProfileError(f"it describes another model ({profile.name})")
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         warnings.warn(
             f"ignoring the stored profile {path}, and measuring anew: {error}", stacklevel=3
         )
         return None
     return profile
-
-
-def _require_same_layers(profile: ModelProfile, graph: LayerGraph, path: Path) -> None:
-    stored = [layer.name for backbone in profile.backbones for layer in backbone.layers]
-    expected = list(graph.path_names)
-    if stored != expected:
-        raise ProfileError(f"{path} describes another model ({profile.name})")
 
 
 def device_name(device: torch.device) -> str:

@@ -142,26 +142,20 @@ class ModelledClock(TorchDispatchMode):
         is_view = func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view
         if is_view or not written or func.__name__.startswith("empty"):
             return out
-        moved = sum(
-            map(_nbytes, {id(t): t for t in (*tensors_in((args, kwargs)), *written)}.values())
+        moved = {id(t): t for t in (*tensors_in((args, kwargs)), *written)}.values()
+        # An expanded tensor is as small as its storage.
+        num_bytes = sum(
+            min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in moved
         )
         count = flop_registry.get(func.overloadpacket)
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
         self.flops += flops
-        kind = _kind(func.__name__) if flops else "memory"
-        self._now_s += self._device.seconds(kind, flops, moved, written[0].dtype)
+        kind = "memory"
+        if flops:
+            names = {"attention": "attention", "conv": "convolution", "": "matmul"}
+            kind = next(kind for part, kind in names.items() if part in func.__name__)
+        self._now_s += self._device.seconds(kind, flops, num_bytes, written[0].dtype)
         return out
-
-
-def _kind(operator: str) -> str:
-    if "attention" in operator:
-        return "attention"
-    return "convolution" if "conv" in operator else "matmul"
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Returns bytes that are read or written: an expanded tensor is as small as its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 @contextlib.contextmanager

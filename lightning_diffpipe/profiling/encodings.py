@@ -91,7 +91,10 @@ def encodings(
     for index in folded.frozen:
         layer = folded.layers[index]
         encoders.setdefault(encoder_name(layer), []).append(layer)
-    readers = _readers(folded, positions)
+    readers: dict[TensorKey, list[int]] = {}  # as many stages as there are trained layers
+    for stage in cut(folded, positions).stages:
+        for key in stage.frozen_received:
+            readers.setdefault(key, []).append(stage.index)
     return {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
 
 
@@ -118,15 +121,6 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
     return look
 
 
-def _readers(folded: LayerGraph, positions: tuple[int, ...]) -> Mapping[TensorKey, list[int]]:
-    """Returns the stages that read each result, of as many stages as there are trained layers."""
-    found: dict[TensorKey, list[int]] = {}
-    for stage in cut(folded, positions).stages:
-        for key in stage.frozen_received:
-            found.setdefault(key, []).append(stage.index)
-    return found
-
-
 def _encoding(
     folded: LayerGraph,
     layers: list[Layer],
@@ -144,15 +138,12 @@ def _encoding(
     stored = [x for x in storable if seen is None or x.name in seen.steady]
     flops = sum(layer.cost_flops for layer in layers)
     cacheable = 2 * sum(layer.cost_flops for layer in stored) > flops
+    splittable: bool | None = False
+    if not any(map(why_not_splittable, layers)):
+        splittable = None if seen is None else seen.mixing.isdisjoint(x.name for x in layers)
     return Encoding(
         tuple(FrozenResult(size // samples, where) for where, size in sorted(read_by.items())),
         cacheable if seen is not None or not cacheable else None,
         sum(folded.spec(key).nbytes for x in stored for key in x.tensor_keys) // samples,
-        _splittable(layers, seen),
+        splittable,
     )
-
-
-def _splittable(layers: list[Layer], seen: Seen | None) -> bool | None:
-    if any(why_not_splittable(layer) for layer in layers):
-        return False
-    return None if seen is None else seen.mixing.isdisjoint(layer.name for layer in layers)

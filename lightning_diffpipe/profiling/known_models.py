@@ -323,13 +323,15 @@ class KnownTraining(nn.Module):
 
         super().__init__()
         self.known, self.dtype, self.device = known, dtype, torch.device(device)
-        class_name, config = known.denoiser
+        class_name, denoiser_config = known.denoiser
         with self.device, created_in(dtype if self.device.type != "meta" else torch.float32):
             self.vae = diffusers.AutoencoderKL(**known.vae)
-            self.text_encoders = nn.ModuleList(
-                _text_encoder(transformers, kind, config) for kind, config, _ in known.text_encoders
-            )
-            self.denoiser = getattr(diffusers, class_name)(**config)
+            self.text_encoders = nn.ModuleList()
+            for kind, config, _ in known.text_encoders:
+                of = transformers.T5Config if kind.startswith("T5") else transformers.CLIPTextConfig
+                encoder = getattr(transformers, kind)(of(**config, attn_implementation="sdpa"))
+                self.text_encoders.append(encoder)
+            self.denoiser = getattr(diffusers, class_name)(**denoiser_config)
             if known.controlnet is not None:
                 self.controlnet = diffusers.ControlNetModel(**known.controlnet)
         self.to(dtype).requires_grad_(False).eval()
@@ -372,8 +374,3 @@ class KnownTraining(nn.Module):
         if self.known.controlnet is not None:
             batch["hint"] = torch.randn(picture, device=self.device, dtype=self.dtype)
         return batch
-
-
-def _text_encoder(transformers: Any, kind: str, config: Config) -> nn.Module:
-    of = transformers.T5Config if kind.startswith("T5") else transformers.CLIPTextConfig
-    return getattr(transformers, kind)(of(**config, attn_implementation="sdpa"))

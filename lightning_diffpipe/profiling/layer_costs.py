@@ -11,7 +11,7 @@ convolutions reach different speeds, and small layers are bound by memory. Where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -33,7 +33,7 @@ from lightning_diffpipe.profiling.encodings import Encoding, encoder_name
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs, glue included; see `glue.attribute`.
+    """What one layer costs, glue included; see `step_times.py`.
 
     Attributes:
         forward_s: Forward.
@@ -117,6 +117,7 @@ def _encoders(
 ) -> tuple[EncoderProfile, ...]:
     """Returns frozen layers, grouped by the top-level module they belong to."""
     groups: dict[str, list[Layer]] = {}
+    samples = graph.num_samples or 1
     for index in graph.frozen:
         layer = graph.layers[index]
         groups.setdefault(encoder_name(layer), []).append(layer)
@@ -124,28 +125,21 @@ def _encoders(
     for name, layers in groups.items():
         needed = {encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
         earlier = {profile.name for profile in profiles}
-        entries = tuple(_encoder_layers(graph, layers, sizes, costs))
-        profiles.append(EncoderProfile(name, entries, tuple(sorted((needed - {name}) & earlier))))
+        entries, claimed = [], set[str]()
+        for layer in layers:
+            own, claimed = layer.parameters - claimed, claimed | layer.parameters
+            entries.append(
+                EncoderLayerProfile(
+                    layer.name,
+                    costs[layer.index].forward_s,
+                    sum(sizes.get(key, 0) for key in own),
+                    output_bytes(layer, graph) // samples,
+                    layer.cost_flops // samples,
+                )
+            )
+        inputs = tuple(sorted((needed - {name}) & earlier))
+        profiles.append(EncoderProfile(name, tuple(entries), inputs))
     return tuple(profiles)
-
-
-def _encoder_layers(
-    graph: LayerGraph,
-    layers: Iterable[Layer],
-    sizes: Mapping[str, int],
-    costs: Mapping[int, LayerCost],
-) -> Iterable[EncoderLayerProfile]:
-    claimed: set[str] = set()
-    samples = graph.num_samples or 1
-    for layer in layers:
-        own, claimed = layer.parameters - claimed, claimed | layer.parameters
-        yield EncoderLayerProfile(
-            layer.name,
-            costs[layer.index].forward_s,
-            sum(sizes.get(key, 0) for key in own),
-            output_bytes(layer, graph) // samples,
-            layer.cost_flops // samples,
-        )
 
 
 def output_bytes(layer: Layer, graph: LayerGraph) -> int:

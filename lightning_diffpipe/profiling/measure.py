@@ -18,7 +18,7 @@ between layers, before one of them, keeps its own time going forward.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ProfileError
-from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.samples import count_samples
 from lightning_diffpipe.graph.step import Step
@@ -154,7 +154,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 def _measured(
     subject: Subject, counts: Sequence[int]
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    """Returns what this process finds: times, bytes saved by layer, what a split adds, and encodings."""
+    """Returns times, bytes saved by layer, what a split adds, and encodings, as this process finds them."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved, splits = subject.bench.run(
@@ -282,7 +282,27 @@ def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
     parameters = dict(module.named_parameters())
     groups: dict[Hashable, list[int]] = {}
     for layer in graph.layers:
-        groups.setdefault(_work_of(layer, graph, parameters), []).append(layer.index)
+        shapes = [
+            (tuple(parameters[name].shape), name in graph.trained)
+            for name in layer.parameters
+            if name in parameters
+        ]
+        outputs = [
+            (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
+            for spec in map(graph.spec, layer.tensor_keys)
+        ]
+        # The first trained layer passes no gradient on, which saves a third of its work.
+        passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
+        work = (
+            layer.cost_flops,
+            layer.frozen,
+            layer.carries_gradient,
+            passes_gradient,
+            tuple(sorted(shapes)),
+            tuple(outputs),
+            len(graph.stream(layer.index)),
+        )
+        groups.setdefault(work, []).append(layer.index)
     return list(groups.values())
 
 
@@ -301,27 +321,3 @@ def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
             for index in group:
                 seconds[index] = mean
     return replace(times, inside=tuple(inside), backward=tuple(backward))
-
-
-def _work_of(layer: Layer, graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> Hashable:
-    """Returns what tells a layer's work apart from another's."""
-    shapes = [
-        (tuple(parameters[name].shape), name in graph.trained)
-        for name in layer.parameters
-        if name in parameters
-    ]
-    outputs = [
-        (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
-        for spec in map(graph.spec, layer.tensor_keys)
-    ]
-    # The first trained layer passes no gradient on, which saves a third of its work.
-    passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
-    return (
-        layer.cost_flops,
-        layer.frozen,
-        layer.carries_gradient,
-        passes_gradient,
-        tuple(sorted(shapes)),
-        tuple(outputs),
-        len(graph.stream(layer.index)),
-    )

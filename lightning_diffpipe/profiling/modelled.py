@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,13 +84,18 @@ def modelled_profile(
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     path = cache_folder() / f"modelled-{name}-{digest}.json"
-    stored = _read(path) if cache else None
-    if stored is not None:
-        return stored
+    if cache and path.exists():
+        try:
+            return ModelProfile.from_json(path.read_text(), str(path))
+        except (ProfileError, OSError, UnicodeDecodeError) as error:
+            warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=2)
     title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
     profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts, max_share)
     if cache:
-        _keep(path, profile)
+        try:
+            write_atomically(path, profile.to_json())
+        except OSError as error:
+            warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=2)
     return profile
 
 
@@ -145,12 +149,12 @@ def _model(
                 )
         saved = _saved_bytes(graph, training, batch, interception)
         interception.uninstall()
-        known = encodings(training, step, batch, graph, _as_known)
+        handed = encodings(training, step, batch, graph, _seen_on_paper)
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(title, training, graph, costs, repeated, known)
+    return assemble(title, training, graph, costs, repeated, handed)
 
 
-def _as_known(graph: LayerGraph) -> Seen:
+def _seen_on_paper(graph: LayerGraph) -> Seen:
     """Returns what is known of frozen layers without running them.
 
     All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
@@ -191,20 +195,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigurationError(f"dtype={name!r} is none; choose bfloat16, float16 or float32")
     return dtype
-
-
-def _read(path: Path) -> ModelProfile | None:
-    if not path.exists():
-        return None
-    try:
-        return ModelProfile.from_json(path.read_text(), str(path))
-    except (ProfileError, OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=3)
-        return None
-
-
-def _keep(path: Path, profile: ModelProfile) -> None:
-    try:
-        write_atomically(path, profile.to_json())
-    except OSError as error:
-        warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=3)

@@ -229,15 +229,15 @@ def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
         [KeptBytes(per_sample=10.0, per_microbatch=100.0), KeptBytes(per_sample=10.0, per_microbatch=0.0)]
     """
     few, many = min(by_count), max(by_count)
-    return [_through(few, a, many, b) for a, b in zip(by_count[few], by_count[many], strict=True)]
-
-
-def _through(few: int, a: int, many: int, b: int) -> KeptBytes:
-    """Returns the line through `(few, a)` and `(many, b)`, or one above it where it would leave the positive."""
-    if b * few >= a * many:  # also where there is one point only
-        return KeptBytes(b / many)
-    per_sample = max((b - a) / (many - few), 0.0)
-    return KeptBytes(per_sample, a - few * per_sample)
+    kept = []
+    # A line through both points, or one above it where it would leave the positive.
+    for a, b in zip(by_count[few], by_count[many], strict=True):
+        if b * few >= a * many:  # also where there is one point only
+            kept.append(KeptBytes(b / many))
+        else:
+            per_sample = max((b - a) / (many - few), 0.0)
+            kept.append(KeptBytes(per_sample, a - few * per_sample))
+    return kept
 
 
 class SavedBytes:

@@ -68,10 +68,15 @@ Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
     """Returns the forward seconds of every layer with its glue."""
     seconds = [a + b for a, b in zip(times.before, times.inside, strict=True)]
-    following = _next_on_path(graph)
+    following: dict[int, int | None] = {}  # the next layer of the path
+    upcoming: int | None = None
+    for layer in reversed(graph.layers):
+        upcoming = upcoming if layer.frozen else layer.index
+        following[layer.index] = upcoming
     for index in graph.frozen:
-        if following[index] is not None and not _inside_frozen_container(graph, index):
-            seconds[following[index]] += times.before[index]
+        reader = following[index]
+        if reader is not None and not _inside_frozen_container(graph, index):
+            seconds[reader] += times.before[index]
     seconds[graph.path[-1]] += times.tail
     return seconds
 
@@ -90,15 +95,6 @@ def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
     seconds = list(times.backward)
     seconds[graph.path[-1]] += times.backward_tail
     return seconds
-
-
-def _next_on_path(graph: LayerGraph) -> Sequence[int | None]:
-    following: list[int | None] = []
-    upcoming: int | None = None
-    for layer in reversed(graph.layers):
-        upcoming = upcoming if layer.frozen else layer.index
-        following.append(upcoming)
-    return following[::-1]
 
 
 def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
