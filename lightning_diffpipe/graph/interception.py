@@ -50,6 +50,20 @@ class Run(Protocol):
     """Something was checkpointed, so that a backward will compute it again."""
 
 
+class ForwardOnlyRun:
+    """What runs do alike that no backward follows: nothing is checkpointed, and what is logged is passed on."""
+
+    checkpointing = checkpointed = False
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """See `Run`."""
+        return original(*args, **kwargs)
+
+    def checkpoints_layers(self) -> bool:
+        """See `Run`."""
+        return False
+
+
 class Site:
     """Replaces `forward` of one module instance. Costs about half a microsecond per call.
 

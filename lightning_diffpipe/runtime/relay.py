@@ -103,19 +103,10 @@ class RelayRun:
         state: Mapping[str, set[int]],
         share: Share,
     ) -> None:
-        self.checkpointing = self.checkpointed = False
         self.inside = False
         self._owners, self._state, self._share = owners, state, share
         self._decisions: dict[str, int | None] = {}
         self._lent: dict[int, Tensor] = {}
-
-    def checkpoints_layers(self) -> bool:
-        """Returns False, as nothing is recomputed here."""
-        return False
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Passes on what was logged: all ranks see the same values."""
-        return original(*args, **kwargs)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a module, receives its output, or enters it."""

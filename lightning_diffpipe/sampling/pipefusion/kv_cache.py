@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,31 +31,66 @@ from lightning_diffpipe.sampling.tracing.marks import Attend
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection, TokenAxis
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One call of self-attention in one run of a part.
 
     Attributes:
-        call: Number of the block call.
-        number: Of the attention call inside it.
+        place: Number of the block call, and of the attention call inside it.
         block: The block.
         tokens: Owners of its keys.
         part: What is computed.
+        attend: Torch's attention.
+        options: Of it, besides the mask.
+        q: `(B, heads, tokens, width)`; of the tokens of the part, and of a ghost if the block is fed one.
+        k: `(B, key heads, tokens, width)`, likewise.
+        v: `(B, key heads, tokens, width of values)`, likewise.
+        mask: Over the keys of the part, or over all keys.
     """
 
-    call: int
-    number: int
+    place: tuple[int, int]
     block: Block
     tokens: TokenAxis
     part: Part
+    attend: Attend
+    options: Mapping[str, Any]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    def own(self) -> Selection:
+        """The tokens of the part among all keys."""
+        return self.tokens.owned(self.part, self.block.num_text)
+
+    def own_mask(self, ghost: bool) -> Tensor | None:
+        """The mask over the part's own keys; None if there is none, or one that is over all keys.
+
+        Args:
+            ghost: The block is fed a ghost token instead of no text.
+
+        Raises:
+            LayoutError: It differs from query to query.
+        """
+        num_fed = len(self.tokens.fed(self.part, self.block.num_text, ghost))
+        if self.mask is None or not self.mask.shape[-1] == num_fed != self.tokens.size:
+            return None
+        if self.mask.shape[-2] != 1:
+            raise LayoutError(
+                f"{self.block.name} makes an attention mask of shape {tuple(self.mask.shape)} from its tokens; "
+                "parts of the tokens need one that is the same for all queries"
+            )
+        mine = self.tokens.own_among_fed(self.part, self.block.num_text, ghost)
+        return self.mask if mine is None else mine.take(self.mask, -1)
+
+    def answer(self) -> Tensor:
+        """What attention itself makes of it."""
+        return self.attend(self.q, self.k, self.v, attn_mask=self.mask, **self.options)
 
 
 class PartAttention(Protocol):
     """How tokens of a part attend to all tokens."""
 
-    def attend(
-        self, where: AttentionCall, attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Answers an attention call whose query, key and value are those of the part."""
 
 
@@ -86,15 +121,15 @@ class KeysInShares:
     def put(self, place: Selection, k: Tensor, v: Tensor) -> None:
         """Writes a share to its place among all tokens."""
         for buffer, x in zip(self.whole or (), (k, v), strict=False):
-            place.put(buffer, buffer.ndim - 2, x)
+            place.put(buffer, -2, x)
 
     def of_others(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Keys, values and mask of other patches; None if there are none."""
         others = self.others
         if others is None or self.whole is None or not len(others):
             return None
-        key, value = (others.take(x, x.ndim - 2) for x in self.whole)
-        mask = None if self.mask is None else others.take(self.mask, self.mask.ndim - 1)
+        key, value = (others.take(x, -2) for x in self.whole)
+        mask = None if self.mask is None else others.take(self.mask, -1)
         return key, value, mask
 
 
@@ -133,196 +168,131 @@ class KvCache:
         """
         self._step, self._keep = step, keep
 
-    def attend(
-        self,
-        where: AttentionCall,
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
-        if options.get("is_causal"):
-            raise LayoutError(f"{where.block.name} attends causally; patches would see the future")
-        if where.part.units is None:
+        if call.part.units is None:
             if self._keep:
-                key, value = self._place_of_samples(where, k, v, attn_mask)
-                key.copy_(k)
-                value.copy_(v)
-            self._note_synchronous(where)
-            return attend(q, k, v, attn_mask=attn_mask, **options)
-        buffer, mask = self._write(where, k, v, attn_mask)
-        if mask is not None and mask.shape[-2] == where.tokens.size > 1:
-            mask = self._fed(where).take(mask, mask.ndim - 2)
-        self._look(where, buffer)
+                key, value = self._place_of_samples(call)
+                key.copy_(call.k)
+                value.copy_(call.v)
+            self._note_synchronous(call)
+            return call.answer()
+        mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
+        k, v = call.k, call.v
+        if mine is not None:  # the ghost's key and value belong to nobody
+            k, v = mine.take(k, -2), mine.take(v, -2)
+        buffer = self._buffer(call, len(k))
+        call.own().put(buffer.key, -2, k)
+        call.own().put(buffer.value, -2, v)
+        buffer.written[call.part] = self._step
+        mask = self._over_all_keys(call, buffer)
+        if mask is not None and mask.shape[-2] == call.tokens.size > 1:
+            mask = call.tokens.fed(call.part, call.block.num_text, self._ghost).take(mask, -2)
+        self._look(call, buffer)
         key, value = buffer.key, buffer.value
-        unseen = self._hide_unseen and len(buffer.written) < len(self._patches)
-        if unseen:
-            seen = self._seen(where, buffer)
-            key, value = seen.take(key, key.ndim - 2), seen.take(value, value.ndim - 2)
-            mask = mask if mask is None else seen.take(mask, mask.ndim - 1)
-        return attend(q, key, value, attn_mask=mask, **options)
+        if self._hide_unseen and len(buffer.written) < len(self._patches):
+            seen = self._keys_of(call, frozenset(buffer.written))
+            key, value = seen.take(key, -2), seen.take(value, -2)
+            mask = mask if mask is None else seen.take(mask, -1)
+        return call._replace(k=key, v=value, mask=mask).answer()
 
-    def in_shares(
-        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> KeysInShares:
+    def in_shares(self, call: AttentionCall) -> KeysInShares:
         """Begins a call of attention whose keys and values come one share after the other.
 
         Args:
-            where: The call; its part is that of all shares together, and has no ghost.
-            k: Keys of one of the shares; its number of tokens does not matter.
-            v: Values, likewise.
-            mask: Over the keys of the part, or over all keys.
+            call: Its part is that of all shares together, and has no ghost; its keys and values are those of one of
+                the shares, and their number of tokens does not matter.
         """
-        if where.part.units is None:
-            views = self._place_of_samples(where, k, v, mask) if self._keep else None
-            self._note_synchronous(where)
-            return KeysInShares(views, mask)
-        buffer = self._buffer(where, k, v, k.shape)
-        own = where.tokens.owned(where.part, where.block.num_text)
-        mask = self._over_all_keys(where, buffer, own, own, mask)
-        others = self._others(where, buffer)
-        buffer.written[where.part] = self._step
-        self._look(where, buffer)
+        if call.part.units is None:
+            views = self._place_of_samples(call) if self._keep else None
+            self._note_synchronous(call)
+            return KeysInShares(views, call.mask)
+        buffer = self._buffer(call, len(call.k))
+        mask = self._over_all_keys(call, buffer)
+        visible = frozenset(buffer.written) if self._hide_unseen else frozenset(self._patches)
+        others = self._keys_of(call, visible - {call.part})
+        buffer.written[call.part] = self._step
+        self._look(call, buffer)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
-    def _place_of_samples(
-        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _place_of_samples(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Where to store what a synchronous step computes for all tokens of some samples."""
         # Of other samples there may be one more or less.
-        num_samples = where.block.sizes[where.number].batch if where.part.samples else k.shape[0]
-        buffer = self._buffer(where, k, v, (num_samples, *k.shape[1:]))
+        all_samples = call.part.samples is None
+        num_samples = len(call.k) if all_samples else call.block.sizes[call.place[1]].batch
+        samples = call.part.samples_of(num_samples)
+        buffer, mask = self._buffer(call, num_samples), call.mask
         # Only masks made from tokens will be needed; they have one row for all queries.
-        if mask is not None and mask.shape[-1] == where.tokens.size and mask.shape[-2] == 1:
-            self._store_mask(where, buffer, mask)
+        if mask is not None and mask.shape[-1] == call.tokens.size and mask.shape[-2] == 1:
+            if all_samples:
+                buffer.mask = mask.clone()
+            else:
+                if buffer.mask is None:
+                    buffer.mask = mask.new_zeros(num_samples, *mask.shape[1:])
+                buffer.mask[samples] = mask  # the same for all, or one for each
         buffer.written = dict.fromkeys(self._patches, self._step)
-        samples = where.part.samples_of(num_samples)
         return buffer.key[samples], buffer.value[samples]
 
-    def _store_mask(self, where: AttentionCall, buffer: _Buffer, mask: Tensor) -> None:
-        if where.part.samples is None:
-            buffer.mask = mask.clone()
-            return
-        num_samples = buffer.key.shape[0]
-        if buffer.mask is None:
-            buffer.mask = mask.new_zeros(num_samples, *mask.shape[1:])
-        buffer.mask[where.part.samples_of(num_samples)] = mask  # the same for all, or one for each
-
-    def _write(
-        self, where: AttentionCall, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[_Buffer, Tensor | None]:
-        """Writes keys and values of a patch; returns the mask over all keys."""
-        own, fed = where.tokens.owned(where.part, where.block.num_text), self._fed(where)
-        if len(own) < len(fed):  # the ghost's key and value belong to nobody
-            mine = self._mine(where, own, fed)
-            k, v = mine.take(k, k.ndim - 2), mine.take(v, v.ndim - 2)
-        buffer = self._buffer(where, k, v, k.shape)
-        own.put(buffer.key, k.ndim - 2, k)
-        own.put(buffer.value, v.ndim - 2, v)
-        buffer.written[where.part] = self._step
-        return buffer, self._over_all_keys(where, buffer, own, fed, mask)
-
-    def _over_all_keys(
-        self,
-        where: AttentionCall,
-        buffer: _Buffer,
-        own: Selection,
-        fed: Selection,
-        mask: Tensor | None,
-    ) -> Tensor | None:
+    def _over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
         """A mask over all keys, of one over the keys of a patch."""
-        if mask is None or not mask.shape[-1] == len(fed) != where.tokens.size:
-            return mask
-        if mask.shape[-2] != 1:
-            raise LayoutError(
-                f"{where.block.name} makes an attention mask of shape {tuple(mask.shape)} from its tokens; "
-                "patches need one that is the same for all queries"
-            )
-        if len(own) < len(fed):
-            mask = self._mine(where, own, fed).take(mask, mask.ndim - 1)
+        mask = call.own_mask(self._ghost)
+        if mask is None:
+            return call.mask
         if buffer.mask is None:
             visible = True if mask.dtype == torch.bool else 0.0
-            buffer.mask = mask.new_full((*mask.shape[:-1], where.tokens.size), visible)
+            buffer.mask = mask.new_full((*mask.shape[:-1], call.tokens.size), visible)
         mask = mask.expand(*buffer.mask.shape[:-1], mask.shape[-1])
-        own.put(buffer.mask, buffer.mask.ndim - 1, mask)
+        call.own().put(buffer.mask, -1, mask)
         return buffer.mask
 
-    def _buffer(self, where: AttentionCall, k: Tensor, v: Tensor, shape: Sequence[int]) -> _Buffer:
-        place = (where.call, where.number)
-        if place not in self._buffers:
-            lead = (*shape[:-2], where.tokens.size)
+    def _buffer(self, call: AttentionCall, num_samples: int) -> _Buffer:
+        if call.place not in self._buffers:
             # Tokens of a head lie side by side, though most models make those of a token do: a patch reads all
             # keys once for every few of its queries, and on CPUs that takes up to a fifth less time this way.
-            self._buffers[place] = _Buffer(
-                k.new_zeros((*lead, k.shape[-1])), v.new_zeros((*lead, v.shape[-1]))
+            key, value = (
+                x.new_zeros((num_samples, *x.shape[1:-2], call.tokens.size, x.shape[-1]))
+                for x in (call.k, call.v)
             )
-        return self._buffers[place]
+            self._buffers[call.place] = _Buffer(key, value)
+        return self._buffers[call.place]
 
-    def _fed(self, where: AttentionCall) -> Selection:
-        return where.tokens.fed(where.part, where.block.num_text, self._ghost)
-
-    def _mine(self, where: AttentionCall, own: Selection, fed: Selection) -> Selection:
-        """Which of the fed tokens are no ghosts."""
-        key = ("mine", where.part, id(where.tokens))
+    def _keys_of(self, call: AttentionCall, patches: frozenset[Part]) -> Selection:
+        """Keys of some patches."""
+        key = (patches, id(call.tokens))
         if key not in self._visible:
-            mask = torch.isin(fed.index, own.index)
-            self._visible[key] = Selection(len(fed), mask.nonzero().squeeze(1))
-        return self._visible[key]
-
-    def _seen(self, where: AttentionCall, buffer: _Buffer) -> Selection:
-        """Keys that have been written at least once."""
-        key = ("seen", frozenset(buffer.written), id(where.tokens))
-        if key not in self._visible:
-            num_text = where.block.num_text
-            index = [where.tokens.owned(part, num_text).index for part in buffer.written]
-            self._visible[key] = Selection(where.tokens.size, torch.cat(index).sort().values)
-        return self._visible[key]
-
-    def _others(self, where: AttentionCall, buffer: _Buffer) -> Selection:
-        """Keys of other patches, those that may be seen."""
-        seen = frozenset(buffer.written) if self._hide_unseen else frozenset(self._patches)
-        key = ("others", where.part, seen, id(where.tokens))
-        if key not in self._visible:
-            num_text = where.block.num_text
-            index = [
-                where.tokens.owned(part, num_text).index for part in seen if part != where.part
-            ]
+            index = [call.tokens.owned(patch, call.block.num_text).index for patch in patches]
             none = torch.zeros(0, dtype=torch.long)
-            self._visible[key] = Selection(
-                where.tokens.size, torch.cat([none, *index]).sort().values
-            )
+            together = torch.cat([none, *index]).sort().values
+            self._visible[key] = Selection(call.tokens.size, together)
         return self._visible[key]
 
-    def _look(self, where: AttentionCall, buffer: _Buffer) -> None:
+    def _look(self, call: AttentionCall, buffer: _Buffer) -> None:
         """Checks and notes how old the keys are that a patch is about to read, if asked to."""
         if self._verify:
-            self._check(where, buffer)
+            self._check(call, buffer)
         if self._freshness is None:
             return
         ages: Counter[int | None] = Counter()
         for patch in self._patches:
             written = buffer.written.get(patch)
-            tokens = len(where.tokens.owned(patch, where.block.num_text))
+            tokens = len(call.tokens.owned(patch, call.block.num_text))
             ages[None if written is None else self._step - written] += tokens
-        self._note(where, self._patches.index(where.part), ages)
+        self._note(call, self._patches.index(call.part), ages)
 
-    def _note_synchronous(self, where: AttentionCall) -> None:
+    def _note_synchronous(self, call: AttentionCall) -> None:
         """Notes that tokens of all patches read what is computed with them; once for all samples."""
-        first, _ = where.part.samples or (0, 1)
+        first, _ = call.part.samples or (0, 1)
         if self._freshness is not None and first == 0:
             for reader in range(len(self._patches)):
-                self._note(where, reader, {0: where.tokens.size})
+                self._note(call, reader, {0: call.tokens.size})
 
-    def _note(self, where: AttentionCall, reader: int, ages: Mapping[int | None, int]) -> None:
+    def _note(self, call: AttentionCall, reader: int, ages: Mapping[int | None, int]) -> None:
         assert self._freshness is not None
-        self._freshness.note(self._step, where.block.name, "key_value", reader, ages)
+        self._freshness.note(self._step, call.block.name, "key_value", reader, ages)
 
-    def _check(self, where: AttentionCall, buffer: _Buffer) -> None:
-        here = self._patches.index(where.part)
+    def _check(self, call: AttentionCall, buffer: _Buffer) -> None:
+        here = self._patches.index(call.part)
         for m, patch in enumerate(self._patches):
             step = self._step if m <= here else self._step - 1
             expected = step if step >= 0 else None
-            assert buffer.written.get(patch) == expected, (where.block.name, here, m, self._step)
+            assert buffer.written.get(patch) == expected, (call.block.name, here, m, self._step)

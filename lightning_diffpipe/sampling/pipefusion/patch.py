@@ -29,13 +29,13 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import is_compiled
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import Stage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Block, Layout, Place, shapes_of_call
 from lightning_diffpipe.sampling.tracing.marks import Attend, AttentionByName, AttentionIntercepted
-from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, TokenAxis
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""
@@ -135,7 +135,7 @@ class PartRunner:
 
 
 @dataclass
-class PartRun:
+class PartRun(ForwardOnlyRun):
     """One run of the closure on one part; answers the calls of blocks while it lasts."""
 
     runner: PartRunner
@@ -146,8 +146,6 @@ class PartRun:
     stops: bool
     prediction: Tensor | None = None
     position: int = 0
-    checkpointing: bool = False
-    checkpointed: bool = False
 
     def __post_init__(self) -> None:
         self.slices: dict[int, Slices] = {}
@@ -171,14 +169,6 @@ class PartRun:
         if self._inside is None and site.name in self.runner.block_names:
             return self._block(site, args, kwargs)
         return self._module(site, args, kwargs)
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Sampling does not log."""
-        return original(*args, **kwargs)
-
-    def checkpoints_layers(self) -> bool:
-        """Without gradients nothing is checkpointed."""
-        return False
 
     # --- blocks ---------------------------------------------------------------------------------------
 
@@ -249,23 +239,26 @@ class PartRun:
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
         numbers = iter(range(len(block.attention)))
 
-        def handler(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        def handler(
+            attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
+        ) -> Tensor:
             number = next(numbers)
             tokens = block.attention[number]
             if tokens is None:
-                return attend(q, k, v, **options)
-            where = AttentionCall(here, number, block, tokens, self.part)
-            return self.runner.attention.attend(where, attend, q, k, v, **options)
+                return attend(q, k, v, attn_mask=attn_mask, **options)
+            if options.get("is_causal"):
+                raise LayoutError(f"{block.name} attends causally; patches would see the future")
+            place = (here, number)
+            call = AttentionCall(
+                place, block, tokens, self.part, attend, options, q, k, v, attn_mask
+            )
+            return self.runner.attention.attend(call)
 
         return handler
 
     def _without_ghost(self, x: Tensor, tokens: TokenAxis, block: Block) -> Tensor:
-        own = tokens.owned(self.part, block.num_text)
-        fed = tokens.fed(self.part, block.num_text, self.runner.layout.ghost)
-        if len(own) < len(fed):
-            mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
-            x = Selection(len(fed), mine).take(x, tokens.axis)
-        return as_received(x)
+        mine = tokens.own_among_fed(self.part, block.num_text, self.runner.layout.ghost)
+        return as_received(x if mine is None else mine.take(x, tokens.axis))
 
     def _slices(self, call: int) -> Slices:
         """Tokens of the part in the results of a call, own or received."""

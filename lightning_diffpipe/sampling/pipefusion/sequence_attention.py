@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +32,6 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
 from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.tracing.layout import Layout
-from lightning_diffpipe.sampling.tracing.marks import Attend
 from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
 
 Mode = Literal["ulysses", "ring"]
@@ -72,68 +69,30 @@ class _OverRanks:
                 "other ones in one block than in the next; take pipefusion with sequence=1, or single"
             )
 
-    def attend(
-        self,
-        where: AttentionCall,
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attends from this rank's tokens to those of all ranks."""
-        if options.get("is_causal"):
-            raise LayoutError(f"{where.block.name} attends causally; only full attention is split")
-        together, parts = self._share(where.part)
-        owned = _positions(where, together, parts)
-        fed = where.tokens.fed(where.part, where.block.num_text, self._ghost)
-        ghost_of = None
-        if len(fed) > len(owned[self._links.rank]):
-            own = where.tokens.owned(where.part, where.block.num_text)
-            ghost_of = Selection(len(fed), torch.isin(fed.index, own.index).nonzero().squeeze(1))
-            fed_shape = (*q.shape[:-1], v.shape[-1])
-            q, k, v = (ghost_of.take(x, x.ndim - 2) for x in (q, k, v))
-        mask = self._whole_mask(attn_mask, fed, ghost_of, owned, where)
-        where = replace(where, part=together)
-        out = self._attend(where, attend, q, k, v, mask, owned, options)
-        if ghost_of is None:
+        together, parts = self._share(call.part)
+        owned = _positions(call, together, parts)
+        mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
+        q, k, v, mask = call.q, call.k, call.v, self._whole_mask(call, owned)
+        if mine is not None:
+            q, k, v = (mine.take(x, -2) for x in (q, k, v))
+        out = self._attend(call._replace(part=together, q=q, k=k, v=v, mask=mask), owned)
+        if mine is None:
             return out
-        with_ghost = out.new_zeros(fed_shape)
-        ghost_of.put(with_ghost, out.ndim - 2, out)
+        with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
+        mine.put(with_ghost, -2, out)
         return with_ghost
 
-    def _attend(
-        self,
-        where: AttentionCall,
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        owned: Sequence[Selection],
-        options: dict[str, Any],
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+        """The same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
 
-    def _whole_mask(
-        self,
-        mask: Tensor | None,
-        fed: Selection,
-        ghost_of: Selection | None,
-        owned: Sequence[Selection],
-        where: AttentionCall,
-    ) -> Tensor | None:
+    def _whole_mask(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor | None:
         """The mask over all keys; one that is made from tokens is collected from all ranks."""
-        if mask is None or mask.shape[-1] != len(fed) or len(fed) == where.tokens.size:
-            return mask
-        if mask.shape[-2] != 1:
-            raise LayoutError(
-                f"{where.block.name} makes an attention mask of shape {tuple(mask.shape)} from its "
-                "tokens; split tokens need one that is the same for all queries"
-            )
-        if ghost_of is not None:
-            mask = ghost_of.take(mask, mask.ndim - 1)
+        mask = call.own_mask(self._ghost)
+        if mask is None:
+            return call.mask
         lead = tuple(mask.shape[:-1])
         whole = mask.new_zeros(*lead, owned[0].size)
         pieces = exchange(
@@ -143,7 +102,7 @@ class _OverRanks:
             "sequence",
         )
         for rank, piece in (pieces | {self._links.rank: mask}).items():
-            owned[rank].put(whole, whole.ndim - 1, piece)
+            owned[rank].put(whole, -1, piece)
         return whole
 
 
@@ -152,22 +111,21 @@ def divides_text(layout: Layout) -> bool:
     return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
 
 
-def _positions(where: AttentionCall, together: Part, parts: Sequence[Part]) -> list[Selection]:
+def _positions(call: AttentionCall, together: Part, parts: Sequence[Part]) -> list[Selection]:
     """Where the tokens of each part are among those of all parts together."""
-    num_text = where.block.num_text
-    owned = [where.tokens.owned(part, num_text) for part in parts]
-    whole = where.tokens.owned(together, num_text)
+    owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
+    whole = call.tokens.owned(together, call.block.num_text)
     if whole.index is None:
         return owned
     return [Selection(len(whole), torch.searchsorted(whole.index, each.index)) for each in owned]
 
 
-def _places(where: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
+def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
     """Positions among the tokens of a part as positions among all tokens."""
-    index = where.tokens.owned(where.part, where.block.num_text).index
+    index = call.own().index
     if index is None:
         return list(owned)
-    return [Selection(where.tokens.size, index[each.index]) for each in owned]
+    return [Selection(call.tokens.size, index[each.index]) for each in owned]
 
 
 class Ulysses(_OverRanks):
@@ -182,51 +140,32 @@ class Ulysses(_OverRanks):
                 if tokens is not None:
                     _refuse_heads(size.heads, size.key_heads, num_ranks)
 
-    def _attend(
-        self,
-        where: AttentionCall,
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        owned: Sequence[Selection],
-        options: dict[str, Any],
-    ) -> Tensor:
-        if self._inner is not None:
-            attend = partial(self._inner.attend, where, attend)
-        me = self._links.rank
-        _refuse_heads(q.shape[1], k.shape[1], self._links.num_ranks)
-        heads, key_heads = self._heads(q.shape[1]), self._heads(k.shape[1])
-        mine = [
-            x.narrow(1, h[me].start, len(h[me]))
-            for x, h in zip((q, k, v), (heads, key_heads, key_heads), strict=True)
-        ]
-        pieces = self._trade(
-            {
-                peer: [
-                    x.narrow(1, h[peer].start, len(h[peer]))
-                    for x, h in zip((q, k, v), (heads, key_heads, key_heads), strict=True)
-                ]
-                for peer in self._peers
-            },
-            {
-                peer: [
-                    TensorShape((*x.shape[:-2], len(owned[peer]), x.shape[-1]), x.dtype)
-                    for x in mine
-                ]
-                for peer in self._peers
-            },
-        )
-        pieces[me] = mine
-        size = owned[0].size
-        whole = [x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in mine]
-        for rank, parts in pieces.items():
-            for full, x in zip(whole, parts, strict=True):
-                owned[rank].put(full, full.ndim - 2, x)
+    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+        me, mask = self._links.rank, call.mask
+        _refuse_heads(call.q.shape[1], call.k.shape[1], self._links.num_ranks)
+        heads, key_heads = self._heads(call.q.shape[1]), self._heads(call.k.shape[1])
+
+        def heads_of(rank: int) -> list[Tensor]:
+            ranges = (heads[rank], key_heads[rank], key_heads[rank])
+            given = zip((call.q, call.k, call.v), ranges, strict=True)
+            return [x.narrow(1, each.start, len(each)) for x, each in given]
+
+        mine = heads_of(me)
+        shapes = {
+            peer: [
+                TensorShape((*x.shape[:-2], len(owned[peer]), x.shape[-1]), x.dtype) for x in mine
+            ]
+            for peer in self._peers
+        }
+        pieces = self._trade({peer: heads_of(peer) for peer in self._peers}, shapes)
+        q, k, v = (x.new_empty(*x.shape[:-2], owned[0].size, x.shape[-1]) for x in mine)
+        for rank, parts in (pieces | {me: mine}).items():
+            for full, x in zip((q, k, v), parts, strict=True):
+                owned[rank].put(full, -2, x)
         if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:
             mask = mask.narrow(1, heads[me].start, len(heads[me]))
-        out = attend(*whole, attn_mask=mask, **options)
+        call = call._replace(q=q, k=k, v=v, mask=mask)
+        out = call.answer() if self._inner is None else self._inner.attend(call)
         return self._back(out, heads, owned)
 
     def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
@@ -281,25 +220,16 @@ def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
 class Ring(_OverRanks):
     """Keys and values of one rank after the other. Any number of heads will do."""
 
-    def _attend(
-        self,
-        where: AttentionCall,
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        owned: Sequence[Selection],
-        options: dict[str, Any],
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         links, me, n = self._links, self._links.rank, self._links.num_ranks
-        scale = options.get("scale") or 1 / math.sqrt(q.shape[-1])
-        keys = KeysInShares(None, mask)
+        q, k, v = call.q, call.k, call.v
+        scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
+        keys = KeysInShares(None, call.mask)
         if self._inner is not None:
-            keys = self._inner.in_shares(where, k, v, mask)
-        places = _places(where, owned)
-        if keys.mask is not None and keys.mask.shape[-2] == where.tokens.size > 1:
-            keys.mask = places[me].take(keys.mask, keys.mask.ndim - 2)
+            keys = self._inner.in_shares(call)
+        places = _places(call, owned)
+        if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
+            keys.mask = places[me].take(keys.mask, -2)
         total: tuple[Tensor, Tensor] | None = None
         for turn in range(n):
             source, following = (me - turn) % n, (me - turn - 1) % n

@@ -162,6 +162,17 @@ class TokenAxis:
         """The tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
         return self._selection(part, num_text, ghost)
 
+    def own_among_fed(self, part: Part, num_text: int, ghost: bool) -> Selection | None:
+        """The tokens of a part among those a block is fed for it; None if it is fed no ghost."""
+        own, fed = self.owned(part, num_text), self.fed(part, num_text, ghost)
+        if len(own) == len(fed):
+            return None
+        key = (part.units, part.text, num_text, "own")
+        if key not in self._selected:
+            mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
+            self._selected[key] = Selection(len(fed), mine)
+        return self._selected[key]
+
     def _selection(self, part: Part, num_text: int, ghost: bool) -> Selection:
         key = (part.units, part.text, num_text, ghost)
         if key not in self._selected:
