@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
 from lightning_diffpipe.sampling.distrifusion.bands import (
     Window,
     input_first,
@@ -80,36 +80,39 @@ class CallAnalysis:
     unit: int = 1
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of two calls with equal signatures the analysis is the same."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    return str(tree), tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves
-    )
+class ModelCall(NamedTuple):
+    """One call of a model, on all rows.
 
-
-def analyse(
-    interception: Interception,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    latents: Tensor,
-) -> CallAnalysis:
-    """Looks at one call of a model.
-
-    Args:
+    Attributes:
         interception: Of the model, installed.
         forward: The model's own.
-        args: Of the call, whole.
-        kwargs: Of the call, whole.
+        args: Of the call.
+        kwargs: Of the call.
         latents: Of the request; rows are the last but one axis.
+    """
+
+    interception: Interception
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    latents: Tensor
+
+    def signature(self) -> Any:
+        """Of two calls with equal signatures the analysis is the same."""
+        leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
+        shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
+        return str(tree), tuple(shapes), tuple(self.latents.shape)
+
+
+def analyse(call: ModelCall) -> CallAnalysis:
+    """Looks at one call of a model.
 
     Raises:
         GraphError: The model mixes rows in a way bands have no rule for; names the operator.
         ConfigurationError: Its strides do not divide the rows.
     """
-    look = _Look(interception, forward, args, kwargs, latents.shape[-2])
-    analysis = CallAnalysis(sample=look.find_sample(latents))
+    look = _Look(call)
+    analysis = CallAnalysis(sample=look.find_sample(call.latents))
     marks, analysis.embedders, analysis.outputs = look.mark_rows(analysis.sample)
     analysis.unit = _unit(marks.units, look.num_rows)
     marks, _, _ = look.run(analysis.sample, None)
@@ -127,20 +130,11 @@ def analyse(
 class _Look:
     """Runs of one call with marks in different places."""
 
-    def __init__(
-        self,
-        interception: Interception,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        num_rows: int,
-    ) -> None:
-        self._interception, self._forward = interception, forward
-        self._leaves, self._tree = pytree.tree_flatten((args, kwargs))
-        self.num_rows = num_rows
-        power = (
-            num_rows & -num_rows
-        )  # marked rows must be whole units: take the largest power of two
+    def __init__(self, call: ModelCall) -> None:
+        self._interception, self._forward = call.interception, call.forward
+        self._leaves, self._tree = pytree.tree_flatten((call.args, call.kwargs))
+        self.num_rows = num_rows = call.latents.shape[-2]
+        power = num_rows & -num_rows  # the largest, as marked rows must be whole units
         self.num_marked = power if power < num_rows else max(num_rows // 2, 1)
 
     def find_sample(self, latents: Tensor) -> int:
@@ -220,10 +214,8 @@ class _Look:
         return 0 if rest else whole
 
 
-class _EmbedderSearch:
+class _EmbedderSearch(ForwardOnlyRun):
     """Finds modules that embed the latents: the outermost that take them, and mix no rows."""
-
-    checkpointing = checkpointed = False
 
     def __init__(self, look: _Look, stand_ins: StandIns, sample: Tensor) -> None:
         self._look, self._stand_ins, self._sample = look, stand_ins, sample
@@ -240,14 +232,6 @@ class _EmbedderSearch:
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
             self.embedders[site.name] = self._look.axes(out)
         return out
-
-    def checkpoints_layers(self) -> bool:
-        """Nothing is checkpointed while sampling."""
-        return False
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Logging is of no interest."""
-        return original(*args, **kwargs)
 
 
 def _keys(marked: Tensor) -> JointKeys | None:

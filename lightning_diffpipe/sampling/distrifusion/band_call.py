@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.interception import Site
-from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys
+from lightning_diffpipe.graph.interception import ForwardOnlyRun, Site
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys, ModelCall
 from lightning_diffpipe.sampling.distrifusion.bands import (
     Bands,
     input_first,
@@ -101,15 +101,13 @@ class StepKind:
     keep: bool = False
 
 
-class BandCall(TorchFunctionMode):
+class BandCall(ForwardOnlyRun, TorchFunctionMode):
     """Runs the model's forward on this rank's band.
 
     Args:
         state: Of this call.
         step: What kind of step it is.
     """
-
-    checkpointing = checkpointed = False
 
     def __init__(self, state: CallState, step: StepKind) -> None:
         super().__init__()
@@ -122,17 +120,14 @@ class BandCall(TorchFunctionMode):
         self.grid: tuple[int, int] | None = None
         self.regridded = False
 
-    def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, call: ModelCall, watched: set[str]) -> Any:
         """Runs the forward on the band; returns its results, with those of all bands put together.
 
         Args:
-            forward: The model's own.
-            args: Whole.
-            kwargs: Whole.
+            call: What is to be computed, on all rows.
+            watched: Modules inside whose calls are to be seen.
         """
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
         analysis, exchange = self._state.analysis, self._state.exchange
         self._whole = leaves[analysis.sample]
         self._band = self._cut(self._whole, -2).contiguous()
@@ -142,8 +137,8 @@ class BandCall(TorchFunctionMode):
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
         exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
         self._state.constants.start_step()
-        with self:
-            out = forward(*band_args, **band_kwargs)
+        with call.interception.also_watching(watched), call.interception.running(self), self:
+            out = call.forward(*band_args, **band_kwargs)
         exchange.stop_step()
         results, tree = pytree.tree_flatten(out)
         for i, axis in analysis.outputs.items():
@@ -199,14 +194,6 @@ class BandCall(TorchFunctionMode):
                 self.grid = self._bands.part_of(rows)[1], num_tokens // rows
             leaves[i] = self._cut(leaves[i], axis).contiguous()
         return pytree.tree_unflatten(leaves, tree)
-
-    def checkpoints_layers(self) -> bool:
-        """Nothing is checkpointed while sampling."""
-        return False
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Passes on."""
-        return original(*args, **kwargs)
 
     # ------------------------------------------------------------ what rules ask for
 

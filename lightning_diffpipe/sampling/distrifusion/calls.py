@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, analyse, signature
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
 from lightning_diffpipe.sampling.distrifusion.band_call import BandCall, CallState, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.constants import Constants
@@ -37,8 +36,6 @@ from lightning_diffpipe.sampling.memory import (
 )
 from lightning_diffpipe.sampling.one_process import tolerance_of
 from lightning_diffpipe.sampling.statistics import Stopwatch
-
-Forward = Callable[..., Any]
 
 Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
@@ -85,18 +82,14 @@ class CallStates:
         self,
         index: int,
         step: int,
-        interception: Interception,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        latents: Tensor,
+        call: ModelCall,
     ) -> CallState:
         """The state of the `index`-th call of a step; the first step opens states.
 
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
         """
-        kind = (signature(args, kwargs), tuple(latents.shape), self._settings)
+        kind = (call.signature(), self._settings)
         if index < len(self._states):
             before, state = self._states[index]
             if before != kind:
@@ -109,8 +102,8 @@ class CallStates:
             self.check_number_of_calls(index + 1, step)
         if kind not in self._analyses:
             with self._stopwatch.learning():
-                self._learn(kind, interception, forward, args, kwargs, latents)
-        state = self._new_state(self._analyses[kind], latents)
+                self._analyses[kind] = self._learned(call)
+        state = self._new_state(self._analyses[kind], call.latents)
         state.freshness = self._freshness
         self._states.append((kind, state))
         return state
@@ -123,55 +116,36 @@ class CallStates:
                 "bands keep what was sent from step to step, and need the same calls in every step"
             )
 
-    def _learn(
-        self,
-        kind: Any,
-        interception: Interception,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        latents: Tensor,
-    ) -> None:
+    def _learned(self, call: ModelCall) -> CallAnalysis:
         def look() -> CallAnalysis:
             with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
-                analysis = analyse(interception, forward, args, kwargs, latents)
-            Bands.split(latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
+                analysis = analyse(call)
+            Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
             return analysis
 
         analysis: CallAnalysis = self._links.broadcast_object(look)
         if self._verify:
             traffic = self._links.traffic.copy()
-            self._compare(analysis, interception, forward, args, kwargs, latents)
-            self._links.traffic.bytes_sent = traffic.bytes_sent
-            self._links.traffic.bytes_received = traffic.bytes_received
-            self._links.traffic.messages_sent = traffic.messages_sent
-        self._analyses[kind] = analysis
+            self._compare(analysis, call)
+            vars(self._links.traffic).update(vars(traffic))
+        return analysis
 
-    def _compare(
-        self,
-        analysis: CallAnalysis,
-        interception: Interception,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        latents: Tensor,
-    ) -> None:
+    def _compare(self, analysis: CallAnalysis, whole: ModelCall) -> None:
         """One synchronous call against a plain one of rank 0; all ranks decide together.
 
         Where all rows at once do not fit into rank 0's memory, nothing is compared.
         """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_state(analysis, latents), StepKind(0, True))
-            with interception.also_watching(set(analysis.embedders)), interception.running(call):
-                return call.run(forward, args, kwargs)
+            call = BandCall(self._new_state(analysis, whole.latents), StepKind(0, True))
+            return call.run(whole, set(analysis.embedders))
 
         def plain() -> Any:
-            with interception.running(None):
-                return forward(*args, **kwargs)
+            with whole.interception.running(None):
+                return whole.forward(*whole.args, **whole.kwargs)
 
-        bands = self._new_state(analysis, latents).bands
-        tolerance = tolerance_of(interception.root, latents, convolves_parts=True)
+        bands = self._new_state(analysis, whole.latents).bands
+        tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         with failing(
             f"on a band of {bands.size} of {bands.num_rows} rows",
             _REMEDY,
@@ -182,12 +156,10 @@ class CallStates:
             result = on_bands()
         error: float = self._links.broadcast_object(lambda: error_beside(plain, result))
         if not error <= tolerance:
-            whole: list[Profile] = []
-            with contextlib.suppress(
-                RuntimeError
-            ):  # such as too little memory; then without a name
-                whole = profiled(plain)
-            name = first_difference(whole, profiled(on_bands), bands, tolerance)
+            expected: list[Profile] = []
+            with contextlib.suppress(RuntimeError):  # too little memory; then without a name
+                expected = profiled(plain)
+            name = first_difference(expected, profiled(on_bands), bands, tolerance)
             names = [self._links.broadcast_object(lambda: name)]
             self._links.finish()  # all ranks refuse together, with nothing under way
             raise refusal(error, tolerance, bands, names[0] or name)

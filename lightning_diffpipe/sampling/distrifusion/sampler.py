@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links, ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception
 from lightning_diffpipe.graph.memo import settings_digest
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, CallState, StepKind
+from lightning_diffpipe.sampling.distrifusion.analysis import ModelCall
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
 from lightning_diffpipe.sampling.distrifusion.calls import CallStates
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.freshness import Freshness
@@ -119,10 +120,8 @@ class DistriFusion:
         return latents
 
 
-class _Loop:
+class _Loop(ForwardOnlyRun):
     """The denoising loop of one request."""
-
-    checkpointing = checkpointed = False
 
     def __init__(
         self,
@@ -192,40 +191,17 @@ class _Loop:
 
     def call(self, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call of the model: runs it on the band, and returns the whole prediction."""
-        forward = site.diffpipe_original
         if site.name != MODEL or self._links.num_ranks == 1:
-            return forward(*args, **kwargs)
-        state = self._states.get(
-            self._num_calls,
-            self._step.index,
-            self._interception,
-            forward,
-            args,
-            kwargs,
-            self._request.latents,
+            return site.diffpipe_original(*args, **kwargs)
+        whole = ModelCall(
+            self._interception, site.diffpipe_original, args, kwargs, self._request.latents
         )
+        state = self._states.get(self._num_calls, self._step.index, whole)
         self._num_calls += 1
-        band_call = BandCall(state, self._step)
-        with (
-            self._interception.also_watching(self._watched(state)),
-            self._interception.running(band_call),
-        ):
-            return band_call.run(forward, args, kwargs)
-
-    def _watched(self, state: CallState) -> set[str]:
-        """Modules a call on a band must know of: all of them, if layers are to be named."""
-        if state.freshness is None:
-            return set(state.analysis.embedders)
-        names = {name for name, _ in self._interception.root.named_modules()}
-        return names - {"", MODEL}
-
-    def checkpoints_layers(self) -> bool:
-        """Nothing is checkpointed while sampling."""
-        return False
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Passes on."""
-        return original(*args, **kwargs)
+        watched = set(state.analysis.embedders)
+        if state.freshness is not None:  # layers are to be named
+            watched = {name for name, _ in self._interception.root.named_modules()} - {"", MODEL}
+        return BandCall(state, self._step).run(whole, watched)
 
 
 class _Holder(nn.Module):

@@ -11,7 +11,12 @@ from torch import nn
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys, analyse
+from lightning_diffpipe.sampling.distrifusion.analysis import (
+    CallAnalysis,
+    JointKeys,
+    ModelCall,
+    analyse,
+)
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.calls import relative_error
@@ -36,7 +41,7 @@ def analysis_of(name: str) -> CallAnalysis:
         def call(self, site, args, kwargs):
             forward = site.diffpipe_original
             if not found and site.name == MODEL:
-                found.append(analyse(interception, forward, args, kwargs, tiny.latents))
+                found.append(analyse(ModelCall(interception, forward, args, kwargs, tiny.latents)))
             return forward(*args, **kwargs)
 
     with (
