@@ -123,20 +123,24 @@ def plan(config: DictConfig) -> Any:
         options = PlanOptions.from_dict(wishes)
         found = find_plan(profile, cluster, options)
     found_s = time.perf_counter()
+    took, advice = f"found in {seconds(found_s - start_s)}", None
     if values["explain"]:
-        rate = values["disk_bytes_per_s"]
-        why = explain(found, profile, cluster, values["explain_s"], rate)
+        # The advice plans once more, with less to choose from; a second is plenty for small models.
+        first_s = max(found_s - start_s, 1.0) if profile.encoders else 0.0
+        until_s, rate = found_s + values["explain_s"], values["disk_bytes_per_s"]
+        why = explain(found, profile, cluster, max(values["explain_s"] - first_s, 0.0), rate)
         found = replace(found, changes=why.changes)
-    took = f"found in {seconds(found_s - start_s)}"
-    if values["explain"]:
+        if profile.encoders:
+            left_s = max(until_s - time.perf_counter(), first_s)
+            advice = advise(profile, cluster, options, filled=found, within_s=left_s, **data)
         took += f"; what else could be changed was searched for {seconds(time.perf_counter() - found_s)}"
     if values["output"] is not None:  # before anything is printed: whoever reads may have gone
         _write(values["output"], found.to_json())
     print(report(found))
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
-    if values["explain"] and profile.encoders:
-        print(f"\n{cache_advice(advise(profile, cluster, options, filled=found, **data))}")
+    if advice is not None:
+        print(f"\n{cache_advice(advice)}")
     print(f"\n{took}")
     if config.profile is not None and (unknown := _unknown_splits(found, profile)):
         print(f"\n{unknown}")

@@ -34,7 +34,6 @@ class CacheAdvice:
         filled_step_s: A step with frozen layers in bubbles.
         cached_step_s: A step that reads their results, reading included.
         writing_s: What the first pass pays for each step on top; later ones as much for reading.
-        num_steps: Steps of a pass; None if the size of the data is not known.
         num_passes: Passes over the data, if known.
         sample_bytes: What is stored of each sample.
         disk_bytes: What is stored in the end, if known.
@@ -47,7 +46,6 @@ class CacheAdvice:
     filled_step_s: float
     cached_step_s: float
     writing_s: float
-    num_steps: int | None
     num_passes: float | None
     sample_bytes: int
     disk_bytes: int | None
@@ -76,21 +74,6 @@ class CacheAdvice:
         saved_s = self.filled_step_s - self.cached_step_s
         return 1 + self.writing_s / saved_s if saved_s > 0 else float("inf")
 
-    def __str__(self) -> str:
-        if not self.cached:
-            return "Fill: no frozen layer can be stored."
-        word = "Cache" if self.use_cache else "Fill"
-        gain = self.saved_share
-        passes = "later passes" if self.num_passes is None else f"{self.num_passes:g} passes"
-        disk = "" if self.disk_bytes is None else f" and {self.disk_bytes / 1e9:.3g} GB of disk"
-        return (
-            f"{word}: {self.filled_step_s:.4g} s a step with frozen layers in bubbles, "
-            f"{self.cached_step_s:.4g} s when {', '.join(self.cached)} are read from disk; over "
-            f"{passes} the cache takes {100 * abs(gain):.1f}% "
-            f"{'less' if gain >= 0 else 'more'} time{disk} "
-            f"(even after {self.break_even_passes:.2g} passes)."
-        )
-
 
 def advise(
     profile: ModelProfile,
@@ -101,6 +84,7 @@ def advise(
     cacheable: Collection[str] | None = None,
     disk_bytes_per_s: float = DISK_BYTES_PER_S,
     filled: PipelinePlan | None = None,
+    within_s: float = math.inf,
 ) -> CacheAdvice:
     """Compares both ways by their plans.
 
@@ -115,6 +99,7 @@ def advise(
             says that they do not, if not given.
         disk_bytes_per_s: What each rank reads and writes.
         filled: The plan without a cache; searched with `filling="auto"` if not given.
+        within_s: Seconds after which the best plans found so far are good enough.
 
     Raises:
         ConfigurationError: A name that is no encoder of the profile, or a rate or count that cannot be.
@@ -128,18 +113,18 @@ def advise(
     stored = cacheable_encoders(profile) if cacheable is None else tuple(cacheable)
     stored = tuple(name for name in names if name in stored)
     if filled is None:
-        filled = find_plan(profile, cluster, replace(options, filling="auto"))
+        wish = replace(options, filling="auto")
+        filled = find_plan(profile, cluster, wish, within_s=within_s)
     # Frozen work that takes no time fills no bubbles.
     filling = "none" if len(stored) == len(names) else "auto"
-    cached = find_plan(with_stored(profile, stored), cluster, replace(options, filling=filling))
+    wish = replace(options, filling=filling)
+    cached = find_plan(with_stored(profile, stored), cluster, wish, within_s=within_s)
     sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in stored)
     disk_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
-    batch = options.global_batch_size
     return CacheAdvice(
         filled.planned.iteration_s,
         cached.planned.iteration_s + disk_s,
         disk_s,
-        None if num_samples is None else max(num_samples // batch, 1),
         num_passes,
         sample_bytes,
         None if num_samples is None else num_samples * sample_bytes,

@@ -6,7 +6,13 @@ import math
 
 from lightning_diffpipe.planning.caching import CacheAdvice
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import EncoderLayerProfile, LayerProfile, ModelProfile
+from lightning_diffpipe.planning.profile import (
+    BackboneProfile,
+    EncoderLayerProfile,
+    EncoderProfile,
+    LayerProfile,
+    ModelProfile,
+)
 from lightning_diffpipe.viewing.ascii import render
 from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.units import operations, percent, seconds, size, table
@@ -108,23 +114,29 @@ def cost_table(profile: ModelProfile, samples: int = 1) -> str:
     """
     times = f"times of {samples} sample{'' if samples == 1 else 's'}"
     parts = [f"{profile.name}: {times}; boundary, activations and operations (forward) of one"]
-    for backbone in profile.backbones:
-        rows = [_path_row(layer, samples) for layer in backbone.layers]
-        parts.append(f"{backbone.name}\n{table(HEADER, [*rows, _sum(backbone.layers, samples)])}")
-    for encoder in profile.encoders:
-        rows = [_frozen_row(layer, samples) for layer in encoder.layers]
-        parts.append(f"{encoder.name}\n{table(HEADER, [*rows, _sum(encoder.layers, samples)])}")
+    every: tuple[BackboneProfile | EncoderProfile, ...] = (*profile.backbones, *profile.encoders)
+    for part in every:
+        rows = [_row(layer, samples) for layer in part.layers]
+        parts.append(f"{part.name}\n{table(HEADER, [*rows, _sum(part.layers, samples)])}")
     return "\n\n".join(parts)
 
 
-def _path_row(layer: LayerProfile, samples: int) -> list[str]:
+def _row(layer: LayerProfile | EncoderLayerProfile, samples: int) -> list[str]:
+    """Writes the row of a layer; a frozen one has neither a backward nor activations."""
+    backward = activations = ""
+    if isinstance(layer, LayerProfile):
+        boundary = layer.boundary_bytes_per_sample
+        backward = seconds(layer.backward_s.at(samples))
+        activations = size(_activation_bytes(layer))
+    else:
+        boundary = layer.output_bytes_per_sample
     return [
         layer.name,
         seconds(layer.forward_s.at(samples)),
-        seconds(layer.backward_s.at(samples)),
+        backward,
         size(layer.parameter_bytes),
-        size(layer.boundary_bytes_per_sample),
-        size(_activation_bytes(layer)),
+        size(boundary),
+        activations,
         operations(layer.flops_per_sample),
     ]
 
@@ -132,18 +144,6 @@ def _path_row(layer: LayerProfile, samples: int) -> list[str]:
 def _activation_bytes(layer: LayerProfile) -> int:
     """Sums the activation bytes of a microbatch of one sample."""
     return layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
-
-
-def _frozen_row(layer: EncoderLayerProfile, samples: int) -> list[str]:
-    return [
-        layer.name,
-        seconds(layer.forward_s.at(samples)),
-        "",
-        size(layer.parameter_bytes),
-        size(layer.output_bytes_per_sample),
-        "",
-        operations(layer.flops_per_sample),
-    ]
 
 
 def _sum(
@@ -166,46 +166,34 @@ def cache_advice(advice: CacheAdvice) -> str:
     """Says what storing encodings would gain and cost, and how to do it; see `planning/caching.py`."""
     lines = ["Cache or fill? Encodings of frozen layers can be stored instead of made anew."]
     if advice.cached:
-        lines += _comparison(advice)
+        gain = advice.filled_step_s - advice.cached_step_s
+        change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
+        disk = f"{size(advice.sample_bytes)} a sample"
+        if advice.disk_bytes is not None:
+            disk += f", {size(advice.disk_bytes)} in all"
+        disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
+        passes = advice.break_even_passes
+        first = "never" if math.isinf(passes) else f"from pass {math.floor(passes) + 1}"
+        lines += [
+            f"  as planned  {seconds(advice.filled_step_s)} a step",
+            f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
+            f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
+            f"  on disk     {disk}",
+            f"  pays        {first}" + ("" if math.isinf(passes) else " over the data on"),
+        ]
     if advice.computed:
         names = ", ".join(advice.computed)
-        lines.append(
-            f"  computed    {names}: follows noise or other random numbers, or is quicker to compute"
-        )
-    lines.append(f"  {_verdict(advice)}")
-    return "\n".join(lines)
-
-
-def _comparison(advice: CacheAdvice) -> list[str]:
-    gain = advice.filled_step_s - advice.cached_step_s
-    change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
-    disk = f"{size(advice.sample_bytes)} a sample"
-    if advice.disk_bytes is not None:
-        disk += f", {size(advice.disk_bytes)} in all"
-    disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
-    passes = advice.break_even_passes
-    pays = "never" if math.isinf(passes) else f"from pass {math.floor(passes) + 1} over the data on"
-    return [
-        f"  as planned  {seconds(advice.filled_step_s)} a step",
-        f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
-        f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
-        f"  on disk     {disk}",
-        f"  pays        {pays}",
-    ]
-
-
-def _verdict(advice: CacheAdvice) -> str:
+        why = "follows noise or other random numbers, or is quicker to compute"
+        lines.append(f"  computed    {names}: {why}")
     if not advice.cached:
-        return "Nothing can be stored: fill bubbles."
-    if not advice.use_cache:
-        return "Not worth a disk: storing saves less than 2%."
-    how = 'EncodingCache("encodings") among the callbacks, or diffpipe train callbacks=cached'
-    doubt = (
-        ""
-        if advice.certain
-        else "; the profile does not say whether encodings follow from the sample alone"
-    )
-    return (
-        f"Worth it if samples come back unchanged (no random crops, captions not redrawn{doubt}):\n"
-        f"  {how}"
-    )
+        lines.append("  Nothing can be stored: fill bubbles.")
+    elif not advice.use_cache:
+        lines.append("  Not worth a disk: storing saves less than 2%.")
+    else:
+        unknown = "; the profile does not say whether encodings follow from the sample alone"
+        doubt = "" if advice.certain else unknown
+        lines += [
+            f"  Worth it if samples come back unchanged (no random crops, captions not redrawn{doubt}):",
+            '  EncodingCache("encodings") among the callbacks, or diffpipe train callbacks=cached',
+        ]
+    return "\n".join(lines)

@@ -32,7 +32,6 @@ def test_both_ways_are_what_the_planner_promises():
     bare = find_plan(replace(profile, encoders=()), TWO, OPTIONS)
     assert advice.filled_step_s == pytest.approx(filled.planned.iteration_s)
     assert advice.cached_step_s == pytest.approx(bare.planned.iteration_s + 4 * 1000 / 200e6)
-    assert advice.num_steps == 100
     assert advice.disk_bytes == 800_000
 
 
@@ -40,13 +39,11 @@ def test_frozen_work_that_fits_the_bubbles_is_not_worth_a_disk():
     """With two stages and four microbatches a fifth of the time is bubble; 5% of frozen work is free."""
     advice = advise(profile_of(0.05), TWO, OPTIONS, num_samples=800, num_passes=100)
     assert not advice.use_cache
-    assert str(advice).startswith("Fill")
 
 
 def test_much_frozen_work_on_a_small_fixed_set_is_cached():
     advice = advise(profile_of(0.9), TWO, OPTIONS, num_samples=800, num_passes=10)
     assert advice.use_cache
-    assert str(advice).startswith("Cache")
     assert advice.saved_share > 0.2
     assert 1 < advice.break_even_passes < 1.1
 
@@ -69,7 +66,6 @@ def test_encoders_that_follow_noise_stay():
     assert advice.cached_step_s > everything.cached_step_s
     nothing = advise(profile, TWO, OPTIONS, 800, 10, cacheable=set())
     assert not nothing.use_cache
-    assert "no frozen layer" in str(nothing)
 
 
 @pytest.mark.parametrize(
