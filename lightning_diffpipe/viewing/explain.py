@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.caching import (
@@ -24,22 +23,22 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
-from lightning_diffpipe.planning.options import Auto, PlanOptions
+from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, joined
+from lightning_diffpipe.planning.profile import FrozenResult, ModelProfile, joined
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.viewing.units import percent, seconds, size
+from lightning_diffpipe.viewing.units import count_of, percent, seconds, size
 
 BEST = "the best of all plans"
 
 BOTTLENECK = 0.03
 """Where no part costs this share of the step, ranks compute nearly all the time."""
 
-WORTH_TELLING = 1e-3
-"""Changes that gain a smaller share of the step are not worth a line."""
+WORTH_A_LINE = 1e-3
+"""Parts and changes of a smaller share of the step get no line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +136,20 @@ def explain(
     parts = () if plan.costs is None else _parts(plan, plan.costs)
     if profile is None or cluster is None:
         return Explanation(plan, parts, plan.changes)
-    step_s, start_s = plan.planned.iteration_s, time.perf_counter()
-    helpful: list[PlannedChange] = []
-    for change in _changes(plan, profile, cluster, start_s + budget_s, disk_bytes_per_s):
-        if change.iteration_s < step_s * (1 - WORTH_TELLING):
-            helpful.append(change)
-    changes = sorted(helpful, key=lambda change: change.iteration_s)
-    return Explanation(plan, parts, tuple(changes))
+    until_s = time.perf_counter() + budget_s
+    below_s = plan.planned.iteration_s * (1 - WORTH_A_LINE)
+    changes: list[PlannedChange] = []
+    for change in _tries(plan, profile, cluster, disk_bytes_per_s):
+        left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
+        try:
+            found = find_plan(change.profile, cluster, change.options, below_s, left_s / 2)
+        except DiffPipeError:
+            continue  # No faster, or not possible: too many stages, too few samples, too little memory.
+        step_s = found.planned.iteration_s + change.more_s
+        if step_s < below_s:
+            details = _in_short(found) if change.description == BEST else _moved(plan, found)
+            changes.append(PlannedChange(f"{change.description}{details}", step_s))
+    return Explanation(plan, parts, tuple(sorted(changes, key=lambda each: each.iteration_s)))
 
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
@@ -210,7 +216,7 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     winnable_s = step_s - plan.planned.no_bubble_limit_s
     saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
-    found = (Saving(name, s) for name, s in saved.items() if s > 1e-3 * step_s)
+    found = (Saving(name, s) for name, s in saved.items() if s > WORTH_A_LINE * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
 
 
@@ -244,63 +250,61 @@ def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     return plan.step_s(free) - busiest_s
 
 
-def _changes(
-    plan: PipelinePlan,
-    profile: ModelProfile,
-    cluster: Cluster,
-    until_s: float,
-    disk_bytes_per_s: float,
-) -> Iterator[PlannedChange]:
-    """Plans with one change at a time, everything else as it is; cuts stages again where they must be.
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """One change, everything else as it is; a step of it takes `more_s` longer than its plan says."""
 
-    Those still to come share what is left of the time until `until_s`; none takes more than half of it.
-    """
-    below_s = plan.planned.iteration_s * (1 - WORTH_TELLING)
-    fixed = replace(plan.options, frozen_group_size=_wished_group_size(plan, profile, cluster))
+    description: str
+    options: PlanOptions
+    profile: ModelProfile
+    more_s: float = 0.0
+
+
+def _tries(
+    plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, disk_bytes_per_s: float
+) -> list[_Try]:
+    """Lists what could be changed; stages are cut again where they must be."""
+    fixed = replace(plan.options, frozen_group_size="auto")
+    evaluator = Evaluator(CostModel(joined(profile), cluster), fixed)
+    chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
+    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs anew
+        fixed = plan.options
     free = replace(fixed, num_replicas="auto", partition="auto")
+    any_shape = replace(free, num_stages="auto", num_microbatches="auto", data_parallel="auto")
+    alone = replace(
+        any_shape,
+        num_stages=1,
+        num_replicas=1,
+        data_parallel=cluster.num_ranks,
+        schedule=DEFAULT_SCHEDULE,
+    )
     count, stages = plan.num_microbatches, plan.num_stages
-    stored = cacheable_encoders(profile)
-    storing = f"storing encodings ({', '.join(stored)})"
-    read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
-    counts, numbers = (2 * count, count // 2), (stages - 1, stages + 1)
-    tries: list[tuple[str, PlanOptions, ModelProfile]] = [
-        *((f"{n} microbatches", replace(fixed, num_microbatches=n), profile) for n in counts if n),
-        ("cutting the layers anew", free, profile),
-        *((f"{n} stages", replace(free, num_stages=n), profile) for n in numbers if n),
-        ("no pipeline: plain data parallelism", _data_parallel(fixed, cluster), profile),
+    fewer_or_more = [replace(fixed, num_microbatches=n) for n in (2 * count, count // 2) if n]
+    tries = [
+        *(_Try(f"{o.num_microbatches} microbatches", o, profile) for o in fewer_or_more),
+        _Try("cutting the layers anew", free, profile),
+        *(
+            _Try(f"{n} stages", replace(free, num_stages=n), profile)
+            for n in (stages - 1, stages + 1)
+            if n
+        ),
+        _Try("no pipeline: plain data parallelism", alone, profile),
     ]
-    if stored:
-        tries.append((storing, fixed, with_stored(profile, stored)))
+    if stored := cacheable_encoders(profile):
+        read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
+        what = f"storing encodings ({', '.join(stored)})"
+        tries.append(_Try(what, fixed, with_stored(profile, stored), read_s))
     if profile.encoders and fixed.filling == "none":
         filled = replace(fixed, filling="auto")
-        tries.append(("frozen work in the bubbles (filling=auto)", filled, profile))
-    finer, name = _with_largest_layer_split(plan, profile)
+        tries.append(_Try("frozen work in the bubbles (filling=auto)", filled, profile))
     for spec in SCHEDULES.values():
         if spec.advice:
             several = replace(free, num_stages="auto") if spec.place else free
             options = replace(fixed if spec.warmup_depth > 1 else several, schedule=spec.name)
-            tries.append((f"{spec.advice} (schedule={spec.name})", options, profile))
-    tries += [
-        (f"splitting layer {name} in two", free, finer),
-        (BEST, _anything(fixed), profile),
-    ]
-    for description, options, what in tries:
-        try:
-            left_s = max(until_s - time.perf_counter(), 0.0)
-            found = find_plan(what, cluster, options, below_s, left_s / 2)
-        except DiffPipeError:
-            continue  # No faster, or not possible: too many stages, too few samples, too little memory.
-        details = _in_short(found) if description == BEST else _moved(plan, found)
-        disk_s = read_s if description == storing else 0.0
-        yield PlannedChange(f"{description}{details}", found.planned.iteration_s + disk_s)
-
-
-def _wished_group_size(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> int | Auto:
-    """`"auto"` where the plan has the size that it would choose itself, as changed plans choose theirs anew."""
-    options = replace(plan.options, frozen_group_size="auto")
-    evaluator = Evaluator(CostModel(joined(profile), cluster), options)
-    chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
-    return "auto" if plan.options.frozen_group_size == chosen else plan.options.frozen_group_size
+            tries.append(_Try(f"{spec.advice} (schedule={spec.name})", options, profile))
+    finer, name = _with_largest_layer_split(plan, profile)
+    tries.append(_Try(f"splitting layer {name} in two", free, finer))
+    return [*tries, _Try(BEST, replace(any_shape, schedule="auto"), profile)]
 
 
 def _with_largest_layer_split(
@@ -325,57 +329,22 @@ def _with_largest_layer_split(
     )
     layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
     finer = replace(backbone, layers=layers)
-    encoders = tuple(_with_readers_split(encoder, index) for encoder in profile.encoders)
+
+    def readers_of(result: FrozenResult) -> FrozenResult:
+        both = ((r, r + 1) if r == index else (r + (r > index),) for r in result.readers)
+        return replace(result, readers=tuple(chain.from_iterable(both)))
+
+    encoders = tuple(
+        replace(encoder, results=tuple(map(readers_of, encoder.results)))
+        for encoder in profile.encoders
+    )
     return replace(profile, backbones=(finer, *others), encoders=encoders), whole.name
 
 
-def _with_readers_split(encoder: EncoderProfile, index: int) -> EncoderProfile:
-    """Returns the encoder where layer `index` of the backbone is two, both of which read what it read."""
-    results = tuple(
-        replace(
-            result,
-            readers=tuple(
-                position
-                for reader in result.readers
-                for position in (
-                    (index, index + 1) if reader == index else (reader + (reader > index),)
-                )
-            ),
-        )
-        for result in encoder.results
-    )
-    return replace(encoder, results=results)
-
-
-def _data_parallel(options: PlanOptions, cluster: Cluster) -> PlanOptions:
-    return replace(
-        options,
-        num_stages=1,
-        num_replicas=1,
-        data_parallel=cluster.num_ranks,
-        num_microbatches="auto",
-        schedule=DEFAULT_SCHEDULE,
-    )
-
-
-def _anything(options: PlanOptions) -> PlanOptions:
-    return replace(
-        options,
-        num_stages="auto",
-        num_microbatches="auto",
-        num_replicas="auto",
-        data_parallel="auto",
-        schedule="auto",
-        partition="auto",
-    )
-
-
 def _in_short(plan: PipelinePlan) -> str:
-    pipelines = f"{plan.num_pipelines} pipeline{'s' if plan.num_pipelines > 1 else ''}"
-    stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
-    return (
-        f": {pipelines} of {stages}, {plan.num_microbatches} microbatches, {plan.options.schedule}"
-    )
+    pipelines, stages = count_of(plan.num_pipelines, "pipeline"), count_of(plan.num_stages, "stage")
+    microbatches = count_of(plan.num_microbatches, "microbatch", "es")
+    return f": {pipelines} of {stages}, {microbatches}, {plan.options.schedule}"
 
 
 def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:

@@ -15,7 +15,7 @@ from lightning_diffpipe.planning.profile import (
 )
 from lightning_diffpipe.viewing.ascii import render
 from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.units import operations, percent, seconds, size, table
+from lightning_diffpipe.viewing.units import count_of, operations, percent, seconds, size, table
 
 
 def report(plan: PipelinePlan, max_columns: int = 120) -> str:
@@ -31,18 +31,14 @@ def headline(plan: PipelinePlan) -> str:
     """Says in one line how ranks and samples are shared."""
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
     samples = " or ".join(str(n) for n in sizes) + (" samples" if max(sizes) > 1 else " sample")
-    pipelines = _count(plan.num_pipelines, "pipeline")
-    stages = _count(plan.num_stages, "stage")
+    pipelines = count_of(plan.num_pipelines, "pipeline")
+    stages = count_of(plan.num_stages, "stage")
     return (
         f"plan {plan.digest}: {plan.num_ranks} ranks as {pipelines} of {stages} "
-        f"on {_count(plan.ranks_per_pipeline, 'rank')}, "
-        f"{_count(plan.num_microbatches, 'microbatch', 'es')} of {samples}, "
+        f"on {count_of(plan.ranks_per_pipeline, 'rank')}, "
+        f"{count_of(plan.num_microbatches, 'microbatch', 'es')} of {samples}, "
         f"{plan.options.schedule}, filling {plan.options.filling}"
     )
-
-
-def _count(number: int, what: str, ending: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def stage_table(plan: PipelinePlan) -> str:

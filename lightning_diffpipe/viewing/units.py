@@ -56,6 +56,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+def count_of(number: int, what: str, ending: str = "s") -> str:
+    """A number of things.
+
+    Example:
+        >>> count_of(1, "stage"), count_of(8, "microbatch", "es")
+        ('1 stage', '8 microbatches')
+    """
+    return f"{number} {what}{'' if number == 1 else ending}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned to the right, but the first column to the left.
 
