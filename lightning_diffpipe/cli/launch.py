@@ -127,6 +127,69 @@ def num_ranks_of(values: dict[str, Any]) -> int:
     return num_ranks
 
 
+def share_cores(values: dict[str, Any], num_ranks: int) -> None:
+    """Lets processes on one machine not fight for its cores."""
+    if values["num_threads"] is None and num_ranks > 1:
+        import torch
+
+        cores = _num_cores(0)
+        # A container has some of the machine's cores for all processes; a launcher may give each its own.
+        is_bound = is_launched() and cores < _num_cores(os.getppid())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        torch.set_num_threads(cores if is_bound else max(1, cores // here))
+
+
+def _num_cores(process: int) -> int:
+    """Cores that a process may run on; 0 stands for this one."""
+    try:
+        return len(os.sched_getaffinity(process))
+    except (AttributeError, OSError):  # not on this system; not for another user's process
+        return os.cpu_count() or 1
+
+
+def is_launched() -> bool:
+    """Whether all processes are there: started by a launcher, or this one by the first of this command."""
+    return "WORLD_SIZE" in os.environ
+
+
+def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
+    """Refuses more processes than this machine has GPUs, before they wait for each other."""
+    if values["trainer"]["accelerator"] == "cpu":
+        return
+    import torch
+
+    # A launcher may not say how many processes there are on this machine; then as many as are known of.
+    known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
+    present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", known))
+    if here > present and not _sees_its_own_gpu(present):
+        raise ConfigurationError(
+            f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
+            "take fewer, or trainer.accelerator=cpu"
+        )
+
+
+def _sees_its_own_gpu(present: int) -> bool:
+    """Whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
+    return present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
+
+
+def device_of(values: dict[str, Any], rank: int) -> str:
+    """Where a process computes; a GPU becomes the current one."""
+    if values["trainer"]["accelerator"] == "cpu":
+        return "cpu"
+    import torch
+
+    from lightning_diffpipe.comm.streams import ask_for_queues
+
+    present = torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", rank % max(present, 1)))
+    if _sees_its_own_gpu(present):
+        index = 0
+    ask_for_queues()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     """Calls a function on `num_ranks` processes of this machine.
 

@@ -14,7 +14,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
+from lightning_diffpipe.cli.launch import (
+    device_of,
+    is_launched,
+    num_ranks_of,
+    on_ranks,
+    refuse_missing_gpus,
+    share_cores,
+)
 from lightning_diffpipe.cli.registry import verb
 from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
 from lightning_diffpipe.cli.values import named
@@ -41,12 +48,12 @@ def sample(config: DictConfig) -> Any:
         from lightning_diffpipe.checkpoint_files import require_file
 
         require_file(values["path"])
-    elif not _is_launched():
+    elif not is_launched():
         _refuse_by_model(values)
     require_writable_folder("output", values["output"])
     _refuse_files_of_others(Path(values["output"]))
-    _refuse_missing_gpus(values, num_ranks)
-    _share_cores(values, num_ranks)
+    refuse_missing_gpus(values, num_ranks)
+    share_cores(values, num_ranks)
     return on_ranks(num_ranks, lambda: _sample(values))
 
 
@@ -138,12 +145,12 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     from lightning_diffpipe.model_sources import check_request, open_source
     from lightning_diffpipe.sampling.source import DiffusersFolder, Settings
 
-    common, sampler = _opening(values), values["sampler"]
+    sampler, request, cpu = values["sampler"], _request(values), torch.device("cpu")
+    vae = [each for each in ("tiling", "slicing") if values[f"vae_{each}"]]
     ema = sampler.get("ema", True)
-    source = open_source(values["path"], False, torch.device("cpu"), ema=ema, **common)
-    num_patches = sampler.get("num_patches") if sampler["method"] == "pipefusion" else None
-    request = _request(values)
+    source = open_source(values["path"], False, cpu, ema=ema, vae=vae, **_opening(values))
     options = {name: request.pop(name) for name in values["options"]}
+    num_patches = sampler.get("num_patches") if sampler["method"] == "pipefusion" else None
     with named({"num_patches": "sampler.num_patches"}):
         check_request(source, Settings(**request, options=options), num_patches)
     makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
@@ -186,57 +193,6 @@ def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     Settings(values["prompts"], **{name: values.get(name) for name in asked})
 
 
-def _share_cores(values: dict[str, Any], num_ranks: int) -> None:
-    """Lets processes on one machine not fight for its cores."""
-    if values["num_threads"] is None and num_ranks > 1:
-        import torch
-
-        cores = _num_cores(0)
-        # A container has some of the machine's cores for all processes; a launcher may give each its own.
-        is_bound = _is_launched() and cores < _num_cores(os.getppid())
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        torch.set_num_threads(cores if is_bound else max(1, cores // here))
-
-
-def _num_cores(process: int) -> int:
-    """Cores that a process may run on; 0 stands for this one."""
-    try:
-        return len(os.sched_getaffinity(process))
-    except (AttributeError, OSError):  # not on this system; not for another user's process
-        return os.cpu_count() or 1
-
-
-def _is_launched() -> bool:
-    """Whether all processes are there: started by a launcher, or this one by the first of this command."""
-    return "WORLD_SIZE" in os.environ
-
-
-def _processes_here(num_ranks: int) -> int:
-    """Processes on this machine; what is known of them where a launcher does not say."""
-    if "LOCAL_WORLD_SIZE" in os.environ or not _is_launched():
-        return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    return int(os.environ.get("LOCAL_RANK", "0")) + 1
-
-
-def _refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
-    """Refuses more processes than this machine has GPUs, before they wait for each other."""
-    if values["trainer"]["accelerator"] == "cpu":
-        return
-    import torch
-
-    present, here = torch.cuda.device_count(), _processes_here(num_ranks)
-    if here > present and not _sees_its_own_gpu(present):
-        raise ConfigurationError(
-            f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
-            "take fewer, or trainer.accelerator=cpu"
-        )
-
-
-def _sees_its_own_gpu(present: int) -> bool:
-    """Whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
-    return present == 1 and _is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
-
-
 def _sample(values: dict[str, Any]) -> Any:
     rank = int(os.environ.get("RANK", "0"))
     pictures, report = _draw(values, rank)
@@ -246,7 +202,8 @@ def _sample(values: dict[str, Any]) -> Any:
     assert report is not None
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_earlier(folder)
+    for name in _written_earlier(folder):  # which might be taken for pictures of this run
+        (folder / name).unlink(missing_ok=True)
     files = [_REPORT, *_write_drawn(pictures, values, folder)]
     if values["output_type"] == "pil":
         files.append(_GRID)
@@ -283,35 +240,18 @@ def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
-    import torch
-
-    from lightning_diffpipe.comm.streams import ask_for_queues
-
-    device = "cpu"
-    if values["trainer"]["accelerator"] != "cpu":
-        present = torch.cuda.device_count()
-        index = int(os.environ.get("LOCAL_RANK", rank % max(present, 1)))
-        if _sees_its_own_gpu(present):
-            index = 0
-        device = f"cuda:{index}"
-        ask_for_queues()
-        torch.cuda.set_device(index)
+    """Arguments of `Predictor.from_pretrained` besides the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
-    opening = {name: value for name, value in _opening(values).items() if name != "vae"}
-    return opening | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
+    where = {"device": device_of(values, rank), "timeout_s": float(values["timeout_s"])}
+    return _opening(values) | vae | where
 
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `open_source` that tell how a model is opened."""
+    """Arguments by which a model is opened, here and by the Predictor."""
     import torch
 
-    return {
-        "dtype": getattr(torch, str(values["dtype"])),
-        "variant": values["variant"],
-        "loras": values["loras"],
-        "pipeline_class": values["pipeline_class"],
-        "vae": [each for each in ("tiling", "slicing") if values[f"vae_{each}"]],
-    }
+    names = ("variant", "loras", "pipeline_class")
+    return {name: values[name] for name in names} | {"dtype": getattr(torch, str(values["dtype"]))}
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
@@ -339,12 +279,6 @@ def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
     return advance
 
 
-def _remove_earlier(folder: Path) -> None:
-    """Removes what an earlier run of this command wrote, which might be taken for pictures of this one."""
-    for name in _written_earlier(folder):
-        (folder / name).unlink(missing_ok=True)
-
-
 def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
     """Writes a file for each picture, video or array; returns their names."""
     prompts, ending = values["prompts"], _OUTPUT_TYPES[values["output_type"]]
@@ -355,9 +289,7 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
     for number, (name, each) in enumerate(zip(names, drawn, strict=True)):
         try:
             _write(each, folder / name, values["fps"])
-        except (
-            Exception
-        ) as error:  # of the encoder, the disk, or a size that the format does not take
+        except Exception as error:  # of the encoder, the disk, or a size that no format takes
             raise DiffPipeError(
                 f"cannot write {folder / name}: {type(error).__name__}: {error}"
                 + ("; take video_format=gif or png" if ending == ".mp4" else "")
@@ -407,9 +339,7 @@ def _write_mp4(frames: list[Any], path: Path, fps: int) -> None:
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
         stream.width, stream.height = width + width % 2, height + height % 2
-        stream.pix_fmt = (
-            "yuv420p"  # which every player shows, and whose colors are of two by two pixels
-        )
+        stream.pix_fmt = "yuv420p"  # which every player shows; a color is of two by two pixels
         for frame in frames:
             pixels = np.pad(np.asarray(frame.convert("RGB")), missing, mode="edge")
             file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
@@ -471,8 +401,8 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     page.save(folder / _DIFFERENCE)
     decibels = [psnr(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
-    told = _how_far(decibels)
-    print(f"{'one process':13} {told} the pictures of one process, which takes {seconds}")
+    distance = _how_far(decibels)
+    print(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
     found: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,

@@ -178,7 +178,7 @@ def test_processes_share_the_cores_they_may_use(monkeypatch, num_ranks, local, t
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    sampling._share_cores({"num_threads": None}, num_ranks)
+    launch.share_cores({"num_threads": None}, num_ranks)
     assert chosen == [threads]
 
 
@@ -191,7 +191,7 @@ def test_processes_with_cores_of_their_own_use_them(monkeypatch, parents, thread
     monkeypatch.setattr(os, "sched_getaffinity", cores, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    sampling._share_cores({"num_threads": None}, 8)
+    launch.share_cores({"num_threads": None}, 8)
     assert chosen == [threads]
 
 
@@ -215,7 +215,7 @@ def test_missing_gpus_are_noticed_before_anybody_waits(monkeypatch, name):
         monkeypatch.setenv(variable, value)
     values = {"trainer": {"accelerator": "gpu", "devices": 2}}
     with contextlib.nullcontext() if works else pytest.raises(ConfigurationError, match="has 1"):
-        sampling._refuse_missing_gpus(values, 2)
+        launch.refuse_missing_gpus(values, 2)
 
 
 @pytest.mark.slow
