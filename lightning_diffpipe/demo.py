@@ -20,12 +20,9 @@ from torch import Tensor
 
 from lightning_diffpipe.callbacks.sample_images import picture_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.model_sources import check_request, source_of_module
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.source import Settings
 
 _LABEL_WIDTH = 110
 
@@ -67,24 +64,6 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
         page.paste(enlarged, (_LABEL_WIDTH, place * height))
         pen.text((8, (place + 0.5) * height), label, fill="black", font=font, anchor="lm")
     return page
-
-
-def refuse_sampler(
-    method: str,
-    module: LatentDiffusion,
-    prompts: Sequence[str],
-    num_patches: int | None = None,
-) -> None:
-    """Refuses a sampler that the model could not use, before minutes go into training it.
-
-    Raises:
-        ConfigurationError: Tokens are to be divided, and the model is a U-Net; or what `check_request` says.
-    """
-    if method in ("pipefusion", "sequence") and hasattr(module, "unet"):
-        raise ConfigurationError(
-            f"sampler={method} needs a transformer, and this model is a U-Net; add sampler=distrifusion"
-        )
-    check_request(source_of_module(module), Settings(prompts), num_patches)
 
 
 class DemoStory(L.Callback):

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.checkpoint_files import require_file
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.modules.adapters import refuse_adapted
-from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion, latent_size, pictures
+from lightning_diffpipe.modules.cascade import CascadedDiffusion
+from lightning_diffpipe.modules.latent_diffusion import (
+    LORA_LOADER,
+    LatentDiffusion,
+    latent_size,
+    pictures,
+)
 from lightning_diffpipe.modules.parts import (
+    PartsModule,
     checkpoint_part,
     checkpoint_part_weights,
     checkpoint_parts,
@@ -31,11 +39,13 @@ from lightning_diffpipe.modules.parts import (
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
+from lightning_diffpipe.sampling.loras import StoredLora, adapted, add_to_others, read_loras
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
     Weights,
     check_weights,
+    load_weights,
     skeleton,
 )
 from lightning_diffpipe.sampling.source import (
@@ -50,6 +60,7 @@ from lightning_diffpipe.sampling.source import (
 
 _DENOISERS = ("unet", "transformer")
 _DEFAULTS = {"num_inference_steps": 25, "guidance_scale": 4.0}
+_MODULES = {cls.__name__: cls for cls in (LatentDiffusion, CascadedDiffusion)}
 
 
 def open_source(
@@ -75,7 +86,7 @@ def open_source(
         variant: Of the files in a diffusers folder, such as `"fp16"`.
         parts: To take in place of those in a diffusers folder; None leaves one out.
         vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
-        loras: Scale of each LoRA file, for a diffusers folder.
+        loras: Scale of each LoRA file.
         pipeline_class: To draw with in place of the one that a diffusers folder names.
 
     Raises:
@@ -84,34 +95,19 @@ def open_source(
     """
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_loras(loras, path)
         _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
-        return _checkpoint(Path(path), leads, device, dtype, ema)
+        return _checkpoint(Path(path), leads, device, dtype, ema, loras or {})
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
-    if index.get("_class_name") == "LatentDiffusion":
-        _refuse_loras(loras, path)
+    if index.get("_class_name") in _MODULES:
         _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
-        return _latent_diffusion_folder(folder, index, leads, device, dtype)
+        return _module_folder(folder, index, leads, device, dtype, loras or {})
     return DiffusersFolder(
         folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class
     )
-
-
-def _present(index: dict[str, Any]) -> list[str]:
-    """Returns the parts of an index that decide what can be drawn."""
-    return [n for n in (*_DENOISERS, "controlnet") if (index.get(n) or [None])[0]]
-
-
-def _refuse_loras(loras: Mapping[str | Path, float] | None, path: str | Path) -> None:
-    if loras:
-        raise ConfigurationError(
-            f"loras={list(map(str, loras))} are for diffusers folders; {path} was written by this project, and "
-            "draws with the adapters it was trained with"
-        )
 
 
 def _refuse_variant(
@@ -137,10 +133,10 @@ def _refuse_variant(
 
 def refuse_module(module: Any) -> None:
     """Raises ConfigurationError for what is no module of this project that draws from prompts alone."""
-    if not isinstance(module, LatentDiffusion):
+    if not isinstance(module, tuple(_MODULES.values())):
         raise ConfigurationError(
-            f"module must be a LatentDiffusion; got a {type(module).__name__}. Save a pipeline of diffusers to a "
-            "folder and open that: Predictor.from_pretrained(path)"
+            f"module must be a {' or '.join(_MODULES)}; got a {type(module).__name__}. Save a pipeline of "
+            "diffusers to a folder and open that: Predictor.from_pretrained(path)"
         )
     _refuse_controlnet(module.parts, f"this {type(module).__name__}")
     _refuse_self_conditioning(module.hparams, "this module")
@@ -171,7 +167,7 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
         )
 
 
-def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
+def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSource:
     """Returns a module in memory, with its weights.
 
     Raises:
@@ -185,7 +181,8 @@ def source_of_module(module: LatentDiffusion) -> LatentDiffusionSource:
             "Predictor.from_pretrained"
         )
     name = "unet" if hasattr(module, "unet") else "transformer"
-    return LatentDiffusionSource(name, module.denoiser, None, module, module.vae.config)
+    vae = module.parts["vae"].config if "vae" in module.parts else None
+    return ModuleSource(type(module), name, getattr(module, name), None, module, vae)
 
 
 def model_folder(path: str) -> Path:
@@ -225,7 +222,9 @@ def _refuse_lora(path: Path) -> None:
         )
 
 
-def check_request(source: Source, settings: Settings, num_patches: int | None = None) -> None:
+def check_request(
+    source: Source, settings: Settings, method: str = "single", num_patches: int | None = None
+) -> None:
     """Refuses what configs alone tell that a model cannot draw; the rest is told when it draws.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
@@ -234,18 +233,25 @@ def check_request(source: Source, settings: Settings, num_patches: int | None = 
     Args:
         source: The model, whose weights need not be read.
         settings: What to draw.
+        method: How ranks share the work.
         num_patches: Of PipeFusion.
 
     Raises:
-        ConfigurationError: It cannot be drawn.
+        ConfigurationError: It cannot be drawn, or not by this method.
     """
     refuse_ignored_size(source, settings)
-    if isinstance(source, LatentDiffusionSource):
-        rows: int | None = source.check(settings)
+    if isinstance(source, ModuleSource):
+        rows = source.check(settings)
+        source.refuse_method(method)
     else:
         assert isinstance(source, DiffusersFolder)
         rows = _checked_rows(source, settings)
-    if rows is not None and num_patches is not None and num_patches > rows:
+    if (
+        method == "pipefusion"
+        and rows is not None
+        and num_patches is not None
+        and num_patches > rows
+    ):
         raise ConfigurationError(
             f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
             f"and {rows}"
@@ -302,46 +308,67 @@ def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
     return height // scale // (patch if isinstance(patch, int) else patch[-2])
 
 
-class LatentDiffusionSource:
-    """This project's own module.
+class ModuleSource:
+    """A module of this project.
 
     Args:
-        name: `"unet"` or `"transformer"`.
-        denoiser: The denoiser, or a skeleton of it.
+        cls: Its class.
+        name: Of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
+        denoiser: It, or a skeleton of it.
         weights: Where the weights of a skeleton are.
         module: The whole module, on the rank that leads.
-        vae: Config of the autoencoder.
+        vae: Config of the autoencoder; None if pixels are drawn.
+        open_part: Skeleton and weights of another denoiser, on other ranks.
     """
 
     def __init__(
         self,
+        cls: type[LatentDiffusion | CascadedDiffusion],
         name: str,
         denoiser: nn.Module,
         weights: Weights | None,
-        module: LatentDiffusion | None,
-        vae: Mapping[str, Any],
+        module: LatentDiffusion | CascadedDiffusion | None,
+        vae: Mapping[str, Any] | None,
+        open_part: Callable[[str], tuple[nn.Module, Weights]] | None = None,
     ) -> None:
         self.name, self.denoiser, self.weights = name, denoiser, weights
-        self._module, self._vae = module, vae
+        self._cls, self._module, self._vae, self._open_part = cls, module, vae, open_part
+        self._parts: dict[str, nn.Module] = {}
 
-    def check(self, settings: Settings) -> int:
-        """Refuses what the module does not draw; returns the rows of tokens in a picture.
+    def check(self, settings: Settings) -> int | None:
+        """Refuses what the module does not draw; returns the rows of tokens in a picture, if it has latents.
 
         Raises:
             ConfigurationError: It takes no such size or option.
         """
-        if settings.options:
+        others = ("self", "prompts", "generator", "small")
+        taken = [n for n in inspect.signature(self._cls.sample).parameters if n not in others]
+        if unknown := sorted(settings.given().keys() - taken):
             raise ConfigurationError(
-                f"LatentDiffusion takes no {min(settings.options)!r}; it takes num_inference_steps, "
-                "guidance_scale, seed, height and width"
+                f"{self._cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
             )
         refuse_prompts(settings.prompts)
+        require_number("noise_level", settings.options.get("noise_level", 0), 0, 1)
+        if self._vae is None:
+            return None
         config = self.denoiser.config
         rows, _ = latent_size(self._vae, config, settings.height, settings.width)
         return rows // (config.get("patch_size") or 1)
 
+    def refuse_method(self, method: str) -> None:
+        """Raises ConfigurationError for a method by which ranks cannot share the module, whatever is drawn."""
+        if self._cls is CascadedDiffusion and method not in ("single", "auto"):
+            raise ConfigurationError(
+                f"method={method} shares one denoiser, and a cascade draws with two, one after the other; take "
+                "single, which divides the prompts"
+            )
+        if method in ("pipefusion", "sequence") and self.name == "unet":
+            raise ConfigurationError(
+                f"method={method} needs a transformer, and this model is a U-Net; take distrifusion"
+            )
+
     def draw(self, settings: Settings, sample: Sample) -> Any:
-        """Calls `LatentDiffusion.sample` around `sample`."""
+        """Calls the module's own `sample`, with its denoising loop done by `sample`."""
         module = self._module
         assert module is not None, "only the rank that leads has text encoders"
         self.check(settings)
@@ -351,50 +378,95 @@ class LatentDiffusionSource:
             return pictures(drawn_by(call, sample, type(module).__name__))
 
     def part(self, name: str) -> nn.Module:
-        """Is never asked: all parts but the denoiser are called before the loop and after it."""
-        raise AssertionError(name)
+        """The second denoiser of a cascade."""
+        if self._module is not None:
+            return getattr(self._module, name)
+        if name not in self._parts:
+            assert self._open_part is not None
+            part, weights = self._open_part(name)
+            load_weights(part, weights)
+            self._parts[name] = part.eval()
+        return self._parts[name]
 
 
-def _latent_diffusion_folder(
-    folder: Path, index: dict[str, Any], leads: bool, device: torch.device, dtype: torch.dtype
-) -> LatentDiffusionSource:
-    name = _denoiser_name(_present(index), str(folder))
-    cls = getattr(diffusers, index[name][1])
-    weights = SafetensorsFolder(folder / name)
-    denoiser = skeleton(cls, cls.load_config(str(folder / name)), device, dtype)
-    refuse_adapted(weights.names(), str(folder / name))
-    check_weights(denoiser, weights)
-    module = None
+def _module_folder(
+    folder: Path,
+    index: dict[str, Any],
+    leads: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    loras: Mapping[str | Path, float],
+) -> ModuleSource:
+    cls = _MODULES[index["_class_name"]]
+    parts = [n for n, entry in index.items() if isinstance(entry, list) and entry[0]]
+    added = read_loras(loras, LORA_LOADER, parts)
+
+    def open_part(name: str) -> tuple[nn.Module, Weights]:
+        kind, path = getattr(diffusers, index[name][1]), folder / name
+        config, weights = kind.load_config(str(path)), SafetensorsFolder(path)
+        return _skeleton_of(name, kind, config, weights, added, device, dtype)
+
+    name = _denoiser_name(parts, str(folder))
+    denoiser, weights = open_part(name)
+    module, vae = None, None
     if leads:
-        module = LatentDiffusion.from_pretrained(folder, **{name: denoiser})
-        _settle(module, name, device, dtype)
-    vae = getattr(diffusers, index["vae"][1])
-    config = vae.load_config(folder_of_part(str(folder), index, "vae"), subfolder="vae")
-    return LatentDiffusionSource(name, denoiser, weights, module, config)
+        module = cls.from_pretrained(folder, **{name: denoiser})
+        _settle(module, name, added, device, dtype)
+    if "vae" in cls.part_names:
+        kind = getattr(diffusers, index["vae"][1])
+        vae = kind.load_config(folder_of_part(str(folder), index, "vae"), subfolder="vae")
+    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
 
 
 def _checkpoint(
-    path: Path, leads: bool, device: torch.device, dtype: torch.dtype, ema: bool
-) -> LatentDiffusionSource:
-    checkpoint = read_checkpoint(path, "LatentDiffusion")
+    path: Path,
+    leads: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    ema: bool,
+    loras: Mapping[str | Path, float],
+) -> ModuleSource:
+    checkpoint = read_checkpoint(path, " or ".join(_MODULES))
     if "call" in checkpoint.get("hyper_parameters", {}):  # an argument of PipelineDiffusion alone
         raise ConfigurationError(
             f"{path} is a training checkpoint of a diffusers pipeline. Write the pipeline to a folder, and open "
             "that: PipelineDiffusion.from_checkpoint(path).save_pretrained(FOLDER), or train with save_to=FOLDER"
         )
     _refuse_self_conditioning(checkpoint.get("hyper_parameters", {}), str(path))
-    name = _denoiser_name(checkpoint_parts(checkpoint), str(path))
-    cls, config = checkpoint_part(checkpoint, name)
-    weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))
-    refuse_adapted(weights.names(), str(path))
+    parts = checkpoint_parts(checkpoint)
+    added = read_loras(loras, LORA_LOADER, parts)
+
+    def open_part(name: str) -> tuple[nn.Module, Weights]:
+        kind, config = checkpoint_part(checkpoint, name)
+        weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))
+        return _skeleton_of(name, kind, config, weights, added, device, dtype)
+
+    cls = CascadedDiffusion if "upscaler" in parts else LatentDiffusion
+    name = _denoiser_name(parts, str(path))
+    denoiser, weights = open_part(name)
+    module, vae = None, None
+    if leads:
+        module = cls.from_checkpoint(path, ema, **{name: denoiser})
+        _settle(module, name, added, device, dtype)
+    if "vae" in cls.part_names:
+        vae = checkpoint_part(checkpoint, "vae")[1]
+    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
+
+
+def _skeleton_of(
+    name: str,
+    cls: Any,
+    config: Any,
+    weights: Weights,
+    loras: Collection[StoredLora],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[nn.Module, Weights]:
+    """A denoiser without its weights, and these with LoRA files added as they are read."""
+    refuse_adapted(weights.names(), weights.origin)
     denoiser = skeleton(cls, config, device, dtype)
     check_weights(denoiser, weights)
-    module = None
-    if leads:
-        module = LatentDiffusion.from_checkpoint(path, ema, **{name: denoiser})
-        _settle(module, name, device, dtype)
-    vae = checkpoint_part(checkpoint, "vae")[1]
-    return LatentDiffusionSource(name, denoiser, weights, module, vae)
+    return denoiser, adapted(weights, name, denoiser, loras)
 
 
 def _denoiser_name(parts: Collection[str], origin: str) -> str:
@@ -413,9 +485,14 @@ def _denoiser_name(parts: Collection[str], origin: str) -> str:
 
 
 def _settle(
-    module: LatentDiffusion, denoiser: str, device: torch.device, dtype: torch.dtype
+    module: PartsModule,
+    denoiser: str,
+    loras: Collection[StoredLora],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Moves all parts but the denoiser, whose placeholders must not be moved."""
+    """Adapts and moves all parts but the denoiser, whose placeholders must not be moved."""
+    add_to_others(module.parts, denoiser, loras)
     for name, part in module.parts.items():
         if isinstance(part, nn.Module) and name != denoiser:
             nn.Module.to(part, device, dtype)  # past diffusers' own, which warns

@@ -172,7 +172,7 @@ class Predictor:
     def from_module(
         cls, module: Any, method: str = "pipefusion", *, timeout_s: float = 120.0, **options: Any
     ) -> Self:
-        """Samples a `LatentDiffusion` that is in memory, whole, on every rank.
+        """Samples a `LatentDiffusion` or `CascadedDiffusion` that is in memory, whole, on every rank.
 
         Args:
             module: The module; not changed.

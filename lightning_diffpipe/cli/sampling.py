@@ -150,9 +150,13 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     ema = sampler.get("ema", True)
     source = open_source(values["path"], False, cpu, ema=ema, vae=vae, **_opening(values))
     options = {name: request.pop(name) for name in values["options"]}
-    num_patches = sampler.get("num_patches") if sampler["method"] == "pipefusion" else None
-    with named({"num_patches": "sampler.num_patches"}):
-        check_request(source, Settings(**request, options=options), num_patches)
+    with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
+        check_request(
+            source,
+            Settings(**request, options=options),
+            sampler["method"],
+            sampler.get("num_patches"),
+        )
     makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
     if makes_video and (values["output_type"], values["video_format"]) == ("pil", "mp4"):
         _require_encoder()

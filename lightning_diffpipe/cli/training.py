@@ -368,12 +368,18 @@ def demo(config: DictConfig) -> Any:
     devices = config.trainer.devices
     if isinstance(devices, int) and devices > 0:
         refuse_request(plain(config), devices * config.trainer.num_nodes)
-    from lightning_diffpipe.demo import DemoStory, refuse_sampler
+    from lightning_diffpipe.demo import DemoStory
+    from lightning_diffpipe.model_sources import check_request, source_of_module
+    from lightning_diffpipe.sampling.source import Settings
 
-    module = hydra.utils.instantiate(config.model)
-    with named({"num_patches": "sampler.num_patches"}):
-        num_patches = config.sampler.get("num_patches")
-        refuse_sampler(config.sampler.method, module, list(config.prompts), num_patches)
+    module, sampler = hydra.utils.instantiate(config.model), config.sampler
+    with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
+        check_request(
+            source_of_module(module),
+            Settings(list(config.prompts)),
+            sampler.method,
+            sampler.get("num_patches"),
+        )
     data = _data_for(module, config)
     story = DemoStory(
         config.output_dir,

@@ -216,7 +216,7 @@ class CascadedDiffusion(PartsModule):
             num_inference_steps: Denoising steps of each.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of all noise; its device may be another.
-            noise_level: Of the noise added to what the base has drawn, in [0, 1].
+            noise_level: Of the noise added to what the base has drawn, in [0, 1]; CDM tries several after training.
             small: Small pictures to draw larger, `(len(prompts), 3, h, w)` in [0, 1]; the base draws them if not
                 given.
 

@@ -48,9 +48,11 @@ from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 from lightning_diffpipe.modules.text import Tokens, drop_captions, text_states, tokenize, uses_mask
-from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.schedulers import takes_generator
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
+LORA_LOADER = diffusers.StableDiffusionPipeline
+"""Reads LoRA files of this project's models, too, of any denoiser."""
 # Old PixArt folders name the class that all transformers once had; reading one gives the right one.
 _DENOISERS: dict[str, tuple[type, ...]] = {
     "unet": (UNet2DConditionModel,),
@@ -382,17 +384,6 @@ class LatentDiffusion(PartsModule):
             ConfigurationError: The model has no latents for pictures of this size.
         """
         return self._drawn(prompts, num_inference_steps, guidance_scale, generator, (height, width))
-
-    def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
-        """The call of `sample`, for samplers that run its loop step by step.
-
-        Args:
-            prompts: What to draw.
-            settings: Further arguments of `sample`.
-        """
-        parts = {**self.parts, "scheduler": self.scheduler}
-        arguments = {"prompts": list(prompts), **settings}
-        return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
 
     def _drawn(
         self,

@@ -47,6 +47,7 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.sampling.loop import PipelineCall
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -275,6 +276,17 @@ class PartsModule(L.LightningModule):
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
+        """The call of `sample`, for samplers that run its loop step by step.
+
+        Args:
+            prompts: What to draw.
+            settings: Further arguments of `sample`.
+        """
+        parts = {**self.parts, "scheduler": self.scheduler}
+        arguments = {"prompts": list(prompts), **settings}
+        return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:

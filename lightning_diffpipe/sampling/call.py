@@ -124,7 +124,8 @@ class Call:
             whole[self.rows or slice(None)] = latents
         stop = phase.start + len(phase.num_calls)
         timesteps = self.timesteps[phase.start : stop]
-        return replace(self, phases=[phase], timesteps=timesteps, whole=whole)
+        channels = None if self.channels is None else phase.shape[1]
+        return replace(self, phases=[phase], timesteps=timesteps, whole=whole, channels=channels)
 
     @property
     def latents(self) -> Tensor:
@@ -157,6 +158,15 @@ class Call:
             method: For the message.
         """
         name = type(self.pipeline.pipeline).__name__
+        shapes = [tuple(phase.shape[1:]) for phase in self.phases]
+        if (
+            len(set(shapes)) > 1 and method != "single"
+        ):  # which shares no more than branches of guidance
+            raise ConfigurationError(
+                f"{name} denoises latents {' and then '.join(map(str, shapes))}: the later denoiser is given all "
+                f"that the one before has drawn, of which with method={method} a rank has a part; sample with "
+                "method=single, which divides the prompts"
+            )
         for phase in self.phases:
             if len(phase.denoisers) > 1:
                 raise ConfigurationError(
@@ -230,7 +240,7 @@ class Call:
         """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
         compute = partial(self._compute, model)
         if begun:
-            begun[0].change(self.denoiser, compute, self.latents)
+            begun[0].change(self.denoiser, compute, self.latents, self.channels)
             return begun.pop(0)
         loop = PipelineLoop(
             self.pipeline,
@@ -355,7 +365,9 @@ class Call:
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
             steps["generator"] = [steps["generator"][i] for i in here]
         else:
-            scheduler = for_samples(scheduler, here, self.whole, self.timesteps)
+            # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
+            timesteps = self.timesteps[: len(scheduler.timesteps)]
+            scheduler = for_samples(scheduler, here, self.whole, timesteps)
         return replace(self, rows=here, scheduler=scheduler, step_arguments=steps)
 
     def rows_of(self, start: int, stop: int) -> list[int]:

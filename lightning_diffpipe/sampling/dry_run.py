@@ -36,12 +36,14 @@ class Phase:
 
     Attributes:
         denoisers: Which; several if each step calls several.
+        shape: Of the latents, those of all ranks.
         start: Steps before them.
         calls: For the first and the last of them that call any, arguments of each call.
         num_calls: For each of them, how many calls.
     """
 
     denoisers: tuple[str, ...]
+    shape: torch.Size
     start: int = 0
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     num_calls: list[int] = field(default_factory=list)
@@ -135,7 +137,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
         if called and (not found.phases or found.phases[-1].denoisers != called):
             start = len(found.timesteps) if found.phases else 0
             without = [0] * (len(found.timesteps) - start)
-            found.phases.append(Phase(called, start, num_calls=without))
+            found.phases.append(Phase(called, sample.shape, start, num_calls=without))
         if found.phases:
             phase = found.phases[-1]
             phase.num_calls.append(len(calls))

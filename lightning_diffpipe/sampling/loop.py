@@ -43,7 +43,7 @@ from lightning_diffpipe.sampling.record import (
 )
 from lightning_diffpipe.sampling.request import Complete, LoopInterruptedError, Rows
 
-_DENOISER = re.compile(r"(transformer|unet|prior)(_\d+)?")
+_DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
 _METHODS = ("encode_prompt",)
 """Recorded as a whole, since they answer much less than the parts that they ask."""
@@ -505,16 +505,19 @@ class PipelineLoop:
                 return self._cut(own[0] if self._channels is None else own[0][:, : self._channels])
         return self._cut(self._at_step()[1])
 
-    def change(self, denoiser: str, compute: Compute, latents: Tensor) -> None:
+    def change(
+        self, denoiser: str, compute: Compute, latents: Tensor, channels: int | None
+    ) -> None:
         """Goes on with another denoiser, as if it began now.
 
         Args:
             denoiser: Its name.
             compute: Answers its calls.
             latents: After the last step, of this loop's rows.
+            channels: Of a prediction, as in `PipelineLoop`.
         """
         self._run_to_step()
-        self._denoiser, self._compute = denoiser, compute
+        self._denoiser, self._compute, self._channels = denoiser, compute, channels
         if self._stepped is None:  # others have stepped
             event = self._at_step()
             event.count()

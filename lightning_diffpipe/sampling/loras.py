@@ -27,7 +27,7 @@ _BEFORE_PEFT = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.")
 _SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
 
 
-class Lora:
+class StoredLora:
     """One file, read whole; such files are small.
 
     Args:
@@ -163,7 +163,9 @@ def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if own["use_rslora"] else rank)
 
 
-def read_loras(loras: Mapping[str | Path, float], cls: Any, parts: Collection[str]) -> list[Lora]:
+def read_loras(
+    loras: Mapping[str | Path, float], cls: Any, parts: Collection[str]
+) -> list[StoredLora]:
     """Reads all files.
 
     Args:
@@ -172,10 +174,10 @@ def read_loras(loras: Mapping[str | Path, float], cls: Any, parts: Collection[st
         parts: Names of the pipeline's parts.
 
     Raises:
-        ConfigurationError: See `Lora`.
-        CheckpointError: See `Lora`, or a file changes parts that the pipeline does not have.
+        ConfigurationError: See `StoredLora`.
+        CheckpointError: See `StoredLora`, or a file changes parts that the pipeline does not have.
     """
-    read = [Lora(path, scale, cls) for path, scale in loras.items()]
+    read = [StoredLora(path, scale, cls) for path, scale in loras.items()]
     for lora in read:
         if others := sorted(lora.parts() - set(parts)):
             raise CheckpointError(
@@ -185,7 +187,27 @@ def read_loras(loras: Mapping[str | Path, float], cls: Any, parts: Collection[st
     return read
 
 
-def add_to_part(part: nn.Module, name: str, loras: Collection[Lora]) -> None:
+def adapted(
+    weights: Weights, part: str, model: nn.Module, loras: Collection[StoredLora]
+) -> Weights:
+    """Returns the stored weights of a part with all files added; as they are if there is none.
+
+    Raises:
+        CheckpointError: A file is of another model.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for lora in loras:
+        lora.require_fit(part, shapes)
+    return AdaptedWeights(weights, part, loras) if loras else weights
+
+
+def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:
+    """Adds to the weights of all parts but the denoiser, as `add_to_part`."""
+    for name in sorted(set().union(*(lora.parts() for lora in loras)) - {denoiser}):
+        add_to_part(parts[name], name, loras)
+
+
+def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> None:
     """Adds to the weights of a part that is in memory.
 
     Raises:
@@ -208,7 +230,7 @@ class AdaptedWeights:
         loras: What is added.
     """
 
-    def __init__(self, weights: Weights, part: str, loras: Collection[Lora]) -> None:
+    def __init__(self, weights: Weights, part: str, loras: Collection[StoredLora]) -> None:
         self._weights, self._part, self._loras = weights, part, loras
         self.origin = weights.origin
 

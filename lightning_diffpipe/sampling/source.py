@@ -34,7 +34,8 @@ from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import as_texts
 from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
-from lightning_diffpipe.sampling.loras import AdaptedWeights, add_to_part, read_loras
+from lightning_diffpipe.sampling.loras import adapted, add_to_others, add_to_part, read_loras
+from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     Weights,
@@ -193,12 +194,7 @@ class DiffusersFolder:
         added = read_loras(loras or {}, pipeline_class, present)
         self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
         check_weights(self.denoiser, weights)
-        if added:
-            for lora in added:
-                shapes = {n: p.shape for n, p in self.denoiser.named_parameters()}
-                lora.require_fit(self.name, shapes)
-            weights = AdaptedWeights(weights, self.name, added)
-        self.weights: Weights | None = weights
+        self.weights: Weights | None = adapted(weights, self.name, self.denoiser, added)
         self._path, self._index, self._device = path, index, device
         self._options = {"dtype": dtype, "variant": variant}
         if parts.get(self.name) is not None:
@@ -213,8 +209,7 @@ class DiffusersFolder:
         if leads:
             loaded = {self.name: self.denoiser, **self._given}
             self._pipeline = _load_others(path, index, loaded, device, **self._options)
-            for name in set().union(*(lora.parts() for lora in added)) - {self.name}:
-                add_to_part(getattr(self._pipeline, name), name, added)
+            add_to_others(self._pipeline.components, self.name, added)
             self._save_memory(self._pipeline)
 
     def _save_memory(self, pipeline: Any) -> None:

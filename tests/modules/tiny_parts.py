@@ -143,13 +143,14 @@ def save_with_averages(path):
     """A training checkpoint of one, with averaged weights that differ from the trained ones."""
     module = perturbed_latent_diffusion()
     averages = {n: p + 0.1 for n, p in module.named_parameters() if n.startswith("transformer.")}
-    checkpoint = {
-        "state_dict": module.state_dict(),
-        "callbacks": {"EMA": {"averages": averages, "num_updates": 1}},
-        "hyper_parameters": dict(module.hparams),
-    }
+    save_checkpoint(module, path, callbacks={"EMA": {"averages": averages, "num_updates": 1}})
+
+
+def save_checkpoint(module, path, **further):
+    """A training checkpoint of a module, without a trainer."""
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
     module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, path)
+    torch.save(checkpoint | further, path)
 
 
 def fit(module, batch, folder, steps=3, validation=None, **options):

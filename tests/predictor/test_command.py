@@ -18,11 +18,12 @@ import torch
 from PIL import Image
 
 from lightning_diffpipe import predictor
-from lightning_diffpipe.cli import sampling
+from lightning_diffpipe.cli import launch, sampling
 from lightning_diffpipe.cli.sampling import _as_pictures
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.modules.latent_diffusion import pictures
 from tests.command import ROOT, call, run
-from tests.modules.tiny_parts import save_with_averages
+from tests.modules.tiny_parts import save_checkpoint, save_with_averages, tiny_cascade
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,35 @@ def test_what_a_model_cannot_draw_is_refused_before_processes_start(
         assert (code or 0, started) == (0, [True])
     else:
         assert (code, started) == (2, [])
+        assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    module, path = tiny_cascade(), tmp_path / ("last.ckpt" if is_checkpoint else "folder")
+    save_checkpoint(module, path) if is_checkpoint else module.save_pretrained(path)
+    settings = [f"path={path}", "prompts=[a, b]", "num_inference_steps=2", "progress=false"]
+    arguments = [*settings, "options={noise_level: 0.3}", "output=drawn"]
+    code, _, err = call(capsys, monkeypatch, "sample", *arguments)
+    assert not code, err
+    generator = torch.Generator().manual_seed(0)
+    expected = pictures(module.sample(["a", "b"], 2, 4.0, generator, noise_level=0.3))
+    for number, picture in enumerate(expected):
+        found = np.asarray(Image.open(tmp_path / "drawn" / f"00{number}.png"))
+        assert (found == np.asarray(picture)).all()
+    monkeypatch.setattr(sampling, "on_ranks", lambda *_: pytest.fail("processes start"))
+    for arguments, message in (
+        (
+            ["sampler=pipefusion"],
+            "sampler=pipefusion shares one denoiser, and a cascade draws with two",
+        ),
+        (["sampler=distrifusion", "trainer.devices=2"], "sampler=distrifusion shares one denoiser"),
+        (["options={noise_level: 3}"], "noise_level must be a number >= 0 and <= 1; got 3"),
+        (["height=8"], "CascadedDiffusion takes no 'height'"),
+    ):
+        code, _, err = call(capsys, monkeypatch, "sample", *settings, *arguments)
+        assert code == 2
         assert message in err.splitlines()[-1]
 
 

@@ -8,14 +8,16 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from lightning_diffpipe import Predictor
+from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.adapters import LORA_FILE
+from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.sampling import loras as sampling_loras
 from lightning_diffpipe.sampling.loras import AdaptedWeights
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder
 from tests.command import call
+from tests.modules.tiny_parts import save_checkpoint, tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 
 SCALES = {"first": 0.8, "second": -0.5}
@@ -137,7 +139,7 @@ def test_settings_of_peft_scale_adapters_as_in_diffusers(settings, tmp_path):
     weights = AdaptedWeights(
         SafetensorsFolder(tmp_path / "model" / "transformer"),
         "transformer",
-        [sampling_loras.Lora(file, 1.0, type(plain))],
+        [sampling_loras.StoredLora(file, 1.0, type(plain))],
     )
     expected = plain.transformer.state_dict()
     for name, value in weights.read(weights.names()):
@@ -155,7 +157,7 @@ def test_what_is_more_than_low_rank_products_is_refused(settings, tmp_path):
 def test_weights_are_not_rounded_to_the_stored_type_with_a_lora(tmp_path):
     """History: what was added to weights stored in bfloat16 was lost in their rounding, also for dtype=float32."""
     file = trained_with_peft(tmp_path)
-    lora = sampling_loras.Lora(file, 1e-4, diffusers.StableDiffusion3Pipeline)
+    lora = sampling_loras.StoredLora(file, 1e-4, diffusers.StableDiffusion3Pipeline)
     layer = min(lora.layers("transformer"))
     weight = torch.ones(lora._products[f"transformer.{layer}"][1].shape[0], 16)
     exact = lora.added("transformer", layer, weight.double())
@@ -184,6 +186,31 @@ def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
     tiny.build("dit", tmp_path / "dit_parts").save_pretrained(tmp_path / "dit")
     with pytest.raises(ConfigurationError, match="DiTPipeline of diffusers takes no LoRA"):
         opened({folder / "first": 1.0}, tmp_path / "dit")
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+@pytest.mark.parametrize("denoiser", ["unet", "transformer"])
+def test_models_of_the_project_take_loras(denoiser, is_checkpoint, tmp_path):
+    """History: they were refused, with the built-in models, too."""
+    plain, path = tiny_latent_diffusion(denoiser), tmp_path / "folder"
+    plain.save_pretrained(path)
+    module = LatentDiffusion.from_pretrained(path, lora=Lora(rank=2), train_text_encoder=True)
+    if is_checkpoint:
+        path = tmp_path / "last.ckpt"
+        save_checkpoint(plain, path)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if ".lora_" in key:
+                parameter.normal_(std=0.5)
+    module.save_lora(tmp_path / "lora")
+    draw = lambda module: pictures(
+        module.sample(["a", "b"], 2, 4.0, torch.Generator().manual_seed(3))
+    )
+    options = {"method": "single", "loras": {tmp_path / "lora": 1.0}}
+    found = Predictor.from_pretrained(path, **options)(["a", "b"], 2, 4.0, seed=3)
+    for one, other, without in zip(found, draw(module), draw(plain), strict=True):
+        assert abs(pixels(one) - pixels(other)).max() <= 1
+        assert abs(pixels(one) - pixels(without)).max() > 8
 
 
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)

@@ -19,7 +19,9 @@ from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, load_weights, skeleton
 from tests.modules.tiny_parts import (
     perturbed_latent_diffusion,
+    save_checkpoint,
     save_with_averages,
+    tiny_cascade,
     tiny_latent_diffusion,
 )
 from tests.predictor.tiny_pipelines import (
@@ -147,9 +149,32 @@ def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
     assert (as_array(from_memory) == as_array(expected)).all()
 
 
+def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
+    """From a folder, a checkpoint and memory; `noise_level` is an argument of the request."""
+    module = tiny_cascade()
+    module.save_pretrained(tmp_path / "folder")
+    save_checkpoint(module, tmp_path / "last.ckpt")
+    sources = [Predictor.from_pretrained(tmp_path / n, "single") for n in ("folder", "last.ckpt")]
+    sources.append(Predictor.from_module(module, "single"))
+    drawn = set()
+    for options in ({}, {"noise_level": 0.1}, {"noise_level": 0.9}):
+        generator = torch.Generator().manual_seed(3)
+        expected = as_array(pictures(module.sample(["a", "b"], 3, 4.0, generator, **options)))
+        drawn.add(expected.tobytes())
+        for predictor in sources:
+            assert (as_array(predictor(["a", "b"], 3, 4.0, seed=3, **options)) == expected).all()
+    assert len(drawn) == 2, "0.1 is the default, and the level counts"
+    for options, message in (
+        ({"noise_level": 2}, "noise_level must be a number >= 0 and <= 1; got 2"),
+        ({"height": 8}, "CascadedDiffusion takes no 'height'; it takes num_inference_steps, guid"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            sources[0](["a"], **options)
+
+
 def test_a_pipeline_in_memory_is_refused_with_the_way_to_open_it():
     with pytest.raises(
-        ConfigurationError, match=r"LatentDiffusion; got a Linear.*from_pretrained\(path\)"
+        ConfigurationError, match=r"CascadedDiffusion; got a Linear.*from_pretrained\(path\)"
     ):
         Predictor.from_module(torch.nn.Linear(1, 1), "single")
 
@@ -166,9 +191,7 @@ def test_a_module_in_stages_is_not_drawn_with():
 def test_a_checkpoint_of_a_self_conditioned_model_is_refused_with_its_reason(tmp_path):
     """History: its first step ended in a convolution that got half of its channels."""
     module = tiny_latent_diffusion("unet", in_channels=8, self_conditioning=0.5)
-    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, tmp_path / "last.ckpt")
+    save_checkpoint(module, tmp_path / "last.ckpt")
     with pytest.raises(ConfigurationError, match=r"last\.ckpt also takes its own estimate"):
         Predictor.from_pretrained(tmp_path / "last.ckpt", "single")
 

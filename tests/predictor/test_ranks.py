@@ -17,6 +17,7 @@ from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.digests import digests_of_safetensors
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import (
     cancelled,
     counts_tokens,
@@ -103,6 +104,37 @@ def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
         assert close(found, alone(each))
         assert report.mesh == "data=2"
         assert report.bytes_sent == expected
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
+    """Bit for bit, also with noise in every step: each rank draws the noise of all prompts in both loops."""
+    module = tiny_cascade()
+    module.scheduler = diffusers.EulerAncestralDiscreteScheduler()
+    path = tmp_path / ("last.ckpt" if is_checkpoint else "folder")
+    save_checkpoint(module, path) if is_checkpoint else module.save_pretrained(path)
+    settings = {"num_inference_steps": 3, "guidance_scale": 4.0, "seed": 1, "noise_level": 0.3}
+    options = {"method": "single", "dtype": torch.float64}
+    jobs = [(path, prompts, settings, options) for prompts in (["a", "b", "c"], ["a"])]
+    jobs += [(path, ["a", "b"], settings, options | {"guidance": 2})]
+    for each, (found, report) in drawn(jobs):
+        expected, _ = draw(0, *each[:3], {"method": "single", "dtype": torch.float64})
+        assert found.shape == expected.shape == (len(each[1]), 8, 8, 3)
+        assert (found == expected).all()
+        assert report.num_steps == 6
+
+
+def test_a_cascade_is_refused_where_ranks_would_share_its_denoisers(tmp_path):
+    tiny_cascade().save_pretrained(tmp_path)
+    settings = {"num_inference_steps": 2}
+    methods = ("pipefusion", "distrifusion")
+    jobs = [(tmp_path, ["a"], settings, {"method": method}) for method in methods]
+    for failures in run_ranks(failure_of_each, 2, jobs):
+        for method, failure in zip(methods, failures, strict=True):
+            assert (
+                f"of which with method={method} a rank has a part; sample with method=single"
+                in failure
+            )
 
 
 def requests_of(job):
