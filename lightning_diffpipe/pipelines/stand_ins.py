@@ -6,6 +6,7 @@ Each passes on what it does not replace, so that configs, types and methods are 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import types
@@ -316,16 +317,23 @@ class _Prediction(tuple):
 
 
 class NotedEncoder(StandIn):
-    """An autoencoder that notes in `pixels` what it encodes."""
+    """An autoencoder that notes in `pixels` what it encodes, in double precision.
+
+    Kernels of lower precision sum in an order that depends on how many pictures there are.
+    """
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__(real)
         self.pixels: list[Tensor] = []
 
+    @functools.cached_property
+    def _wide(self) -> nn.Module:
+        return copy.deepcopy(self._real).double()
+
     def encode(self, pixels: Tensor, *args: Any, **options: Any) -> Any:
         """Encodes."""
         self.pixels.append(pixels)
-        return self._real.encode(pixels, *args, **options)
+        return self._wide.encode(pixels.double(), *args, **options)
 
 
 class NoDenoiser(StandIn):
