@@ -172,7 +172,11 @@ class LatentDiffusion(PartsModule):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, call: Mapping[str, Any] | None = None, **kwargs: Any
+        cls,
+        path: str | Path,
+        call: Mapping[str, Any] | None = None,
+        condition_dropout: float | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
 
@@ -182,16 +186,19 @@ class LatentDiffusion(PartsModule):
         Args:
             path: Folder with `model_index.json`, or a hub id.
             call: Further arguments of the call of such a pipeline.
+            condition_dropout: As in `PipelineDiffusion`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
             ConfigurationError: There is no such folder, or nothing here can train it.
         """
+        given = {"call": dict(call)} if call else {}
+        given |= {} if condition_dropout is None else {"condition_dropout": condition_dropout}
         if cls is LatentDiffusion and _is_other_pipeline(read_index(str(path))):
-            return PipelineDiffusion.from_pretrained(path, call=call, **kwargs)  # type: ignore[return-value]
-        if call:
+            return PipelineDiffusion.from_pretrained(path, **given, **kwargs)  # type: ignore[return-value]
+        for name, value in given.items():
             raise ConfigurationError(
-                f"call={dict(call)} is for pipelines that are trained by their own call; {path} is trained by "
+                f"{name}={value} is for pipelines that are trained by their own call; {path} is trained by "
                 f"{cls.__name__}'s step: leave it out, or use PipelineDiffusion.from_pretrained"
             )
         return super().from_pretrained(path, **kwargs)

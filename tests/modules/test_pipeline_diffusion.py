@@ -729,8 +729,12 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="FluxPipeline takes no 'max_sequence'; it takes"):
         PipelineDiffusion(tiny.build("flux", tmp_path), call={"max_sequence": 3})
     module_of("stable_diffusion", tmp_path / "parts").save_pretrained(tmp_path / "sd")
-    with pytest.raises(ConfigurationError, match="is for pipelines that are trained by their own"):
-        LatentDiffusion.from_pretrained(tmp_path / "sd", call={"clip_skip": 1})
+    for options in ({"call": {"clip_skip": 1}}, {"condition_dropout": 0.2}):
+        with pytest.raises(ConfigurationError, match="is for pipelines that are trained by their"):
+            LatentDiffusion.from_pretrained(tmp_path / "sd", **options)
+    build("StableDiffusionXLInstructPix2PixPipeline", tmp_path).save_pretrained(tmp_path / "edits")
+    opened = LatentDiffusion.from_pretrained(tmp_path / "edits", condition_dropout=0.2)
+    assert opened.hparams.condition_dropout == 0.2
     module = module_of("flux", tmp_path / "flux")
     with pytest.raises(
         ConfigurationError, match="learns from batches with 'caption'; this one has image"
