@@ -22,12 +22,20 @@ from unittest import mock
 import diffusers
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 
 from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
     DiffPipeError,
     require_number,
+)
+from lightning_diffpipe.graph.fake import (
+    TrackedFakeMode,
+    fake_batch,
+    fake_copy,
+    forget_fakes,
+    kept_young,
 )
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.call import Call
@@ -52,6 +60,11 @@ _OURS = {"return_dict": "the pictures themselves"}
 _LONGEST_SIDE = 65535  # of a JPEG
 _LARGEST = 3.4e38  # of numbers in float32
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,10 @@ class Settings:
         for name, value in self.given().items():
             if isinstance(value, Real) and not abs(value) <= _LARGEST:
                 raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
+            if isinstance(value, Tensor) and (bad := int((~value.isfinite()).sum())):
+                raise ConfigurationError(
+                    f"{name} must be finite; {bad} of its {value.numel()} entries are infinite or NaN"
+                )
         for name in ("height", "width"):
             if (getattr(self, name) or 0) > _LONGEST_SIDE:
                 raise ConfigurationError(
@@ -452,6 +469,7 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
             f"{name} ends in {type(error).__name__} before anything is denoised, with a denoiser that predicts "
             f"zeros: {error}; if it does so in diffusers alone, take another scheduler or other arguments"
         ) from error
+    _refuse_shapes(request)
     try:
         with settings_restored(call.parts):
             drawn = request.finish(sample(request))
@@ -461,6 +479,37 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
         if hasattr(drawn, attribute):
             return getattr(drawn, attribute)
     return drawn if isinstance(drawn, Tensor | list) else drawn[0]
+
+
+def _refuse_shapes(request: Call) -> None:
+    """Runs the first call of the denoiser without values, if tensors are among the arguments of the pipeline.
+
+    Raises:
+        ConfigurationError: It fails; names them with their shapes.
+    """
+    call, reason, mode = request.pipeline, None, TrackedFakeMode()
+    given = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
+    if not given:
+        return
+
+    def run() -> None:  # its copy dies with it
+        model = fake_copy(Controlled(call.parts[request.denoiser], call.controls), mode)
+        with mode, torch.no_grad():
+            model(**fake_batch(request.steps[0][0], mode))
+
+    with kept_young():
+        try:
+            run()
+        except _NEEDS_VALUES:
+            pass
+        except (RuntimeError, ValueError) as error:
+            reason = str(error)
+        forget_fakes(mode)
+    if reason is not None:
+        raise ConfigurationError(
+            f"{type(call.pipeline).__name__} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
+            f"what becomes of that ({reason})"
+        )
 
 
 def refuse_prompts(

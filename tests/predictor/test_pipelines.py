@@ -459,6 +459,32 @@ def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(f
     assert same(found, by_diffusers(path, **SIZE, generator=several))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("stable_diffusion", {"latents": torch.full((2, 4, 16, 16), torch.nan)},
+         "latents must be finite; 2048 of its 2048 entries are infinite or NaN"),
+        ("stable_diffusion", {"prompt_embeds": torch.eye(8, 16)[None].log()},
+         "prompt_embeds must be finite; 120 of its 128 entries"),
+        ("stable_diffusion", {"latents": torch.zeros(2, 3, 16, 16)},
+         r"cannot be given latents=\(2, 3, 16, 16\): its unet fails on what becomes of that"),
+        ("stable_diffusion", {"latents": torch.zeros(3, 4, 16, 16)}, r"latents=\(3, 4, 16, 16\)"),
+        ("stable_diffusion", {"prompt_embeds": torch.zeros(1, 8, 5), "guidance_scale": 1.0},
+         r"cannot be given prompt_embeds=\(1, 8, 5\): its unet fails"),
+        ("pixart", {"latents": torch.zeros(3, 4, 16, 16)}, r"latents=\(3, 4, 16, 16\): its transformer"),
+    ],
+)  # fmt: skip
+def test_tensors_that_the_denoiser_cannot_take_are_named_before_anything_is_drawn(
+    kind, options, message, folder_of
+):
+    """History: NaN were final latents that are not finite, please report; wrong shapes an error of torch."""
+    predictor = Predictor.from_pretrained(folder_of(kind), "single")
+    predictor._sample = lambda *_: pytest.fail("ranks have begun")
+    prompts = None if "prompt_embeds" in options else ["a", "b"]
+    with pytest.raises(ConfigurationError, match=message):
+        predictor(prompts, num_inference_steps=2, **options_of(kind) | options)
+
+
 def test_sigmas_of_ones_own(folder_of):
     options = {**options_of("sd3"), "sigmas": [1.0, 0.7, 0.3]}
     path, steps = folder_of("sd3"), []
