@@ -278,7 +278,7 @@ def chosen(
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.
 
     Raises:
-        CheckpointError: There is nothing to read at the path, or nothing that can be read behind "last".
+        CheckpointError: There is nothing to read at the path, or no checkpoint among the "last" can be read.
     """
     if path == "last":
         found = newest(files_of(trainer), fits, weights_only)

@@ -164,7 +164,7 @@ class EncodingCache(L.Callback):
 
 
 def _covers_data(trainer: L.Trainer) -> bool:
-    """Whether every pass brings most of the samples; not known of streams, and of samplers without a length."""
+    """Returns whether every pass brings most of the samples; unknown of streams and samplers without a length."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     strategy: Any = trainer.strategy

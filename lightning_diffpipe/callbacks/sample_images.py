@@ -50,7 +50,7 @@ class SampleImages(L.Callback):
     """Draws prompts every few steps, or at every validation: a PNG in the output folder, pictures for the logger.
 
     Args:
-        prompts: What to draw; None takes eight captions of the data: of those held back, if the data module tells
+        prompts: What to draw; None takes eight captions of the data: of those held back, if the data module has
             them (`held_back_captions`), or of the first batch. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
             `condition`, and shown above what is drawn to them.
@@ -159,13 +159,14 @@ class SampleImages(L.Callback):
         captions: list[str],
         conditions: Tensor | None,
     ) -> None:
-        """Takes what rank 0 was told, on all ranks: pipelines have other data, and draw in lock step."""
+        """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
         if not _draws_to_conditions(module):
             conditions = None
         if conditions is not None:  # in 8 bits, as checkpoints keep them
             conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
-        told = trainer.strategy.broadcast((captions[:_NUM_CAPTIONS], conditions))
-        self.prompts, self.conditions = told[0] or None, told[1]
+        first = captions[:_NUM_CAPTIONS], conditions
+        prompts, self.conditions = trainer.strategy.broadcast(first)
+        self.prompts = prompts or None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
@@ -184,8 +185,8 @@ class SampleImages(L.Callback):
         """Returns the captions that were taken of the data; nothing where the user said what to draw."""
         if self._wish is not None or self.prompts is None:
             return {}
-        told: dict[str, Any] = {"prompts": self.prompts}
-        return told if self.conditions is None else {**told, "conditions": self.conditions}
+        conditions = {} if self.conditions is None else {"conditions": self.conditions}
+        return {"prompts": self.prompts, **conditions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the captions of the run that goes on."""
@@ -226,13 +227,14 @@ class SampleImages(L.Callback):
             drawn = self._drawn_on_stages(trainer, module, settings)
             if drawn is not None:
                 return drawn
-            told = {} if self.conditions is None else {"condition": self.conditions / 255}
-            return module.sample(self.prompts, **settings, **told)
+            if self.conditions is not None:
+                settings["condition"] = self.conditions / 255
+            return module.sample(self.prompts, **settings)
 
     def _drawn_on_stages(
         self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]
     ) -> Tensor | None:
-        """What PipeFusion draws on the stages of the training; None if there are none, or it refuses them."""
+        """Draws by PipeFusion on the stages of the training; None if there are none, or it refuses them."""
         pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is None or pipeline.plan.ranks_per_pipeline == 1 or self.draws_by_layers:
             return None
@@ -261,11 +263,11 @@ class SampleImages(L.Callback):
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:
-    """Captions of the data that are held back, with conditions where they are drawn to, if the data tells them."""
+    """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
     data, conditions = getattr(trainer, "datamodule", None), None
     if _draws_to_conditions(module):
-        told = getattr(data, "held_back_conditions", None)
-        conditions = told(_NUM_CAPTIONS) if told is not None else None
+        held_back = getattr(data, "held_back_conditions", None)
+        conditions = held_back(_NUM_CAPTIONS) if held_back is not None else None
         if conditions is None:  # the first batch has both
             return [], None
     captions = getattr(data, "held_back_captions", None)

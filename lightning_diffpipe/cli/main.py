@@ -189,10 +189,10 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     finally:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
-        told = [_explain(failure, name, arguments) for failure in failures]
-        if len(set(told)) == 1:
+        reasons = [_explain(failure, name, arguments) for failure in failures]
+        if len(set(reasons)) == 1:
             raise failures[0]
-        raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(told))
+        raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(reasons))
     if failures:
         raise failures[0]
 

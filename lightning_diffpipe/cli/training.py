@@ -157,8 +157,8 @@ def _runs_ended(trainer: Any) -> Iterator[None]:
             # Only where there is a run: asking for `logger.experiment` would begin one.
             finish = getattr(getattr(logger, "_experiment", None), "finish", None)
             if callable(finish):
-                told = "exit_code" in inspect.signature(finish).parameters
-                finish(**({"exit_code": int(failed)} if told else {}))
+                takes_code = "exit_code" in inspect.signature(finish).parameters
+                finish(**({"exit_code": int(failed)} if takes_code else {}))
 
 
 def _require_checkpoint(config: DictConfig) -> None:
@@ -257,20 +257,20 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
         config: The whole config.
         use: What the checkpoint is for: "save_to is written".
     """
-    told = f"{use} from the final checkpoint"
+    written = f"{use} from the final checkpoint"
     if not (config.get("callbacks") or {}).get("final_checkpoint"):
         raise ConfigurationError(
-            f"{told}; take callbacks=training or callbacks=default, which write one, and leave "
+            f"{written}; take callbacks=training or callbacks=default, which write one, and leave "
             "callbacks.final_checkpoint as it is"
         )
     if not config.trainer.enable_checkpointing:
         raise ConfigurationError(
-            f"{told}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
+            f"{written}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
             "set it to true, or callbacks.checkpoint=null to write no others"
         )
     if config.trainer.get("fast_dev_run"):
         raise ConfigurationError(
-            f"{told}, and trainer.fast_dev_run={config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
+            f"{written}, and trainer.fast_dev_run={config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
         )
 
 
@@ -337,10 +337,10 @@ def _last_checkpoint(trainer: Any) -> Path:
     for callback in trainer.callbacks:
         if isinstance(callback, FinalCheckpoint) and callback.is_written:
             return callback.path
-    told = f"nothing was left to train (trainer.max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
+    reason = f"nothing was left to train (trainer.max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
     if trainer.ckpt_path is None:
-        raise ConfigurationError(f"{told}, so there is nothing for save_to; raise them")
-    print(f"{told} in {trainer.ckpt_path}")
+        raise ConfigurationError(f"{reason}, so there is nothing for save_to; raise them")
+    print(f"{reason} in {trainer.ckpt_path}")
     return Path(trainer.ckpt_path)
 
 

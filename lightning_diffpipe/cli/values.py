@@ -188,9 +188,9 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
     about = (
         f"{settings[found[0]]}={values[found[0]]}" if found else f"{key}: {type(cause).__name__}"
     )
-    told = ConfigurationError(f"{about}: {message}")
-    told.__cause__ = cause
-    return told
+    refusal = ConfigurationError(f"{about}: {message}")
+    refusal.__cause__ = cause
+    return refusal
 
 
 def is_of_library(path: str) -> bool:

@@ -1,8 +1,9 @@
 """A cascade: a denoiser of small pictures, and one that draws them larger, both in pixels and conditioned on text.
 
 Both are trained at once, each on a loss of its own. The upscaler sees the training picture made small, with noise
-of a random level that it is told (noise-conditioning augmentation): what the base draws later is no more perfect
-than that. As neither knows of the other, stages of both run in opposite directions under `schedule=bidirectional`.
+of a random level, which is an input, too (noise-conditioning augmentation): what the base draws later is no more
+perfect than that. As neither reads what the other gives, stages of both run in opposite directions under
+`schedule=bidirectional`.
 
 Denoisers see patches: squares of pixels are folded into channels, so that a U-Net of few levels sees far.
 
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.modules.latent_diffusion import denoised
+from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
 from lightning_diffpipe.modules.noise import noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
@@ -194,7 +195,7 @@ class CascadedDiffusion(PartsModule):
         return F.pixel_unshuffle(images, _patch(denoiser.config, self.hparams.colors))
 
     def _pixels(self, denoiser: UNet2DConditionModel) -> int:
-        """Width of the pictures that a denoiser draws."""
+        """Returns the width of the pictures that a denoiser draws."""
         return denoiser.config.sample_size * _patch(denoiser.config, self.hparams.colors)
 
     # ------------------------------------------------------------------ sampling
@@ -243,10 +244,14 @@ class CascadedDiffusion(PartsModule):
         tokens = tokenize(self.tokenizer, captions, self.device)
         states = text_states(self.text_encoder, tokens)
 
+        def noise(pixels: int) -> Tensor:
+            shape = (len(prompts), self.hparams.colors, pixels, pixels)
+            return start_noise(shape, generator, self.device)
+
         def draw(denoiser: UNet2DConditionModel, *conditions: Tensor) -> Tensor:
             conditions = tuple(torch.cat([each] * twice) for each in conditions)
             patch = _patch(denoiser.config, self.hparams.colors)
-            start = self._noise(len(prompts), self._pixels(denoiser), generator)
+            start = noise(self._pixels(denoiser))
             found = denoised(
                 self.scheduler,
                 F.pixel_unshuffle(start, patch),
@@ -263,21 +268,12 @@ class CascadedDiffusion(PartsModule):
             small = 2 * small.to(self.device) - 1
             small = small.mean(1, keepdim=True) if self.hparams.colors == 1 else small
         level = torch.full((len(prompts),), noise_level, device=self.device)
-        noise = self._noise(len(prompts), small.shape[-1], generator)
-        return (
-            draw(self.upscaler, *self._upscaler_inputs(small, level, noise)).expand(-1, 3, -1, -1)
-            / 2
-            + 0.5
-        )
-
-    def _noise(self, count: int, pixels: int, generator: torch.Generator | None) -> Tensor:
-        device = generator.device if generator is not None else self.device
-        shape = (count, self.hparams.colors, pixels, pixels)
-        return torch.randn(shape, generator=generator, device=device).to(self.device)
+        inputs = self._upscaler_inputs(small, level, noise(small.shape[-1]))
+        return draw(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
 
 
 def _patch(config: Mapping[str, Any], colors: int) -> int:
-    """Width of the squares of pixels that a denoiser sees as one."""
+    """Returns the width of the squares of pixels that a denoiser sees as one."""
     return isqrt(config["out_channels"] // colors)
 
 
@@ -301,7 +297,7 @@ def _check_denoisers(configs: Mapping[str, Mapping[str, Any]], colors: int) -> N
             )
     if configs["upscaler"].get("class_embed_type") != "timestep":
         raise ConfigurationError(
-            "the upscaler is told the level of noise in the small picture by class_embed_type=timestep; got "
+            "the upscaler takes the level of noise in the small picture by class_embed_type=timestep; got "
             f"{configs['upscaler'].get('class_embed_type')!r}"
         )
     small, large = (

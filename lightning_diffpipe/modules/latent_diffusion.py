@@ -21,7 +21,6 @@ Sources:
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -275,7 +274,8 @@ class LatentDiffusion(PartsModule):
         Returns:
             fp32, `(B, C, h, w)`.
         """
-        kwargs = {"encoder_attention_mask": mask if self._uses_text_mask else None, **conditions}
+        seen = mask if uses_mask(self.text_encoder) else None
+        kwargs = {"encoder_attention_mask": seen, **conditions}
         if not hasattr(self, "unet"):
             kwargs["added_cond_kwargs"] = self._size_conditions(noisy)
         given = noisy
@@ -289,10 +289,6 @@ class LatentDiffusion(PartsModule):
         ).sample
         # Transformers may predict a variance after the mean, which is not trained here.
         return prediction[:, : noisy.shape[1]].float()
-
-    @property
-    def _uses_text_mask(self) -> bool:
-        return uses_mask(self.text_encoder)
 
     def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
         # The config says None where the class decides, by the size of the pictures.
@@ -329,7 +325,7 @@ class LatentDiffusion(PartsModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=len(latents), sync_dist=True)
 
     def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """For subclasses: what the denoiser is told of a batch besides its captions, a row for each sample."""
+        """For subclasses: what the denoiser is given of a batch besides captions, a row for each sample."""
         return {}
 
     def _loss(
@@ -433,7 +429,9 @@ class LatentDiffusion(PartsModule):
 
         latents = denoised(
             self.scheduler,
-            self._start_noise(len(prompts), generator, size),
+            start_noise(
+                (len(prompts), self.vae.config.latent_channels, *size), generator, self.device
+            ),
             predict,
             num_inference_steps,
             guidance_scale,
@@ -444,14 +442,6 @@ class LatentDiffusion(PartsModule):
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """The size of the latents of pictures, by `latent_size`."""
         return latent_size(self.vae.config, self.denoiser.config, height, width)
-
-    def _start_noise(
-        self, num_samples: int, generator: torch.Generator | None, size: tuple[int, int]
-    ) -> Tensor:
-        shape = (num_samples, self.vae.config.latent_channels, *size)
-        device = generator.device if generator is not None else self.device
-        noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-        return noise.to(self.device)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
         """Draws the captions of a batch: `trainer.predict(module, prompts)`.
@@ -479,6 +469,16 @@ class LatentDiffusion(PartsModule):
         return pictures(self.sample(list(prompts), generator=generator, **settings))
 
 
+def start_noise(
+    shape: Sequence[int], generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Standard normal numbers in fp32, drawn where the generator is, on the device."""
+    drawn_on = generator.device if generator is not None else device
+    return torch.randn(tuple(shape), generator=generator, device=drawn_on, dtype=torch.float32).to(
+        device
+    )
+
+
 def denoised(
     scheduler: SchedulerMixin,
     noise: Tensor,
@@ -493,7 +493,7 @@ def denoised(
         scheduler: Stays as it is.
         noise: Standard normal, `(N, ...)`.
         predict: Denoises, given noisy samples and their time steps; with guidance twice as many, the first half
-            of which is told nothing.
+            of which has no caption.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance; 1 for none.
         generator: Of a stochastic scheduler.
@@ -501,7 +501,8 @@ def denoised(
     scheduler = copy.deepcopy(scheduler)  # schedulers count their steps
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     samples = noise * getattr(scheduler, "init_noise_sigma", 1.0)
-    extra, guided = _step_arguments(scheduler, generator), guidance_scale != 1
+    extra = {"generator": generator} if takes_generator(scheduler) else {}
+    guided = guidance_scale != 1
     for timestep in scheduler.timesteps:
         noisy = samples
         if hasattr(scheduler, "scale_model_input"):
@@ -519,11 +520,6 @@ def pictures(images: Tensor) -> list[Image.Image]:
     """Turns `(N, 3, H, W)` in [0, 1] into N pictures of 8 bits."""
     pixels = (images.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
     return [Image.fromarray(picture) for picture in pixels]
-
-
-def _step_arguments(scheduler: SchedulerMixin, generator: torch.Generator | None) -> dict[str, Any]:
-    stochastic = "generator" in inspect.signature(scheduler.step).parameters
-    return {"generator": generator} if stochastic else {}
 
 
 def _is_other_pipeline(index: Mapping[str, Any]) -> bool:

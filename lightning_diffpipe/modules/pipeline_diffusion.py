@@ -258,7 +258,7 @@ class PipelineDiffusion(PartsModule):
         return corrupted.loss(prediction)
 
     def _shown(self, coins: Sequence[float]) -> Tensor:
-        """1 for samples that keep the picture before, 0 for others, `(B,)`, by the coins of their captions.
+        """Returns 1 for samples that keep the picture before, 0 for others, `(B,)`, by the coins of their captions.
 
         Source:
             InstructPix2Pix, Brooks et al. (2023), section 3.2.1, https://arxiv.org/abs/2211.09800
@@ -269,7 +269,7 @@ class PipelineDiffusion(PartsModule):
         return torch.tensor(shown).to(self.device, non_blocking=True)
 
     def _further(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What each sample of a batch has of its own besides: sizes, and the picture that is edited."""
+        """Returns what each sample of a batch has of its own besides: sizes, and the picture that is edited."""
         further = {name: batch[name] for name in self.step.sizes if name in batch}
         if self.step.picture is not None and "condition" in batch:
             further[self.step.picture] = batch["condition"]

@@ -282,7 +282,6 @@ def test_a_stable_diffusion_folder_stays_one(batch, tmp_path):
         index = diffusers.DiffusionPipeline.load_config(tmp_path / folder)
         assert index["_class_name"] == "StableDiffusionPipeline"
         assert index["safety_checker"] == [None, None]
-    assert not again._uses_text_mask
 
 
 @pytest.mark.slow

@@ -332,6 +332,16 @@ UNBINNED = {"use_resolution_binning": False}
 FRAMES = {"num_frames": 5}
 VIDEO = (3, 5, 32, 32)
 PACKED = dict(in_channels=16, joint_attention_dim=16)
+FLUX = (
+    SHIFTED
+    | CLIP
+    | SHIFTING
+    | {
+        "text_encoder_2": of(tiny_text_encoder),
+        "tokenizer_2": byte_tokenizer,
+        "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
+    }
+)
 
 PIPELINES: dict[str, TinyPipeline] = {
     # U-Nets
@@ -445,29 +455,9 @@ PIPELINES: dict[str, TinyPipeline] = {
         | {"transformer": denoiser("AuraFlowTransformer2DModel", joint_attention_dim=16)},
         SHORT,
     ),
-    "FluxPipeline": TinyPipeline(
-        SHIFTED
-        | CLIP
-        | SHIFTING
-        | {
-            "text_encoder_2": of(tiny_text_encoder),
-            "tokenizer_2": byte_tokenizer,
-            "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
-        },
-        SHORT,
-    ),
+    "FluxPipeline": TinyPipeline(FLUX, SHORT),
     "FluxKontextPipeline": TinyPipeline(
-        SHIFTED
-        | CLIP
-        | SHIFTING
-        | {
-            "text_encoder_2": of(tiny_text_encoder),
-            "tokenizer_2": byte_tokenizer,
-            "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
-        },
-        SHORT,
-        drawn={"max_area": 32 * 32, "_auto_resize": False},
-        edits=True,
+        FLUX, SHORT, drawn={"max_area": 32 * 32, "_auto_resize": False}, edits=True
     ),
     "Flux2Pipeline": TinyPipeline(
         PATCHED
