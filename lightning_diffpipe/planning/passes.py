@@ -176,19 +176,15 @@ def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program
 def _greedy(
     placement: Placement, num_microbatches: int, splits_backward: bool
 ) -> tuple[Program, ...]:
-    order: tuple[type[Work], ...] = (Forward, Backward)
+    order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
     if splits_backward:
-        order = (BackwardInput, Forward, BackwardWeight)
+        order = {BackwardInput: 0, Forward: 1, ForwardNoGrad: 1, BackwardWeight: 2, Backward: 2}
     most = placement.num_stages - 1
     return list_schedule(
         placement,
         num_microbatches,
         lambda kind, stage: 2 if kind is Backward else 1,
-        lambda work: (
-            order.index(Forward if isinstance(work, ForwardNoGrad) else type(work)),
-            work.microbatch,
-            -work.stage,
-        ),
+        lambda work: (order[type(work)], work.microbatch, -work.stage),
         lambda stage: most if stage == 0 else num_microbatches,
         splits_backward,
     )

@@ -177,6 +177,11 @@ class Placement:
         following = stage + 1
         return None if following == self.num_stages or following in self.first_stages else following
 
+    def sends_gradient(self, stage: int) -> bool:
+        """Whether the stage before waits for a gradient of this one; else splitting its backward gains nothing."""
+        before = self.previous_stage(stage)
+        return before is not None and before not in self.no_grad
+
     def backbone_of(self, stage: int) -> range:
         """All stages of the backbone this stage belongs to."""
         start = max(first for first in self.first_stages if first <= stage)
@@ -272,7 +277,7 @@ class Schedule:
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and after is not None:
             return Flow(self._carried(work, stage), stage, after)
-        if work in _BACK and before is not None and before not in self.placement.no_grad:
+        if work in _BACK and before is not None and self.placement.sends_gradient(stage):
             return Flow("gradient", stage, before)
         is_last = work is ForwardNoGrad and after is None
         return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None

@@ -22,6 +22,8 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.schedule import Placement
 
 Work = Forward | ForwardNoGrad | Backward | BackwardInput | BackwardWeight
+_WHOLE: tuple[type[Work], ...] = (Backward,)
+_SPLIT: tuple[type[Work], ...] = (BackwardInput, BackwardWeight)
 
 
 def list_schedule(
@@ -41,7 +43,7 @@ def list_schedule(
         ticks: Time of a kind of work on a stage; only proportions matter.
         urgency: The smallest is taken first.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
-        splits_backward: Backwards run in two parts.
+        splits_backward: Backwards run in two parts, where a stage sends a gradient on.
         others: Further urgencies; of the orders that they lead to the one is returned that ends first.
     """
     found = [
@@ -65,10 +67,12 @@ class _ListScheduling:
     ) -> None:
         self.placement, self.num_microbatches = placement, num_microbatches
         self.ticks, self.urgency, self.most_in_flight = ticks, urgency, most_in_flight
-        self.back: type[Work] = BackwardInput if splits_backward else Backward
-        self.last: type[Work] = BackwardWeight if splits_backward else Backward
-        self.with_gradient = tuple(dict.fromkeys((Forward, self.back, self.last)))
-        kinds, stages = (*self.with_gradient, ForwardNoGrad), range(placement.num_stages)
+        stages = range(placement.num_stages)
+        self.backward = [  # the parts of a stage's backward; who sends no gradient gains nothing by two
+            _SPLIT if splits_backward and placement.sends_gradient(stage) else _WHOLE
+            for stage in stages
+        ]
+        kinds = (Forward, ForwardNoGrad, *_SPLIT, *_WHOLE)
         self.done: dict[type[Work], list[int]] = {k: [0 for _ in stages] for k in kinds}
         self.before = [placement.previous_stage(stage) for stage in stages]
         self.after = [  # the next stage that sends a gradient back
@@ -111,7 +115,7 @@ class _ListScheduling:
     def _ready(self, stage: int) -> list[Work]:
         """The oldest work of each kind that could begin."""
         no_grad = stage in self.placement.no_grad
-        kinds = (ForwardNoGrad,) if no_grad else self.with_gradient
+        kinds = (ForwardNoGrad,) if no_grad else (Forward, *self.backward[stage])
         oldest = (kind(stage, self.done[kind][stage]) for kind in kinds)
         return [w for w in oldest if w.microbatch < self.num_microbatches and self._is_ready(w)]
 
@@ -120,7 +124,7 @@ class _ListScheduling:
         needs: Work | None
         if isinstance(work, (Forward, ForwardNoGrad)):
             before = self.before[stage]
-            in_flight = self.done[Forward][stage] - self.done[self.last][stage]
+            in_flight = self.done[Forward][stage] - self.done[self.backward[stage][-1]][stage]
             if in_flight >= self.most_in_flight(stage):
                 return False
             kind = ForwardNoGrad if before in self.placement.no_grad else Forward
@@ -130,5 +134,5 @@ class _ListScheduling:
         else:
             after = self.after[stage]
             own = Forward(stage, microbatch)
-            needs = own if after is None else self.back(after, microbatch)
+            needs = own if after is None else self.backward[after][0](after, microbatch)
         return needs is None or self.ended.get(needs, math.inf) <= self.now

@@ -9,7 +9,8 @@ both ends of a U-Net's skip lie on one rank, and need not travel; nor does anyth
 The order is found by list scheduling. With whole backwards forwards come first, and at most `2R - 1`
 microbatches are under way: with equal stages and free links the bubble is that of two interleaved stages on
 a rank, `R - 1` times a stage's forward and backward. With backwards in two parts (ZB-V) gradients of inputs come
-first, those of weights last, and a bubble of `R - 1` forwards is left of it.
+first, those of weights last, with the whole backwards of the first stage, for which nobody waits; a bubble of
+`R - 1` forwards is left of it.
 
 Sources:
     Zero bubble on this placement: Pipeline Parallelism with Controllable Memory, Qi et al. (2024),
@@ -20,7 +21,13 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
+from lightning_diffpipe.planning.instruction import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Program,
+)
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
 
@@ -37,20 +44,22 @@ def _programs(
 ) -> tuple[Program, ...]:
     num_ranks = placement.num_ranks
     if splits_backward:
-        most = num_ranks + -(-num_ranks // 4)
-        order: tuple[type[Work], ...] = (Backward, Forward, BackwardWeight)
+        most = num_ranks + (num_ranks + 1) // 4
+        order: dict[type[Work], int] = {
+            BackwardInput: 0,
+            Forward: 1,
+            BackwardWeight: 2,
+            Backward: 2,
+        }
     else:
-        most, order = 2 * num_ranks - 1, (Forward, Backward)
-
-    def urgency(work: Work) -> tuple[int, ...]:
-        kind = type(work) if type(work) in order else Backward
-        return order.index(kind), work.microbatch, -work.stage
+        most, order = 2 * num_ranks - 1, {Forward: 0, Backward: 1}
+    up = 1 if splits_backward else -1
 
     return list_schedule(
         placement,
         num_microbatches,
         lambda kind, stage: 2 if kind is Backward else 1,
-        urgency,
+        lambda work: (order[type(work)], work.microbatch, up * work.stage),
         lambda stage: most if stage == 0 else num_microbatches,
         splits_backward,
     )

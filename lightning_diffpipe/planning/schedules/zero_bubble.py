@@ -2,10 +2,10 @@
 
 A backward makes gradients of inputs (I), which the stage before waits for, and gradients of weights
 (W), which nobody waits for. Stage `s` sends the first on at once and runs the second `s` microbatches
-later, in places where 1F1B would idle. Every rank keeps the activations of up to `num_stages`
-microbatches, as the first rank of 1F1B does.
+later, in places where 1F1B would idle. The first stage sends no gradient on: its backward (B) stays whole.
+Every rank keeps the activations of up to `num_stages` microbatches, as the first rank of 1F1B does.
 
-    rank 0 | F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
+    rank 0 | F0 F1 F2  .  . B0 -- F3 B1 -- B2 -- B3 --
     rank 1 |  . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2 |  .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
@@ -19,6 +19,7 @@ Source:
 from __future__ import annotations
 
 from lightning_diffpipe.planning.instruction import (
+    Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
@@ -40,6 +41,9 @@ def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     for k, microbatch in enumerate(own):
         if num_warmup + k < len(own):
             program.append(Forward(stage, own[num_warmup + k]))
+        if not placement.sends_gradient(stage):
+            program.append(Backward(stage, microbatch))
+            continue
         program.append(BackwardInput(stage, microbatch))
         if k >= delay:
             program.append(BackwardWeight(stage, own[k - delay]))
