@@ -7,7 +7,7 @@ rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
 from __future__ import annotations
 
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.instruction import Compute, Program
+from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline, draw
@@ -39,29 +39,18 @@ def side_by_side(planned: Timeline, measured: Timeline, max_columns: int = 120) 
     return "\n".join(lines)
 
 
-def waiting(plan: Schedule | Program, at: int, rank: int = 0) -> str:
-    """Shows where a rank stands that waits too long.
+def waiting(schedule: Schedule, at: int, rank: int) -> str:
+    """Draws where a rank stands that waits too long.
 
     Args:
-        plan: The schedule of the pipeline, or the program of the waiting rank alone.
+        schedule: The schedule of the pipeline, with communication.
         at: Index into the waiting rank's program of the instruction it stands at.
-        rank: The waiting rank of the pipeline; not needed for a program alone.
+        rank: The waiting rank of the pipeline.
 
     Returns:
-        For a schedule, the planned timeline of all ranks, in ticks (forward 1, backward 2), with
-        the waiting rank's row ending where it stands. For a program, its instructions around that
-        place.
+        The planned timeline of all ranks, in ticks (forward 1, backward 2), with the waiting rank's row ending
+        where it stands.
     """
-    if isinstance(plan, Schedule):
-        return _waiting_in_schedule(plan, at, rank)
-    before = " ".join(str(instruction) for instruction in plan[max(at - 8, 0) : at])
-    after = " ".join(str(instruction) for instruction in plan[at + 1 : at + 5])
-    here = str(plan[at]) if at < len(plan) else "(end)"
-    dots = "... " if at > 8 else ""
-    return f"{dots}{before} [{here}] {after}".rstrip() + f"    {ARROW}: {here}"
-
-
-def _waiting_in_schedule(schedule: Schedule, at: int, rank: int) -> str:
     try:
         timeline = simulate(schedule)
     except ScheduleError as deadlock:

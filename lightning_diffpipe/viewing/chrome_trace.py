@@ -83,8 +83,9 @@ def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterato
     spans = {(span.rank, span.instruction): span for span in timeline.spans}
     for transfer in timeline.transfers:
         message = transfer.message
-        maker = _first_known(spans, message.from_rank, _makers(message))
-        reader = _first_known(spans, message.to_rank, _readers(message))
+        before = message.stage + (1 if message.kind == "gradient" else -1)
+        maker = _first_known(spans, message.from_rank, _ends(message, before))
+        reader = _first_known(spans, message.to_rank, _ends(message, message.stage))
         if maker is None or reader is None:
             continue
         common: Event = {
@@ -109,25 +110,10 @@ def _first_known(
     return next((spans[rank, i] for i in instructions if (rank, i) in spans), None)
 
 
-def _makers(message: Message) -> list[Instruction]:
-    stage, microbatch = message.stage, message.microbatch
-    match message.kind:
-        case "activation":
-            return [Forward(stage - 1, microbatch)]
-        case "no_grad_activation":
-            return [ForwardNoGrad(stage - 1, microbatch)]
-        case "gradient":
-            return [Backward(stage + 1, microbatch), BackwardInput(stage + 1, microbatch)]
-    return []  # Feedback: which stage is last is not known here.
-
-
-def _readers(message: Message) -> list[Instruction]:
-    stage, microbatch = message.stage, message.microbatch
-    match message.kind:
-        case "activation":
-            return [Forward(stage, microbatch)]
-        case "no_grad_activation":
-            return [ForwardNoGrad(stage, microbatch)]
-        case "gradient":
-            return [Backward(stage, microbatch), BackwardInput(stage, microbatch)]
-    return []
+def _ends(message: Message, stage: int) -> list[Instruction]:
+    """Lists what may make or read a message at one of its ends; of feedback the last stage is not known here."""
+    if message.kind == "feedback":
+        return []
+    back = message.kind == "gradient"
+    kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
+    return [kind(stage, message.microbatch) for kind in kinds]
