@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_diffpipe.errors import DiffPipeError
@@ -213,9 +213,10 @@ def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
     ]
     node.check_keys((*also, *required), [key for key in given if key not in required])
     values = {
-        own.name: _read_value(hints[own.name], node[key], own)
+        own.name: read_value(hints[own.name], node[key], own.metadata)
         for key, own in given.items()
-        if key in node or key in required
+        # An infinite number that is the default need not be in range.
+        if key in required or (key in node and not node[key].value == math.inf == own.default)
     }
     try:
         return cls(**values)
@@ -253,24 +254,28 @@ def _is_default(own: Field[Any], value: object) -> bool:
     return own.default is not MISSING and bool(value == own.default)
 
 
-def _read_value(hint: Any, node: Node, own: Field[Any]) -> object:
-    """A value of a type; what is at its default, such as an infinite number, need not be in range."""
-    if isinstance(node.value, float) and math.isinf(node.value) and node.value == own.default:
-        return node.value
+def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A value of a type: a number, a string, a tuple of a type, or a dataclass.
+
+    Args:
+        hint: The type.
+        node: What is read.
+        how: Limits of numbers, see `stored`.
+    """
     if get_origin(hint) is UnionType:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         elements = list(node.elements())
         if kinds[1] is ...:
-            return tuple(_read_value(kinds[0], element, own) for element in elements)
+            return tuple(read_value(kinds[0], element, how) for element in elements)
         if len(elements) != len(kinds):
             raise node.expected(f"{len(kinds)} elements")
-        return tuple(_read_value(k, e, own) for k, e in zip(kinds, elements, strict=True))
+        return tuple(read_value(k, e, how) for k, e in zip(kinds, elements, strict=True))
     if hint is int:
-        return node.integer(minimum=own.metadata.get("minimum", 0))
+        return node.integer(minimum=how.get("minimum", 0))
     if hint is float:
-        return node.number(maximum=own.metadata.get("maximum", math.inf))
+        return node.number(maximum=how.get("maximum", math.inf))
     if hint is str:
         return node.text()
     return node.flag() if hint is bool else read(hint, node)

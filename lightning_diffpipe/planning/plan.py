@@ -25,10 +25,10 @@ import json
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.codec import Node, read, write
+from lightning_diffpipe.planning.codec import Node, read, read_value, write
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     FrozenPiece,
@@ -313,10 +313,10 @@ class PipelinePlan:
             _read_programs(node["programs"], stages),
             read(Planned, node["planned"]),
             costs_from_node(node["costs"]) if "costs" in node else None,
-            _each(FrozenPiece, node, "pieces"),
-            tuple(name.text() for name in node["layers"].elements()) if "layers" in node else (),
-            tuple(map(_read_form, node["forms"].elements())) if "forms" in node else (),
-            _each(PlannedChange, node, "changes"),
+            _tuple_of(FrozenPiece, node, "pieces"),
+            _tuple_of(str, node, "layers"),
+            _tuple_of(tuple[float, int], node, "forms"),
+            _tuple_of(PlannedChange, node, "changes"),
         )
         plan.validate()
         if (
@@ -401,11 +401,9 @@ def _content(plan: PipelinePlan) -> dict[str, object]:
     }
 
 
-_T = TypeVar("_T")
-
-
-def _each(cls: type[_T], node: Node, key: str) -> tuple[_T, ...]:
-    return tuple(read(cls, each) for each in node[key].elements()) if key in node else ()
+def _tuple_of(kind: Any, node: Node, key: str) -> tuple[Any, ...]:
+    """Reads an array that may be left out."""
+    return read_value(tuple[kind, ...], node[key]) if key in node else ()
 
 
 def _read_options(node: Node) -> PlanOptions:
@@ -414,13 +412,6 @@ def _read_options(node: Node) -> PlanOptions:
         return PlanOptions.from_dict(dict(node.value))  # type: ignore[call-overload]
     except DiffPipeError as cause:
         raise PlanError(f"{node.source}: options: {cause}") from cause
-
-
-def _read_form(node: Node) -> tuple[float, int]:
-    pair = list(node.elements())
-    if len(pair) != 2:
-        raise node.expected("a pair: [share, first stage]")
-    return pair[0].number(maximum=1), pair[1].integer()
 
 
 def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:
