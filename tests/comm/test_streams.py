@@ -16,7 +16,7 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 @pytest.fixture
 def unused(monkeypatch):
     """A process that has not used CUDA, and in which nobody has said how many queues it shall have."""
-    monkeypatch.setenv(QUEUES, "")  # put back after the test, whatever it sets
+    monkeypatch.setenv(QUEUES, "")  # restored after the test, whatever it sets
     monkeypatch.delenv(QUEUES)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 

@@ -182,5 +182,5 @@ def train_until_refused(rank):
 
 @pytest.mark.distributed
 def test_what_one_rank_refuses_is_raised_where_others_ask_for_the_number_of_steps():
-    """History: they waited for it in the barrier that Lightning counts batches after."""
+    """History: they waited for it in the barrier after which Lightning counts batches."""
     assert max(run_ranks(train_until_refused, 2)) < 40, "the default group's timeout is 60 s"

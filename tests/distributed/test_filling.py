@@ -90,7 +90,7 @@ class DropoutData(Data):
 
 
 class Resumable(torch.utils.data.DataLoader):
-    """A loader that a state puts after the batches it had given of a pass."""
+    """A loader that goes on, by its state, after the batches it had given of a pass."""
 
     given = goes_on_at = 0
 

@@ -72,7 +72,7 @@ class WeighedTokenMean(TokenMean):
 
 
 class PriorPreservation(Still):
-    """Pictures of the subject in front, those of the class after them, as in DreamBooth."""
+    """First pictures of the subject, then as many of its class, as in DreamBooth."""
 
     def training_step(self, batch, batch_idx):
         (subject, prior), (wanted, kept) = (

@@ -208,7 +208,7 @@ def test_the_trainer_is_shared_with_the_copy_that_is_probed():
 
 
 def test_a_step_that_refuses_its_batch_is_not_blamed_for_reading_values(caplog):
-    """History: a batch without conditions was refused, but after advice not to read values in the step."""
+    """History: a batch without conditions was refused, with the advice not to read values in the step."""
 
     class Refusing(Tower):
         def training_step(self, batch, batch_idx):

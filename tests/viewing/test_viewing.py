@@ -222,7 +222,7 @@ def test_the_profile_of_another_model_gives_no_advice(num_layers, complaint):
 
 
 def test_the_readers_of_an_encoding_move_with_the_layers():
-    """History: when a layer was split in two, the readers after it stayed a layer too far in front."""
+    """History: when a layer was split in two, the readers after it stayed a layer too early."""
     profile, _, plan = plan_of()
     layers = list(profile.backbones[0].layers)
     layers[3] = replace(layers[3], forward_s=layers[3].forward_s.scaled(2))
