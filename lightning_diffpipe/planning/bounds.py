@@ -153,7 +153,7 @@ class Bounds:
 
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
-        """Running sums over layers."""
+        """Running sums over layers, of the bytes that are summed over replicas."""
         return self.model.gradient_sums(0)
 
     @cached_property
@@ -228,7 +228,7 @@ class StageNeeds:
 
     @classmethod
     def of(cls, model: CostModel, frame: Frame) -> StageNeeds:
-        """From what does not depend on where a proposal cuts."""
+        """Reads the needs off what does not depend on where a proposal cuts."""
 
         def held_by(stage: int, rank: int) -> tuple[Waiting, StageLoad]:
             load = frame.loads[rank].of_stage(model, stage) if frame.loads else StageLoad()
@@ -240,7 +240,7 @@ class StageNeeds:
 
     @cached_property
     def _boundary_bytes(self) -> tuple[float, ...]:
-        """Of a sample, before every layer and after the last."""
+        """Bytes of a sample that cross a cut before every layer, and after the last."""
         layers = range(1, self.model.num_layers() + 1)
         return 0.0, *(self.model.boundary_bytes(LayerRun(0, 0, stop), 1) for stop in layers)
 

@@ -240,7 +240,7 @@ def write(value: object) -> Any:
 
 
 def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
-    """By key."""
+    """The fields that are read and written, by their keys in the document."""
     return {
         own.metadata.get("key", own.name): own
         for own in fields(cls)

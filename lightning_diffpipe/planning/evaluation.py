@@ -303,7 +303,7 @@ class Evaluator:
         )
 
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
-        """By form: the first stage that it does not leave out."""
+        """The first stage that each form does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
         forms = self.calls.profile.backbones[0].seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)

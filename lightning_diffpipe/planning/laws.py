@@ -56,7 +56,7 @@ def check_laws(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Law 1."""
+    """Law 1: the rank of an instruction holds its stage and takes its microbatch."""
     for rank, instruction in schedule.staged():
         stage, microbatch = instruction.stage, instruction.microbatch
         if stage >= schedule.num_stages or microbatch >= schedule.num_microbatches:

@@ -106,7 +106,7 @@ def schedule_of_passes(
     size, no_grad = base.num_stages, placement.no_grad
     firsts = range(0, placement.num_stages - size, size)
     if all(no_grad & {*range(first, first + size)} for first in firsts):
-        programs = tuple(_behind_a_wave(program, placement, size) for program in one_pass.programs)
+        programs = tuple(_after_waves(program, placement, size) for program in one_pass.programs)
     else:
         programs = _greedy(placement, num_microbatches, spec.splits_backward)
     return Schedule(placement, num_microbatches, programs)
@@ -154,7 +154,7 @@ def _wave(placement: Placement, num_stages: int, num_microbatches: int, rank: in
     )
 
 
-def _behind_a_wave(program: Program, placement: Placement, size: int) -> Program:
+def _after_waves(program: Program, placement: Placement, size: int) -> Program:
     """The program of a rank for the last pass, after forwards of all others."""
     last, no_grad = placement.num_stages - size, placement.no_grad
     forwards = [i for i in program if isinstance(i, Forward)]

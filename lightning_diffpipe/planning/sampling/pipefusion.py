@@ -122,37 +122,14 @@ class PipeFusionPlan:
                 out.append(Turn(len(out), step, patch, share, first, last))
         return tuple(out)
 
-    # --- time ---------------------------------------------------------------------------------------
-
-    def seconds(self, synchronous_s: float, patch_s: float) -> float:
-        """Time of a request with equal stages and free links.
-
-        Args:
-            synchronous_s: One stage on all tokens of all samples, all visits together.
-            patch_s: One stage on one patch, all visits together.
-
-        Returns:
-            `W (n G + N - 1) / (n G)` stages on all tokens, since each of these steps waits for the one
-            before it; then `S - W` steps of M patches, or of the time a patch takes through all ranks if
-            that is longer, and the time until the last patch has left the last rank.
-        """
-        lag = (self.num_ranks - 1) / self.num_visits
-        shares = self.num_visits * self.warmup_microbatches
-        waves = (shares + self.num_ranks - 1) / shares
-        total = self.num_synchronous * waves * synchronous_s
-        patched = self.num_steps - self.num_synchronous
-        if patched:
-            period = max(self.num_patches, 1 + lag)
-            total += ((patched - 1) * period + self.num_patches + lag) * patch_s
-        return total
-
     def speed_up(self) -> float:
-        """Over one rank, with equal stages and free links: `S N / (W N + S - W + (N - 1) / M)`.
+        """Over one rank, with equal stages and free links.
 
-        That is for n = G = 1 and M >= N.
+        For n = G = 1 and M >= N that is `S N / (W N + S - W + (N - 1) / M)`.
         """
-        stage = 1 / self.num_ranks
-        return self.num_steps / self.seconds(stage, stage / self.num_patches)
+        stages_s = [1 / self.num_ranks] * self.num_ranks
+        patches_s = [stage_s / self.num_patches for stage_s in stages_s]
+        return self.num_steps / self.timeline(stages_s, patches_s).iteration_s
 
     def timeline(
         self,

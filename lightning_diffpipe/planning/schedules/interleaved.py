@@ -40,8 +40,8 @@ def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     warmup = forwards[:num_warmup]
     steady = [
         instruction
-        for ahead_and_behind in zip(forwards[num_warmup:], backwards, strict=False)
-        for instruction in ahead_and_behind
+        for pair in zip(forwards[num_warmup:], backwards, strict=False)
+        for instruction in pair
     ]
     cooldown = backwards[len(backwards) - num_warmup :]
     return (*warmup, *steady, *cooldown)
