@@ -28,6 +28,7 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Frame
 from lightning_diffpipe.planning.memory import StageLoad, Waiting, boundary_samples
 from lightning_diffpipe.planning.partition import Cut, best_chain, greedy_cuts, least_limit
+from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.one_f_one_b import forwards_ahead
 
@@ -37,82 +38,78 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds for pipelines of a given size.
+    """Lower bounds for the pipelines of a shape.
 
     Attributes:
         model: The cost model.
-        sizes: Samples of each microbatch, larger ones first.
-        num_ranks: Ranks of one pipeline.
-        num_pipelines: Pipelines side by side.
-        keeps_all: Whether the schedule keeps the activations of all microbatches, as GPipe does.
+        shape: Everything but where they are cut.
         group_size: Samples on which frozen layers run at a time; None for whole microbatches.
-        frozen_first: Whether frozen work runs before the pipeline, rather than in its bubbles.
-        placement: Where stages run, if ranks hold several.
-        splits_backward: Whether weight gradients may be made after the gradient has been sent on, as
-            zero-bubble schedules do: then the way back to the first layer bounds nothing.
+        fills: Whether frozen work runs in bubbles, rather than before the pipeline.
     """
 
     model: CostModel
-    sizes: tuple[int, ...]
-    num_ranks: int
-    num_pipelines: int = 1
-    keeps_all: bool = False
+    shape: Shape
     group_size: int | None = None
-    frozen_first: bool = True
-    placement: Placement | None = None
-    splits_backward: bool = False
+    fills: bool = False
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def frozen_s(self) -> float:
         """Time of the frozen work before the pipeline."""
-        if not self.model.profile.encoders or not self.frozen_first:
+        if not self.model.profile.encoders or self.fills:
             return 0.0
-        busy = [0.0] * self.num_ranks
-        for part in self.model.encode_parts(self.sizes, self.num_ranks, self.group_size):
+        busy = [0.0] * self.shape.num_ranks
+        for part in self.model.encode_parts(
+            self.shape.sizes, self.shape.num_ranks, self.group_size
+        ):
             busy[part.rank] += self.model.encode_s(part.num_samples, self.group_size)
         return max(busy)
 
     @cached_property
     def work_s(self) -> float:
         """The work of the pipeline divided by all ranks."""
-        return self._work_s(1)[-1] / self.num_ranks
+        return self._work_s(1)[-1] / self.shape.num_ranks
 
     @cached_property
     def all_work_s(self) -> float:
         """All work divided by all ranks: with filling, what full bubbles would give."""
-        if not self.model.profile.encoders or self.frozen_first:
+        if not (self.model.profile.encoders and self.fills):
             return self.work_s
-        share, group = sum(self.sizes) / self.num_ranks, self.group_size or self.sizes[0]
+        share, group = (
+            sum(self.shape.sizes) / self.shape.num_ranks,
+            self.group_size or self.shape.sizes[0],
+        )
         return self.work_s + self.model.encode_s(share, group)
 
     @cached_property
     def _start_s(self) -> tuple[float, ...]:
         """By layer: earliest time at which a microbatch can reach it."""
-        return self.model.sums(0, self.sizes[-1]).forward
+        return self.model.sums(0, self.shape.sizes[-1]).forward
 
     @cached_property
     def _end_s(self) -> tuple[float, ...]:
         """By layer: shortest time from there back to the first layer."""
-        if self.splits_backward or self.model.is_folded:
+        if self.shape.spec.splits_backward or self.model.is_folded:
             return (0.0,) * (self.model.num_layers() + 1)
-        return self.model.sums(0, self.sizes[-1]).backward
+        return self.model.sums(0, self.shape.sizes[-1]).backward
 
     def _work_s(self, replicas: int) -> tuple[float, ...]:
         """Running sums over layers of the busiest replica's work."""
         if replicas not in self._works:
-            self._works[replicas] = self.model.work_s(0, self.sizes[::replicas])
+            self._works[replicas] = self.model.work_s(0, self.shape.sizes[::replicas])
         return self._works[replicas]
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
         """The bound that one stage sets for the whole step; `back_s` on links to the first layer."""
         work = self._work_s(replicas)
-        group = replicas * self.num_pipelines
+        group = replicas * self.shape.num_pipelines
         sync_s = 0.0
         if group > 1:
             num_bytes = self._gradient_bytes[stop] - self._gradient_bytes[first]
             sync_s = min(link.all_reduce_s(num_bytes, group) for link in self._reduce_links)
-        tail_s = max(self._end_s[first] + back_s * (not self.splits_backward), sync_s)
+        if back_s and self.shape.spec.splits_backward:
+            back_s = 0.0
+        tail_s = max(self._end_s[first] + back_s, sync_s)
         return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
 
     def cuts_s(self, cuts: Sequence[Cut]) -> float:
@@ -123,15 +120,15 @@ class Bounds:
         bound_s, link_s = self.work_s, 0.0
         work = self._work_s(1)
         if len(self.model.starts) > 1:
-            assert self.placement is not None, "chains that run apart have a stage on every rank"
-            ranks = [self.placement.stages_of(rank) for rank in range(self.num_ranks)]
+            assert self._placement is not None, "chains that run apart have a stage on every rank"
+            ranks = [self._placement.stages_of(rank) for rank in range(self.shape.num_ranks)]
             busiest = max(sum(work[cuts[s][1]] - work[cuts[s][0]] for s in its) for its in ranks)
             return max(bound_s, self.frozen_s + busiest)
         for stage, (first, stop, replicas) in enumerate(cuts):
             more_s = 0.0
-            if self.placement:
-                (rank,) = self.placement.stage_ranks[stage]
-                its_first, *later = self.placement.stages_of(rank)
+            if self._placement:
+                (rank,) = self._placement.stage_ranks[stage]
+                its_first, *later = self._placement.stages_of(rank)
                 if stage != its_first:
                     continue  # The later stages of every rank are counted with its first one.
                 # Until that is reached a rank has nothing to do, nor after that stage's last backward.
@@ -143,13 +140,18 @@ class Bounds:
     def _link_s(self, first: int, stop: int) -> float:
         """Time, at least, of a message over the cut after these layers; nothing after the last."""
         if stop == self.model.num_layers() or (
-            self.placement and self.model.profile.backbones[0].skips
+            self._placement and self.model.profile.backbones[0].skips
         ):
             return 0.0  # skips may stay where they are
         cluster = self.model.cluster
-        num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.sizes[-1])
+        num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.shape.sizes[-1])
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
         return min(link.seconds(num_bytes) for link in links)
+
+    @cached_property
+    def _placement(self) -> Placement | None:
+        """Where stages run, if ranks hold several."""
+        return self.shape.placement() if self.shape.spec.place else None
 
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
@@ -178,8 +180,10 @@ class Bounds:
 
     def alive_sizes(self, replicas: int, later_ranks: int) -> tuple[int, ...]:
         """Samples of the microbatches whose activations the first replica of a stage keeps at least, at a time."""
-        own = self.sizes[::replicas]
-        return own if self.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
+        own = self.shape.sizes[::replicas]
+        return (
+            own if self.shape.spec.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
+        )
 
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf

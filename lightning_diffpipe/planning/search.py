@@ -228,17 +228,8 @@ class Search:
 
     def bounds(self, shape: Shape) -> Bounds:
         """Lower bounds for a shape."""
-        return Bounds(
-            self.model,
-            shape.sizes,
-            shape.num_ranks,
-            shape.num_pipelines,
-            shape.spec.keeps_all,
-            self.evaluator.group_size(shape),
-            not self.evaluator.fills,
-            shape.placement() if shape.spec.place else None,
-            shape.spec.splits_backward,
-        )
+        group_size = self.evaluator.group_size(shape)
+        return Bounds(self.model, shape, group_size, self.evaluator.fills)
 
     def least_s(self, bounds: Bounds, pipeline_s: float) -> float:
         """What `Evaluator.step_s` gives at least for all cuts whose pipeline alone takes at least so long."""

@@ -29,6 +29,7 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
+from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
@@ -103,7 +104,7 @@ def test_no_rank_keeps_fewer_samples_than_its_bound(schedule, seed):
     replicas = [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
     placement = Placement.of_replicas(replicas)
     model = CostModel(FOUR, Cluster(sum(replicas)))
-    bounds = Bounds(model, sizes, sum(replicas), keeps_all=schedule == "gpipe")
+    bounds = Bounds(model, Shape(1, sum(replicas), len(replicas), sizes, schedule))
     peaks = peak_samples(SCHEDULES[schedule](placement, len(sizes)), sizes)
     for stage, ranks in enumerate(placement.stage_ranks):
         later_ranks = sum(replicas[stage + 1 :])

@@ -38,6 +38,7 @@ from lightning_diffpipe.planning.profile import (
     separated,
 )
 from lightning_diffpipe.planning.proposals import (
+    Shape,
     all_cuts,
     count_of_cuts,
     microbatch_counts,
@@ -221,10 +222,8 @@ def test_interleaved_stages_are_found_where_they_are_fastest(seed):
     steps = {way: interleaved_step_and_memory(model, options, way)[0] for way in ways}
     for way in ways[::7]:
         pipelines, sizes, edges, ranks, name = way
-        bounds = Bounds(
-            model, sizes, ranks, pipelines, group_size=group_size(model, sizes, ranks),
-            placement=SCHEDULES[name].place(len(edges) - 1, ranks),
-        )  # fmt: skip
+        shape = Shape(pipelines, ranks, len(edges) - 1, sizes, name)
+        bounds = Bounds(model, shape, group_size(model, sizes, ranks))
         cuts = tuple((a, b, 1) for a, b in pairwise(edges))
         assert bounds.cuts_s(cuts) <= steps[way] + 1e-9
     plain = [replace(options, schedule=name) for name in ("1f1b", "1f1b_deep", "gpipe")]
@@ -495,7 +494,8 @@ def test_no_cut_is_faster_than_its_bound(seed):
         pipelines, sizes, edges, replicas = way
         ranks = sum(replicas)
         group = group_size(model, sizes, ranks)
-        bounds = Bounds(model, sizes, ranks, pipelines, group_size=group)
+        shape = Shape(pipelines, ranks, len(replicas), sizes, options.schedule)
+        bounds = Bounds(model, shape, group)
         cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
         assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
         best = bounds.best_cuts(replicas)
