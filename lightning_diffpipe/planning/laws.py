@@ -8,7 +8,7 @@ A schedule that breaks one of these would train something else than one process 
    for; sent after it is made and awaited before it is read; and both ends of every directed edge
    handle the messages in the same order, since a link without tags delivers in order.
 
-Freedom from deadlock needs an execution, and is proved by `timeline.simulate`.
+Freedom from deadlock needs an execution, and is proved by `simulator.simulate`.
 """
 
 from __future__ import annotations

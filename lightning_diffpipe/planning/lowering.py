@@ -235,7 +235,7 @@ def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, .
     return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
 
 
-class _Message(NamedTuple):
+class _MessageId(NamedTuple):
     """What both ends of a message know of it."""
 
     kind: Kind
@@ -243,17 +243,17 @@ class _Message(NamedTuple):
     microbatch: int
 
     @classmethod
-    def of(cls, instruction: Send | Receive | Wait) -> _Message:
+    def of(cls, instruction: Send | Receive | Wait) -> _MessageId:
         return cls(instruction.kind, instruction.stage, instruction.microbatch)
 
 
 class _Taken(NamedTuple):
     """Messages that were sent, and those whose receives have begun."""
 
-    sent: set[_Message]
-    begun: set[_Message]
+    sent: set[_MessageId]
+    begun: set[_MessageId]
 
-    def __call__(self, message: _Message) -> bool:
+    def __call__(self, message: _MessageId) -> bool:
         return message in self.sent and message in self.begun
 
 
@@ -276,7 +276,7 @@ class _Host:
         self._posted: dict[int, deque[Receive]] = defaultdict(
             deque
         )  # by sender; they have not begun
-        self._under_way: list[_Message] = []
+        self._under_way: list[_MessageId] = []
 
     def goes_on(self) -> bool:
         """Runs until something that it has begun needs another rank; says whether it did anything."""
@@ -289,8 +289,8 @@ class _Host:
             if self._under_way:
                 break
             if isinstance(instruction, Send):
-                self._taken.sent.add(_Message.of(instruction))
-                self._under_way.append(_Message.of(instruction))
+                self._taken.sent.add(_MessageId.of(instruction))
+                self._under_way.append(_MessageId.of(instruction))
             elif isinstance(instruction, Receive):
                 self._posted[instruction.from_rank].append(instruction)
             self._position += 1
@@ -300,15 +300,15 @@ class _Host:
     def begins_early(self) -> bool:
         """Begins the receive of a message that waits to be taken, if there is one."""
         for posted in self._posted.values():
-            if posted and _Message.of(posted[0]) in self._taken.sent:
+            if posted and _MessageId.of(posted[0]) in self._taken.sent:
                 self._begin(posted.popleft())
                 return True
         return False
 
     def _begin_upto(self, wait: Wait) -> bool:
         """Begins the receive that is waited for, after those of messages that were sent before."""
-        posted, message = self._posted[wait.from_rank], _Message.of(wait)
-        if all(_Message.of(receive) != message for receive in posted):
+        posted, message = self._posted[wait.from_rank], _MessageId.of(wait)
+        if all(_MessageId.of(receive) != message for receive in posted):
             return False  # it has begun
         while message not in self._taken.begun:
             self._begin(posted.popleft())
@@ -316,5 +316,5 @@ class _Host:
 
     def _begin(self, receive: Receive) -> None:
         self.due.setdefault(self._program[self._position], []).append(receive)
-        self._under_way.append(_Message.of(receive))
-        self._taken.begun.add(_Message.of(receive))
+        self._under_way.append(_MessageId.of(receive))
+        self._taken.begun.add(_MessageId.of(receive))

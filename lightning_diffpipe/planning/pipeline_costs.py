@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.codec import Node
+from lightning_diffpipe.planning.codec import Node, read_value
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
@@ -41,7 +41,7 @@ class PipelineCosts:
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
         encode_s: By frozen part.
-        reduce_s: By rank.
+        all_reduce_s: Summing the gradients of its stages, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: See `Costs`.
         split_s: What `BackwardInput` and `BackwardWeight` together take longer than `Backward`; nothing
@@ -191,11 +191,14 @@ def pipeline_costs(
         parts: Frozen parts, by index.
         group_size: Samples on which frozen layers run at a time; None for all of a part.
     """
-    placement = links.placement
-    row = partial(_by_microbatch, sizes, frozenset(sizes))
+    placement, distinct = links.placement, frozenset(sizes)
+
+    def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
+        of_size = {size: seconds(size) for size in distinct}
+        return tuple([of_size[size] for size in sizes])
 
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        return tuple(row(lambda size, run=run: seconds(run, size)) for run in runs)  # type: ignore[misc]
+        return tuple(row(partial(seconds, run)) for run in runs)
 
     crossing = model.crossing_bytes(runs, placement)
 
@@ -205,7 +208,7 @@ def pipeline_costs(
 
     # What goes down over a cut as activations comes back over it as gradients.
     stages = range(placement.num_stages)
-    gradient = tuple(row(lambda size, stage=stage: boundary_s(stage, size)) for stage in stages)  # type: ignore[misc]
+    gradient = tuple(row(partial(boundary_s, stage)) for stage in stages)
     before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
     sums_s = [
@@ -229,16 +232,6 @@ def pipeline_costs(
         split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
         first_layers=tuple([run.first for run in runs]),
     )
-
-
-def _by_microbatch(
-    sizes: Sequence[int], distinct: frozenset[int], seconds: Callable[[int], float]
-) -> tuple[float, ...]:
-    """Computes seconds once for each size."""
-    if len(distinct) == 1:
-        return (seconds(sizes[0]),) * len(sizes)
-    of_size = {size: seconds(size) for size in distinct}
-    return tuple(of_size[size] for size in sizes)
 
 
 TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
@@ -280,21 +273,17 @@ def costs_from_node(node: Node) -> PipelineCosts:
     return PipelineCosts(
         sizes=sizes,
         **tables,
-        encode_s=_read_numbers(node["encode_s"]),
-        all_reduce_s=_read_numbers(node["all_reduce_s"]),
+        encode_s=read_value(tuple[float, ...], node["encode_s"]),
+        all_reduce_s=read_value(tuple[float, ...], node["all_reduce_s"]),
         all_gather_s=node["all_gather_s"].number(),
         holds_sender="holds_sender" in node and node["holds_sender"].flag(),
         first_layers=tuple(layer.integer() for layer in first_layers),
     )
 
 
-def _read_numbers(node: Node) -> tuple[float, ...]:
-    return tuple(element.number() for element in node.elements())
-
-
 def _read_table(node: Node, sizes: tuple[int, ...]) -> Table:
     node.check_keys(sorted({str(size) for size in sizes}))
-    columns = [_read_numbers(node[str(size)]) for size in sizes]
+    columns = [read_value(tuple[float, ...], node[str(size)]) for size in sizes]
     for size, column in zip(sizes, columns, strict=True):
         if len(column) != len(columns[0]):
             raise node[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")

@@ -20,7 +20,8 @@ Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repe
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
 see `EncoderProfile`. Of a step of several forms a backbone may have
 `"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
-also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`.
+also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`. Where `self_conditioning` has a
+probability, the layers are those of one pass, and planned for two; see `SelfConditioning`.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class BackboneProfile:
             and weights later (zero-bubble schedules). None if unknown.
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
-            have no parameters of their own. None if every layer is called once.
+            have no parameters of their own. Empty if every layer is called once.
         chains: Names and first layers of backbones that are joined into this one, and run apart; see `joined`.
         seen: The forms of the step, of which this is the one with most calls.
     """
