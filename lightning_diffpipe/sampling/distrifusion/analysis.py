@@ -44,6 +44,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
     unsupported,
     windows_of,
 )
+from lightning_diffpipe.sampling.tracing.marks import lines
 
 _NAN = float("nan")
 _VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
@@ -116,7 +117,7 @@ def analyse(call: ModelCall) -> CallAnalysis:
     marks, analysis.embedders, analysis.outputs = look.mark_rows(analysis.sample)
     analysis.unit = _unit(marks.units, look.num_rows)
     marks, _, _ = look.run(analysis.sample, None)
-    analysis.keys = [_keys(positions) for positions in marks.keys]
+    analysis.keys = [_joint_keys(positions) for positions in marks.keys]
     untouched = marks.num_untouched
     analysis.constant = frozenset(
         layer for layer in marks.unreached if untouched is None or layer < untouched
@@ -183,12 +184,7 @@ class _Look:
             for axis in range(x.ndim if _is_marked(x) else 0):
                 size = self._marked_part(x.shape[axis])
                 marked = lines(x, axis)
-                if (
-                    size
-                    and int(marked.sum()) == size
-                    and bool(marked[-size:].all())
-                    and size < len(marked)
-                ):
+                if 0 < size == int(marked.sum()) < len(marked) and marked[-size:].all():
                     found[i] = axis - x.ndim
         return found
 
@@ -234,7 +230,7 @@ class _EmbedderSearch(ForwardOnlyRun):
         return out
 
 
-def _keys(marked: Tensor) -> JointKeys | None:
+def _joint_keys(marked: Tensor) -> JointKeys | None:
     positions = marked.nonzero().flatten().tolist()
     if not positions:
         return None
@@ -327,11 +323,9 @@ class StandIns(TorchFunctionMode):
         if self.marks.num_untouched is None and keys.any() and not query.isnan().any(-1).all():
             self.marks.num_untouched = self._num_linear
         size = value.shape[-1]
-        return (
-            query
-            if query.shape[-1] == size
-            else query.mean(-1, keepdim=True).expand(*query.shape[:-1], size)
-        )
+        if query.shape[-1] == size:
+            return query
+        return query.mean(-1, keepdim=True).expand(*query.shape[:-1], size)
 
     def _group_norm(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.num_exchanging += 1
@@ -343,17 +337,8 @@ class StandIns(TorchFunctionMode):
         self._num_linear += 1
         return F.linear(x, weight, bias)
 
-    def _conv2d(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        rows, columns = windows_of(weight, stride, padding, dilation)
+    def _conv2d(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows, columns = windows_of(weight, *args, **kwargs)
         if not rows.is_patch:
             self.num_exchanging += 1
         picked = x[..., _centres(rows, x.shape[-2], x.device), :]
@@ -375,11 +360,5 @@ class StandIns(TorchFunctionMode):
 def _centres(window: Window, size: int, device: torch.device) -> Tensor:
     """The input index under the centre of the kernel, for every output index."""
     first = (window.reach // 2) - window.padding
-    return (torch.arange(window.outputs(size), device=device) * window.stride + first).clamp(
-        0, size - 1
-    )
-
-
-def lines(x: Tensor, axis: int) -> Tensor:
-    """Which indices of an axis hold a mark anywhere."""
-    return x.isnan().movedim(axis, 0).flatten(1).any(1)
+    centres = torch.arange(window.outputs(size), device=device) * window.stride + first
+    return centres.clamp(0, size - 1)

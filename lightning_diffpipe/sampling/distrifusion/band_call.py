@@ -102,12 +102,7 @@ class StepKind:
 
 
 class BandCall(ForwardOnlyRun, TorchFunctionMode):
-    """Runs the model's forward on this rank's band.
-
-    Args:
-        state: Of this call.
-        step: What kind of step it is.
-    """
+    """Runs the model's forward on this rank's band."""
 
     def __init__(self, state: CallState, step: StepKind) -> None:
         super().__init__()
@@ -229,12 +224,14 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         }
         got: dict[int, Tensor] | None = None
         if not self._step.alone:
-            # The upper neighbour reads `below` rows of this band, the lower one `above` rows.
+            # The upper neighbour reads `below` rows of this band, the lower one `above` rows. They are sent later,
+            # and the model may write into what it has.
             mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
+            dense = torch.contiguous_format
             got = self._state.exchange.swap(
                 "halo",
                 self._count(),
-                {peer: _private(mine[peer]) for peer in neighbours if mine[peer].numel()},
+                {n: mine[n].clone(memory_format=dense) for n in neighbours if mine[n].numel()},
                 {peer: shapes[peer] for peer in neighbours if edges[peer]},
                 TensorShape.of(x),
             )
@@ -275,9 +272,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         """Moments of the whole picture, as the rule has it; None if the band is all it may know."""
         state, step = self._state, self._step
         rule = "synchronous" if step.synchronous else state.group_norm
-        call = (
-            self._count()
-        )  # in every kind of step, so that positions of later calls stay the same
+        call = self._count()  # in every kind of step, so that later calls keep their positions
         other_rows = self._bands.num_rows - self._bands.size
         if step.alone or rule == "separate":
             self._note("statistics", self._bands.size, other_rows, None)
@@ -297,22 +292,20 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         if others is None:
             return None
         received = Moments.unpacked(self._in_order(mine, others))
-        if rule == "synchronous":
-            state.moments[call] = _latest(state.moments.get(call), step.index, received)
-            return received.combined(self._bands.shares)
-        assert own is not None
-        before = received.with_band(self._bands.rank, own)
-        known = _latest(state.moments.get(call), step.index - 1, before)
-        state.moments[call] = known
-        return self._whole_moments(before, known.get(step.index - 2), now)
-
-    def _whole_moments(self, before: Moments, earlier: Moments | None, now: Moments) -> Moments:
+        known = state.moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
-        if self._state.group_norm == "predicted":
-            return predicted(before, earlier, now, band, shares)
-        if self._state.group_norm == "corrected":
+        if rule == "synchronous":
+            known[step.index] = received
+            known.pop(step.index - 2, None)
+            return received.combined(shares)
+        assert own is not None
+        before = known[step.index - 1] = received.with_band(band, own)
+        known.pop(step.index - 3, None)
+        if rule == "predicted":
+            return predicted(before, known.get(step.index - 2), now, band, shares)
+        if rule == "corrected":
             moments, fallbacks = corrected(before, now, band, shares)
-            self._state.fallbacks = self._state.fallbacks + fallbacks  # read on the host at the end
+            state.fallbacks = state.fallbacks + fallbacks  # read on the host at the end
             return moments
         return stale(before, now, band, shares)
 
@@ -369,16 +362,6 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         return torch.cat(self._state.exchange.gather(mine, ordered), axis)
 
 
-def _private(x: Tensor) -> Tensor:
-    """A dense copy: it is sent later, and the model may write into what it has."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _latest(known: dict[int, Moments] | None, step: int, moments: Moments) -> dict[int, Moments]:
-    """What is known, with one more step, of the last two steps."""
-    return {s: m for s, m in (known or {}).items() if s >= step - 1} | {step: moments}
-
-
 Rule = Callable[..., Tensor]
 """`rule(call, *args, **kwargs)` answers a function call of the model on a band."""
 
@@ -394,7 +377,7 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """A convolution with rows of the neighbours around the band."""
-    rows, columns = windows_of(weight, stride, padding, dilation)
+    rows, columns = windows_of(weight, bias, stride, padding, dilation)
     if x is not call.padded:  # explicit padding already brought the rows
         x = call.with_halo(x, *rows.halo(x.shape[-2]))
     return F.conv2d(x, weight, bias, stride, (0, columns.padding), dilation, groups)
@@ -475,9 +458,8 @@ def average_pool(
     **kwargs: Any,
 ) -> Tensor:
     """Pooling in patches sees nothing beyond a band of whole patches."""
-    k, s, p = (
-        v if isinstance(v, int) else v[0] for v in (kernel_size, stride or kernel_size, padding)
-    )
+    sizes = (kernel_size, stride or kernel_size, padding)
+    k, s, p = (v if isinstance(v, int) else v[0] for v in sizes)
     if k != s or p or x.shape[-2] % s:
         raise unsupported(
             f"average pooling of {k} rows with stride {s} on a band of {x.shape[-2]} rows"
@@ -490,10 +472,9 @@ def reshape(call: BandCall, x: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
 
     It reshapes (B, h w, ...) to (B, h, w, p, q, C), with h = w, and (B, C, h, p, w, q) to (B, C, h p, w q).
     """
-    sizes = (
-        list(kwargs.get("shape", shape[0] if len(shape) == 1 else shape)) if kwargs or shape else []
-    )
-    grid = call.grid
+    sizes, grid = kwargs.get("shape", shape), call.grid
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        (sizes,) = sizes
     if grid and len(sizes) == 6 and x.ndim == 3 and sizes[1] == sizes[2] != grid[0]:
         call.regridded = True
         return x.reshape(sizes[0], *grid, *sizes[3:])

@@ -197,19 +197,17 @@ class Window:
         return self.above, max(self.below, 0)
 
 
-def windows_of(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> tuple[Window, Window]:
-    """The windows of a convolution on rows and columns."""
-    strides, dilations = _pair(stride), _pair(dilation)
-    reaches = [d * (k - 1) for k, d in zip(weight.shape[-2:], dilations, strict=True)]
+def windows_of(
+    weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *_: Any
+) -> tuple[Window, Window]:
+    """The windows on rows and columns of a convolution with these arguments after its input."""
+
+    def pair(value: Any) -> Sequence[int]:
+        return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+    reaches = [d * (k - 1) for k, d in zip(weight.shape[-2:], pair(dilation), strict=True)]
     if isinstance(padding, str):
-        paddings = [r // 2 if padding == "same" else 0 for r in reaches]
-    else:
-        paddings = list(_pair(padding))
-    rows, columns = (Window(*v) for v in zip(reaches, strides, paddings, strict=True))
+        padding = [r // 2 if padding == "same" else 0 for r in reaches]
+    sizes = zip(reaches, pair(stride), pair(padding), strict=True)
+    rows, columns = (Window(*each) for each in sizes)
     return rows, columns
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    if isinstance(value, int):
-        return value, value
-    return (value[0], value[-1])

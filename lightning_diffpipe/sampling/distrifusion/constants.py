@@ -69,27 +69,14 @@ class Constants:
         self._origins.clear()
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Notes what follows from a result that is given again.
-
-        Args:
-            func: A function that was called.
-            args: Of it.
-            kwargs: Of it.
-            out: Its result.
-        """
+        """Notes what follows from a result that is given again."""
         if self._origins and func in _FOLLOWED and args:
             origin = self._origin(args[0])
             if origin is not None:
                 self._note(out, (func, origin, repr(args[1:]), repr(kwargs)))
 
     def get(self, layer: int, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """The result of a layer.
-
-        Args:
-            layer: Its position among linear layers.
-            x: Its input.
-            compute: The layer.
-        """
+        """The result of a layer, which is known by its position among linear layers."""
         if layer not in self._candidates or x.is_inference():
             return compute()
         if layer not in self._stored:

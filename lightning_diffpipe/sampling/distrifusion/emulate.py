@@ -66,11 +66,7 @@ def emulate(
 
 
 class OwnGenerators:
-    """Generators for threads that each run a request, as if each were a process.
-
-    Args:
-        request: What they run.
-    """
+    """Generators for threads that each run a request, as if each were a process."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -186,8 +186,7 @@ class Exchange:
 
     def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> _Stale:
         stale = _Stale(self._step, {})
-        dtypes = [x.dtype for x in outgoing.values()] + [x.dtype for x in expected.values()]
-        dtype = dtypes[0]
+        dtype = next(x.dtype for x in (*outgoing.values(), *expected.values()))
         group = self._ranges.setdefault((kind, dtype), _Range())
         for peer, tensor in outgoing.items():
             group.outgoing[peer].append(tensor)
@@ -206,9 +205,7 @@ class Exchange:
             for peer, calls in group.expected.items()
         }
         expected = {peer: TensorShape((sum(of_peer),), dtype) for peer, of_peer in sizes.items()}
-        joined: dict[
-            tuple[int, ...], Tensor
-        ] = {}  # all peers get the same keys, values and moments
+        joined: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
         outgoing = {}
         for peer, tensors in group.outgoing.items():
             parts = tuple(map(id, tensors))

@@ -98,13 +98,7 @@ class Moments:
 
 
 def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> Moments:
-    """Other bands are as they were.
-
-    Args:
-        before: Of all bands, one step ago.
-        now: Of this band.
-        band: Which it is.
-        shares: Of all bands.
+    """Other bands are as they were one step ago, in `before`; `now` is of this band.
 
     Returns:
         Moments of the whole picture.
@@ -132,14 +126,7 @@ def corrected(
 def predicted(
     before: Moments, earlier: Moments | None, now: Moments, band: int, shares: Sequence[float]
 ) -> Moments:
-    """Other bands go on as they did, and share what surprised this band; see the module docstring.
-
-    Args:
-        before: Of all bands, one step ago.
-        earlier: Of all bands, two steps ago; None if there was no such step.
-        now: Of this band.
-        band: Which it is.
-        shares: Of all bands.
+    """Other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
 
     Returns:
         Moments of the whole picture.

@@ -40,7 +40,7 @@ from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 
 Mode = Literal["displaced", "synchronous", "naive"]
 
@@ -100,23 +100,19 @@ class DistriFusion:
             PipelineTimeoutError: A rank stopped, or did not answer in time.
         """
         freshness = Freshness() if self.record_freshness else None
-        self.statistics = SamplingStatistics(freshness=freshness)
-        stopwatch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
         settings = self.links.broadcast_object(lambda: settings_digest(self.model))
-        self._states.start_request(stopwatch, freshness, settings)
-        before = self.links.traffic.copy()
         with (
+            measured(self, request, self.links, freshness=freshness) as stopwatch,
             drawing_alike(self.links, request.latents.device),
             intercepted(self.model) as interception,
         ):
+            self._states.start_request(stopwatch, freshness, settings)
             try:
                 latents = _Loop(self, request, interception, stopwatch).run(on_step)
                 self.links.finish()
             finally:
                 self.num_fallbacks = self._states.stop_request()
-        stopwatch.stop()
         self.statistics.num_synchronous = self.num_synchronous
-        self.statistics.traffic = self.links.traffic.since(before)
         return latents
 
 

@@ -154,3 +154,19 @@ def test_what_the_model_overwrites_has_been_copied():
     latents = [normal(1, 1, 8, 6)] * 3
     found = last_prediction(model, latents, 2, warmup_steps=1, verify=False)
     assert (found - model(latents[0])).abs().max() < 1e-12
+
+
+def test_a_model_may_flatten_what_has_no_rows():
+    """History: the rule for grids took the -1 of `reshape(-1)` for a list of sizes."""
+
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(normal(1, 8, 1, 1, seed=3), requires_grad=False)
+
+        def forward(self, x):
+            return x * self.scale.reshape(-1)[:, None, None]
+
+    operator = Scaling()
+    found = last_prediction(Inside(operator), LATENTS, NUM_BANDS, warmup_steps=1, verify=False)
+    torch.testing.assert_close(found, Inside(operator)(LATENTS[2]), rtol=1e-12, atol=1e-12)
