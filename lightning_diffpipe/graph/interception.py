@@ -154,6 +154,15 @@ class Interception:
         _Checkpointing.detach(self)
 
     @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """A context in which all sites are in place."""
+        try:
+            self.install()
+            yield
+        finally:
+            self.uninstall()
+
+    @contextlib.contextmanager
     def uninstalled_on_error(self) -> Iterator[None]:
         """Uninstalls everything if the body raises; after it, wrappers stay."""
         try:

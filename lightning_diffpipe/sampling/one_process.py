@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.sampling.request import LoopInterruptedError, Request
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 
 
 class OneProcess:
@@ -25,18 +25,16 @@ class OneProcess:
     @torch.inference_mode()
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`."""
-        self.statistics = SamplingStatistics()
-        loop, latents = request.loop(), request.latents
-        watch = Stopwatch(self.statistics, 0, latents.device)
-        for index in range(request.num_steps):
-            try:
-                latents = loop.step(loop.guided(loop.predict()))
-            except LoopInterruptedError:
-                break
-            watch.step_done()
-            if on_step is not None:
-                on_step(index)
-        watch.stop()
+        with measured(self, request) as watch:
+            loop, latents = request.loop(), request.latents
+            for index in range(request.num_steps):
+                try:
+                    latents = loop.step(loop.guided(loop.predict()))
+                except LoopInterruptedError:
+                    break
+                watch.step_done()
+                if on_step is not None:
+                    on_step(index)
         return latents
 
 

@@ -52,64 +52,38 @@ class PatchSchedulers:
         self._step_kwargs, self._slices, self._axis = dict(step_kwargs), list(slices), axis
         self._noise = _NoiseOfWhole(axis)
 
-    @classmethod
-    def going_on(
-        cls,
-        stepped: list[PatchSchedulers] | None,
-        scheduler: Any,
-        step_kwargs: Mapping[str, Any],
-        slices: Sequence[tuple[int, int]],
-        axis: int,
-    ) -> PatchSchedulers:
-        """Those of the steps before, if there are any; else new ones, which are noted.
+    def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
+        """Those of the steps before, if there are any; else these, which are noted.
 
         Raises:
             ConfigurationError: They step other rows.
         """
+        if stepped is None:
+            return self
         if not stepped:
-            new = cls(scheduler, step_kwargs, slices, axis)
-            if stepped is not None:
-                stepped.append(new)
-            return new
-        if stepped[0]._slices != list(slices):
+            stepped.append(self)
+        if stepped[0]._slices != self._slices:
             raise ConfigurationError(
-                f"two denoisers of a pipeline cut the latents into rows {stepped[0]._slices} and {list(slices)}, "
+                f"two denoisers of a pipeline cut the latents into rows {stepped[0]._slices} and {self._slices}, "
                 "between which schedulers cannot go on; take num_patches=1 or method=sequence"
             )
         return stepped[0]
 
     def step(self, latents: Tensor, prediction: Tensor, t: Tensor, patch: int | None) -> None:
-        """Takes the latents one step further, in place.
-
-        Args:
-            latents: Full.
-            prediction: Of full shape; only the patch's rows are read.
-            t: The timestep.
-            patch: Which; None means all.
-        """
+        """Takes the rows of a patch, or of all, one step further in the full latents, in place."""
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
                 self._noise.forget()
             rows = latents.narrow(self._axis, start, length)
             with self._noise.of(start, length, latents.shape[self._axis]):
-                out = self._copies[m].step(
-                    _dense(prediction.narrow(self._axis, start, length)),
-                    t,
-                    _dense(rows),
-                    **self._step_kwargs,
-                )
+                predicted = _dense(prediction.narrow(self._axis, start, length))
+                out = self._copies[m].step(predicted, t, _dense(rows), **self._step_kwargs)
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
 
 
 def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
     """Tries whether patches can be stepped apart; see `is_elementwise`.
-
-    Args:
-        scheduler: Not changed.
-        timesteps: Of its steps.
-        ndim: Axes of the latents.
-        axis: Of the latents, that is cut.
 
     Raises:
         ConfigurationError: They cannot; names the scheduler.
@@ -227,12 +201,8 @@ def for_samples(
         ConfigurationError: It steps all samples together; names the scheduler.
     """
     num_rows = len(latents)
-    if not is_elementwise(
-        scheduler,
-        scheduler.timesteps if timesteps is None else timesteps,
-        latents.ndim,
-        -latents.ndim,
-    ):
+    timesteps = scheduler.timesteps if timesteps is None else timesteps
+    if not is_elementwise(scheduler, timesteps, latents.ndim, -latents.ndim):
         raise ConfigurationError(
             f"{type(scheduler).__name__} looks at all samples in one step, or its noise is not drawn by "
             "torch.randn, so they cannot be divided over ranks: leave data at 1, or use another scheduler"
@@ -279,13 +249,7 @@ def random_states(device: torch.device) -> list[Tensor]:
 def drawing_from(
     states: Sequence[Tensor], device: torch.device, goes_back: bool = True
 ) -> Iterator[None]:
-    """A context in which default generators go on from some states.
-
-    Args:
-        states: As `random_states` gave them.
-        device: Whose they are.
-        goes_back: Whether they are as they were after the context.
-    """
+    """A context in which default generators go on from some states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
         for state in states[:1]:
             torch.set_rng_state(state)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.comm.links import Traffic
+from lightning_diffpipe.comm.links import Links, Traffic
 from lightning_diffpipe.planning.instruction import Instruction
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span
@@ -67,6 +67,22 @@ class SamplingStatistics:
         )
 
 
+@contextlib.contextmanager
+def measured(
+    sampler: Any, request: Any, *links: Links, freshness: Freshness | None = None
+) -> Iterator[Stopwatch]:
+    """Everything inside is one request on the rank of the first links; the sampler gets new statistics of it."""
+    before = [each.traffic.copy() for each in links]
+    sampler.statistics = statistics = SamplingStatistics(freshness=freshness)
+    watch = Stopwatch(statistics, links[0].rank if links else 0, request.latents.device)
+    try:
+        yield watch
+        watch.stop()
+    finally:
+        for each, start in zip(links, before, strict=True):
+            statistics.traffic = statistics.traffic.plus(each.traffic.since(start))
+
+
 class Stopwatch:
     """Writes spans and steps of one request on one rank.
 
@@ -74,9 +90,6 @@ class Stopwatch:
         statistics: Where to.
         rank: Whose spans they are.
         device: Where the model runs; steps are timed there, as a host hands a GPU its work long before.
-
-    Attributes:
-        statistics: The same.
     """
 
     def __init__(self, statistics: SamplingStatistics, rank: int, device: torch.device) -> None:

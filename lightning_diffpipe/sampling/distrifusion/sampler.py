@@ -38,7 +38,7 @@ from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, 
 from lightning_diffpipe.sampling.distrifusion.calls import CallStates
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
+from lightning_diffpipe.sampling.request import InputScaler, Request
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 
@@ -146,7 +146,11 @@ class _Loop(ForwardOnlyRun):
             self._step = self._kind_of(index)
             self._sampler.num_synchronous += self._step.synchronous
             with self._stopwatch.working(ForwardNoGrad(rank, index)):
-                latents = loop.step(self._denoise(loop))
+                self._num_calls = 0
+                with self._interception.running(self):
+                    prediction = loop.predict()
+                self._states.check_number_of_calls(self._num_calls, index)
+                latents = loop.step(loop.guided(prediction))
             self._stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
@@ -163,13 +167,6 @@ class _Loop(ForwardOnlyRun):
             alone=mode == "naive" and not warm,
             keep=next_may_be_displaced and index < self._request.num_steps - 1,
         )
-
-    def _denoise(self, loop: Loop) -> Tensor:
-        self._num_calls = 0
-        with self._interception.running(self):
-            prediction = loop.predict()
-        self._states.check_number_of_calls(self._num_calls, self._step.index)
-        return loop.guided(prediction)
 
     def _watch_change(self, inputs: Tensor, before: Tensor | None) -> None:
         """Ends the automatic warm-up on all ranks together."""

@@ -160,12 +160,7 @@ class KvCache:
         self._step, self._keep = -1, False
 
     def start_step(self, step: int, keep: bool) -> None:
-        """Begins a denoising step.
-
-        Args:
-            step: Its index.
-            keep: Whether what a synchronous step computes will be read by the step after it.
-        """
+        """Begins a denoising step; one that is synchronous is stored if the step after it is to read it."""
         self._step, self._keep = step, keep
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -268,8 +263,11 @@ class KvCache:
 
     def _look(self, call: AttentionCall, buffer: _Buffer) -> None:
         """Checks and notes how old the keys are that a patch is about to read, if asked to."""
-        if self._verify:
-            self._check(call, buffer)
+        here = self._patches.index(call.part)
+        for m, patch in enumerate(self._patches if self._verify else ()):
+            step = self._step if m <= here else self._step - 1
+            expected = step if step >= 0 else None
+            assert buffer.written.get(patch) == expected, (call.block.name, here, m, self._step)
         if self._freshness is None:
             return
         ages: Counter[int | None] = Counter()
@@ -277,7 +275,7 @@ class KvCache:
             written = buffer.written.get(patch)
             tokens = len(call.tokens.owned(patch, call.block.num_text))
             ages[None if written is None else self._step - written] += tokens
-        self._note(call, self._patches.index(call.part), ages)
+        self._note(call, here, ages)
 
     def _note_synchronous(self, call: AttentionCall) -> None:
         """Notes that tokens of all patches read what is computed with them; once for all samples."""
@@ -289,10 +287,3 @@ class KvCache:
     def _note(self, call: AttentionCall, reader: int, ages: Mapping[int | None, int]) -> None:
         assert self._freshness is not None
         self._freshness.note(self._step, call.block.name, "key_value", reader, ages)
-
-    def _check(self, call: AttentionCall, buffer: _Buffer) -> None:
-        here = self._patches.index(call.part)
-        for m, patch in enumerate(self._patches):
-            step = self._step if m <= here else self._step - 1
-            expected = step if step >= 0 else None
-            assert buffer.written.get(patch) == expected, (call.block.name, here, m, self._step)

@@ -33,7 +33,14 @@ from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, 
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import Stage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
-from lightning_diffpipe.sampling.tracing.layout import BETWEEN, Block, Layout, Place, shapes_of_call
+from lightning_diffpipe.sampling.tracing.layout import (
+    BETWEEN,
+    Block,
+    Layout,
+    Place,
+    shapes_of_call,
+    without_memory,
+)
 from lightning_diffpipe.sampling.tracing.marks import Attend, AttentionByName, AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, TokenAxis
 
@@ -341,7 +348,7 @@ class PartRun(ForwardOnlyRun):
         glue, runner = self.runner.layout.glue, self.runner
         readers, shape = glue.made_for.get(place, (None, None))
         if readers is not None and shape is not None and not readers & runner.stage.own:
-            return _dummy(shape, runner.fill, runner.device)
+            return without_memory(shape, runner.fill, runner.device)
         call = glue.local.get(place)
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
@@ -353,7 +360,7 @@ class PartRun(ForwardOnlyRun):
         args, kwargs = pytree.tree_unflatten(flat, spec)
         made = site.diffpipe_original(*args, **kwargs)
         if call.passed:
-            full = _dummy(call.shape, runner.fill, runner.device)
+            full = without_memory(call.shape, runner.fill, runner.device)
         else:
             full = self._full(call.shape, call.made, known.num_text, [(self.part, made)])
         self._tokens_of[id(full)] = _FullSize(full, made, call.made, known.num_text, False)
@@ -361,23 +368,10 @@ class PartRun(ForwardOnlyRun):
 
 
 class _FullSize(NamedTuple):
-    """An object of full size and the tokens of the part that it stands for.
-
-    Attributes:
-        full: The object.
-        slices: The tokens.
-        tokens: Which.
-        num_text: Text tokens of the block it comes from.
-        is_read_once: By one block only.
-    """
+    """An object of full size and the tokens of the part that it stands for."""
 
     full: Tensor
     slices: Tensor
     tokens: TokenAxis
     num_text: int
     is_read_once: bool
-
-
-def _dummy(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
-    """A shape without memory."""
-    return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)

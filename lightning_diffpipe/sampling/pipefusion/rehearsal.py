@@ -59,13 +59,6 @@ def rehearse(
 ) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
-    Args:
-        sampler: Whose model is compared.
-        request: The first of its layout; nothing in it is changed.
-        layout: Of the request.
-        num_patches: Parts of a step after the first, which is synchronous.
-        predict: By the sampler.
-
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails in patches, where it does.
         ConfigurationError: Memory does not suffice, where it does not.
@@ -87,12 +80,6 @@ def rehearse_sharing(
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
     Where all tokens at once do not fit into rank 0's memory, nothing is compared.
-
-    Args:
-        sampler: Whose model is compared.
-        request: The first of its layout; nothing in it is changed.
-        layout: Of the request.
-        predict: By the sampler.
 
     Raises:
         LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
@@ -123,12 +110,7 @@ def _relative_error(found: Tensor, whole: Tensor) -> float:
 
 
 def _refuse_if_other(
-    sampler: Rehearsed,
-    request: Request,
-    layout: Layout,
-    where: str,
-    error: float,
-    remedy: str,
+    sampler: Rehearsed, request: Request, layout: Layout, where: str, error: float, remedy: str
 ) -> None:
     tolerance = tolerance_of(sampler.model, request.latents)
     if error <= tolerance:

@@ -23,7 +23,7 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan, Turn
-from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache
+from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, Mode
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
@@ -70,12 +70,6 @@ class RunOptions(Protocol):
 class PipeFusionRun:
     """Everything that lives as long as one request, caches included.
 
-    Args:
-        sampler: Whose options count.
-        request: What is sampled.
-        setting: What was decided about it.
-        watch: Gets spans and steps.
-
     Attributes:
         plan: Of the request; W is put in as soon as it is known.
     """
@@ -99,40 +93,27 @@ class PipeFusionRun:
         )
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
-        self._runner = PartRunner(
-            layout,
-            setting.stages.stages[links.rank],
-            self._interception,
-            SEQUENCE_MODES[sampler.sequence_mode](
-                self._sequence, self._share, layout.ghost, self._cache
-            )
-            if shared
-            else self._cache,
-            request.latents.device,
-            self._fill,
-        )
+        attention: PartAttention = self._cache
+        if shared:
+            attend = SEQUENCE_MODES[sampler.sequence_mode]
+            attention = attend(self._sequence, self._share, layout.ghost, self._cache)
+        stage, device = setting.stages.stages[links.rank], request.latents.device
+        self._runner = PartRunner(layout, stage, self._interception, attention, device, self._fill)
         self._scaler = InputScaler(request)
         self._loops = [request.loop() for _ in setting.patches]
-        rows = [
-            (p.units.start * layout.rows_per_unit, len(p.units) * layout.rows_per_unit)
-            for p in (shares[self._sequence.rank] for shares in setting.shares)
-        ]
-        self._schedulers = PatchSchedulers.going_on(
-            request.stepped, request.scheduler, request.step_kwargs, rows, layout.axis
-        )
-        self._predictions: dict[
-            int, Tensor
-        ] = {}  # the newest rows, by call of the denoiser in a step
+        units = [shares[self._sequence.rank].units for shares in setting.shares]
+        rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
+        schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
+        self._schedulers = schedulers.going_on(request.stepped)
+        # The newest rows, by call of the denoiser in a step.
+        self._predictions: dict[int, Tensor] = {}
         self._hidden = _Inbox(links, links.rank - 1, "hidden")
         self._returned = _Inbox(links, links.num_ranks - 1, "latents")
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all turns; returns the final latents."""
-        self._interception.install()
-        try:
+        with self._interception.installed():
             latents = self._run_turns(on_step)
-        finally:
-            self._interception.uninstall()
         latents = self._share_result(latents)
         for links in (self._links, self._sequence):
             links.finish()
@@ -278,13 +259,7 @@ class PipeFusionRun:
     # --- automatic warm-up ----------------------------------------------------------------------------
 
     def _end_warmup_if_settled(self, turn: Turn, before: Tensor | None, latents: Tensor) -> None:
-        """Lets patches flow from the next step on, on all ranks, if the model is given nearly the same there.
-
-        Args:
-            turn: The last one of a synchronous step.
-            before: On the last rank, its rows of what the model was given in this step.
-            latents: After this step.
-        """
+        """Lets patches flow from the next step on, on all ranks, if the model is given nearly the same there."""
         links = self._links
         last = links.num_ranks - 1
         if self._is_last:
@@ -405,13 +380,7 @@ class _Announced(NamedTuple):
 
 @dataclass
 class _Inbox:
-    """Messages of one kind from one rank, in order; a receive is posted one message early.
-
-    Attributes:
-        links: Of this rank.
-        source: Who sends.
-        kind: What.
-    """
+    """Messages of one kind from one rank, in order; a receive is posted one message early."""
 
     links: Links
     source: int

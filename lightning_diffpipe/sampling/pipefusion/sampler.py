@@ -38,7 +38,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
 from lightning_diffpipe.sampling.tracing.tokens import Part
@@ -202,22 +202,16 @@ class PipeFusion:
         with request.inferring():
             setting = setting or self.prepare(request)
             self._rehearse_once(request, setting)
-            before = [links.traffic.copy() for links in (self.links, self.sequence_links)]
-            self.statistics = SamplingStatistics(
-                freshness=Freshness() if self.record_freshness else None
-            )
-            watch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
-            run = PipeFusionRun(self, request, setting, watch)
-            try:
-                latents = run.run(on_step)
-                watch.stop()
-                return latents
-            finally:
-                self.statistics.num_synchronous = run.plan.num_synchronous
-                self.statistics.plan = run.plan
-                self.statistics.traffic = self.links.traffic.since(before[0]).plus(
-                    self.sequence_links.traffic.since(before[1])
-                )
+            freshness = Freshness() if self.record_freshness else None
+            with measured(
+                self, request, self.links, self.sequence_links, freshness=freshness
+            ) as watch:
+                run = PipeFusionRun(self, request, setting, watch)
+                try:
+                    return run.run(on_step)
+                finally:
+                    self.statistics.num_synchronous = run.plan.num_synchronous
+                    self.statistics.plan = run.plan
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
         """Rehearses the first request of a layout that is cut into patches."""

@@ -257,12 +257,7 @@ SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ri
 
 
 def refuse_mode(mode: str, option: str) -> None:
-    """Raises ConfigurationError unless there is such a way to share tokens.
-
-    Args:
-        mode: Its name.
-        option: Name of the option, for the message.
-    """
+    """Raises ConfigurationError unless there is such a way to share tokens."""
     if mode not in SEQUENCE_MODES:
         raise ConfigurationError(
             f"{option}={mode!r} is unknown; choose one of {sorted(SEQUENCE_MODES)}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,10 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Loop, Request
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.tracing.tokens import Part
+from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part
 
 
 class SequenceParallel:
@@ -68,9 +69,8 @@ class SequenceParallel:
         self.statistics = SamplingStatistics()
         self.layout: Layout  # of the last request
         self._layouts = LayoutStore(axis)
-        self._rehearsed: list[
-            Layout
-        ] = []  # on rank 0, which finds layouts; as many as it knows again
+        # On rank 0, which finds layouts; as many as it knows again.
+        self._rehearsed: list[Layout] = []
 
     def prepare(self, request: Request) -> Layout:
         """Finds the layout; collective. Rank 0 probes, and broadcasts the layout.
@@ -98,23 +98,15 @@ class SequenceParallel:
         with torch.inference_mode():
             layout = self.prepare(request)
             self._rehearse_once(request, layout)
-            before = self.links.traffic.copy()
-            self.statistics = SamplingStatistics()
-            watch = Stopwatch(self.statistics, self.links.rank, request.latents.device)
-            try:
-                latents = self.run(request, layout, watch, on_step)
-                watch.stop()
-                return latents
-            finally:
-                self.statistics.traffic = self.links.traffic.since(before)
+            with measured(self, request, self.links) as watch:
+                return self.run(request, layout, watch, on_step)
 
     def _rehearse_once(self, request: Request, layout: Layout) -> None:
         """Rehearses the first request of a layout."""
-
-        def is_new() -> bool:
-            return all(known is not layout for known in self._rehearsed)
-
-        if self.verify and self.links.num_ranks > 1 and self.links.broadcast_object(is_new):
+        if not self.verify or self.links.num_ranks == 1:
+            return
+        known = self._rehearsed
+        if self.links.broadcast_object(lambda: all(each is not layout for each in known)):
 
             def predict(still: Request) -> Tensor:
                 watch = Stopwatch(SamplingStatistics(), self.links.rank, request.latents.device)
@@ -124,6 +116,11 @@ class SequenceParallel:
             if self.links.rank == 0:
                 self._rehearsed = [*self._rehearsed, layout][-MAX_LAYOUTS:]
 
+    def _parts(self, layout: Layout) -> list[Part]:
+        n = self.links.num_ranks
+        units = layout.split_units(n, "the number of ranks")
+        return [Part(units[k], text=(k, n)) for k in range(n)] if n > 1 else [WHOLE]
+
     def run(
         self,
         request: Request,
@@ -132,33 +129,13 @@ class SequenceParallel:
         on_step: Callable[[int], None] | None = None,
     ) -> Tensor:
         """All steps of a request whose layout is known; see `sample`."""
-        interception = Interception(self.model).install()
-        try:
-            return self._steps(request, layout, interception, watch, on_step)
-        finally:
-            interception.uninstall()
-
-    def _parts(self, layout: Layout) -> list[Part]:
-        n = self.links.num_ranks
-        if n == 1:
-            return [Part()]
-        units = layout.split_units(n, "the number of ranks")
-        return [Part(units[rank], text=(rank, n)) for rank in range(n)]
-
-    def _steps(
-        self,
-        request: Request,
-        layout: Layout,
-        interception: Interception,
-        watch: Stopwatch,
-        on_step: Callable[[int], None] | None,
-    ) -> Tensor:
         links, parts = self.links, self._parts(layout)
+        interception = Interception(self.model)
         runner = PartRunner(
             layout,
             Stages.split(layout, ()).stages[0],
             interception,
-            SEQUENCE_MODES[self.mode](links, lambda part: (Part(), parts), layout.ghost),
+            SEQUENCE_MODES[self.mode](links, lambda part: (WHOLE, parts), layout.ghost),
             request.latents.device,
             float("nan") if self.verify else 0.0,
         )
@@ -166,15 +143,16 @@ class SequenceParallel:
         predict: Callable[[], Tensor] = loop.predict
         if loop.mixes:
             predict = partial(loop.predict, complete=lambda _, x: self._whole(x, layout, parts))
-        for step in range(request.num_steps):
-            runner.start_step()
-            with watch.working(ForwardNoGrad(links.rank, step)):
-                run = runner.run(predict, parts[links.rank], _nothing, _nowhere)
-                assert run.prediction is not None
-                latents = loop.step(self._guided(loop, run.prediction, layout, parts))
-            watch.step_done()
-            if on_step is not None:
-                on_step(step)
+        with interception.installed():
+            for step in range(request.num_steps):
+                runner.start_step()
+                with watch.working(ForwardNoGrad(links.rank, step)):
+                    run = runner.run(predict, parts[links.rank], _refuse, _refuse)
+                    assert run.prediction is not None
+                    latents = loop.step(self._guided(loop, run.prediction, layout, parts))
+                watch.step_done()
+                if on_step is not None:
+                    on_step(step)
         links.finish()
         return latents
 
@@ -204,9 +182,5 @@ class SequenceParallel:
         return torch.cat(whole, layout.axis)
 
 
-def _nothing(visit: int) -> Slices:
-    raise AssertionError("a rank with all blocks receives nothing")
-
-
-def _nowhere(visit: int, slices: Slices) -> None:
-    raise AssertionError("a rank with all blocks sends nothing")
+def _refuse(visit: int, *slices: Slices) -> Any:
+    raise AssertionError("a rank with all blocks sends and receives nothing")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.cut import balanced_positions
@@ -66,11 +67,7 @@ class Stages:
 
     @classmethod
     def split(cls, layout: Layout, positions: Sequence[int]) -> Stages:
-        """Cuts the blocks before some positions.
-
-        Args:
-            layout: Of the model.
-            positions: Increasing; rank r starts at block `positions[r - 1]`.
+        """Cuts the blocks before increasing positions: rank r starts at block `positions[r - 1]`.
 
         Raises:
             PartitionError: A rank would have no block.
@@ -88,11 +85,15 @@ class Stages:
         rank_of = [rank_of_name[block.name] for block in layout.blocks]
         visit_of = _visits(layout, rank_of, len(owners))
         crossing = [_crossing(layout, rank_of, visit_of, rank) for rank in range(-1, len(owners))]
-        stages = tuple(
-            _stage(rank, len(owners), rank_of, visit_of, crossing[rank], crossing[rank + 1])
-            for rank in range(len(owners))
-        )
-        return cls(owners, stages)
+        stages = []
+        for rank in range(len(owners)):
+            own = [call for call, owner in enumerate(rank_of) if owner == rank]
+            last_of = {visit_of[call]: call for call in own}
+            ends = tuple(last_of[visit] for visit in range(max(visit_of) + 1))
+            is_last = rank == len(owners) - 1
+            incoming, outgoing = crossing[rank : rank + 2]
+            stages.append(Stage(frozenset(own), incoming, outgoing, ends, visit_of, is_last))
+        return cls(owners, tuple(stages))
 
     @property
     def num_visits(self) -> int:
@@ -104,12 +105,6 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
     """Names of the parameters a rank reads: of its blocks, and of everything that is no block.
 
     All others may be placeholders.
-
-    Args:
-        model: Whose parameters are named.
-        layout: Of the model.
-        stages: Who runs which blocks.
-        rank: The position.
     """
     foreign = tuple(
         f"{name}." for owner, names in enumerate(stages.blocks) for name in names if owner != rank
@@ -123,11 +118,6 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
 
 def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
     """Positions that make the slowest rank as fast as possible.
-
-    Args:
-        layout: Of the model.
-        num_ranks: Ranks.
-        costs: Of each block, in the order of `layout.block_names`.
 
     Raises:
         PartitionError: There are fewer blocks than ranks.
@@ -145,12 +135,8 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
     """Seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
     Blocks of one kind, known by their arithmetic, get the median of all of them, so that noise does not decide
-    about the split. What the last block is followed by until the prediction is out is added to it.
-
-    Args:
-        layout: Of the model.
-        request: Nothing in it is changed.
-        repeats: Timed runs; one more is not timed.
+    about the split. What the last block is followed by until the prediction is out is added to it. A first
+    run is not timed.
     """
     runs = [_timed(layout, request) for _ in range(repeats + 1)][1:]
     by_kind: dict[int, list[float]] = {}
@@ -168,7 +154,11 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
 def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
     """Seconds of each call of a block, and of what comes after the last."""
     names, times, inside, end_s = set(layout.block_names), [], False, 0.0
-    device = request.latents.device
+    clock = clock_for(request.latents.device)
+
+    def now_s() -> float:
+        clock.settle()
+        return time.perf_counter()
 
     def make(name: str, forward: Forward) -> Forward:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -176,24 +166,18 @@ def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
             if inside:
                 return forward(*args, **kwargs)
             inside = True
-            start_s = _now(device)
+            start_s = now_s()
             try:
                 return forward(*args, **kwargs)
             finally:
-                end_s, inside = _now(device), False
+                end_s, inside = now_s(), False
                 times.append(end_s - start_s)
 
         return timed
 
     with torch.inference_mode(), forward_replaced(request.model, names, make):
         request.denoise(request.latents, request.timesteps[0])
-    return times, _now(device) - end_s
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return times, now_s() - end_s
 
 
 def _visits(layout: Layout, rank_of: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -230,17 +214,3 @@ def _crossing(
         if rank_of[call] <= rank < max(ranks, default=-1):
             visits[visit_of[call]].append(call)
     return tuple(map(tuple, visits))
-
-
-def _stage(
-    rank: int,
-    num_ranks: int,
-    rank_of: Sequence[int],
-    visit_of: tuple[int, ...],
-    incoming: tuple[tuple[int, ...], ...],
-    outgoing: tuple[tuple[int, ...], ...],
-) -> Stage:
-    own = [call for call, owner in enumerate(rank_of) if owner == rank]
-    ends = tuple(max(c for c in own if visit_of[c] == v) for v in range(max(visit_of) + 1))
-    last = rank == num_ranks - 1
-    return Stage(frozenset(own), incoming, outgoing, ends, visit_of, last)

@@ -84,9 +84,7 @@ class Block:
     def dummy(self, fill: float, device: torch.device) -> list[Any]:
         """Results of the right shapes without memory."""
         return [
-            torch.full((), fill, dtype=r.dtype, device=device).expand(r.shape)
-            if isinstance(r, TensorShape)
-            else r
+            without_memory(r, fill, device) if isinstance(r, TensorShape) else r
             for r in self.results
         ]
 
@@ -111,6 +109,11 @@ class Block:
     def output_bytes(self) -> int:
         """Bytes of all tokens it returns."""
         return sum(shape.nbytes for shape in self.shapes(WHOLE))
+
+
+def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
+    """A tensor of one number for all, such as a placeholder."""
+    return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
 
 
 class LocalCall(NamedTuple):
@@ -203,10 +206,6 @@ class Layout:
     def split_units(self, num_parts: int, what: str = "num_patches") -> list[range]:
         """Balanced contiguous ranges of units, longer ones first.
 
-        Args:
-            num_parts: How many.
-            what: Name of the option, for the message.
-
         Raises:
             ConfigurationError: There are more parts than units.
         """
@@ -218,12 +217,7 @@ class Layout:
         return _balanced(range(self.num_units), num_parts)
 
     def refuse_sample_shares(self, num_parts: int, what: str) -> None:
-        """Raises ConfigurationError unless the samples of every block can be cut into so many shares.
-
-        Args:
-            num_parts: How many.
-            what: Name of the option, for the message.
-        """
+        """Raises ConfigurationError unless the samples of every block can be cut into so many shares."""
         rows = {size.batch for block in self.blocks for size in block.sizes}
         rows |= {
             block.results[leaf].shape[axis]
